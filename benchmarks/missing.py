@@ -8,7 +8,7 @@ step. What is lost is drawn by the operating system's random numbers, with proba
     none      nothing
     reward    the reward function ends its own process (`os._exit`)
     session   the agent loop of the sample raises, after it has generated; `agent.retries=0`, so that it is refilled
-    zero      as reward, with `reward.on_error=zero`: what false zeros cost
+    zero      the reward function raises, with `reward.on_error=zero`: what false zeros cost
 
 The table has, per variant, the sampled reward (its mean over all steps, and over the last five), the greedy validation
 accuracy at the end, and the share of samples that were generated again. Noise is the standard error over the seeds. The
@@ -27,16 +27,17 @@ from learning_runs import REPOSITORY, WINDOW, Result, Run, mean, run_once, write
 PROMPTS, SAMPLES, SHARE = 16, 8, 0.05
 MOST_REFILLED, STANDARD_ERRORS = 0.06, 3.0
 _FAULT = f"random.SystemRandom().random() < {SHARE}"
-_REWARD = f"""
+_REWARD = """
 import os, random, time
 from hybridrl.reward.score import default_compute_score
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.01)  # so that a process has sent what it has scored: else that is scored again, and may die again
-    if {_FAULT}:
-        os._exit(1)
+    if {fault}:
+        {action}
     return default_compute_score(data_source, solution_str, ground_truth, extra_info)
 """
+# It sleeps so that a process has sent what it has scored: else that is scored again, and may die again.
+_DIES, _RAISES = "time.sleep(0.05); os._exit(1)", "raise ConnectionError('the judge is gone')"
 _LOOP = f"""
 import random
 from hybridrl.agents import register
@@ -56,19 +57,23 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 def variants(folder: Path) -> Mapping[str, tuple[str, ...]]:
     """The settings of each variant, whose files are written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    reward, loop = folder / "dying_reward.py", folder / "dying_loop.py"
-    reward.write_text(_REWARD)
+    reward, raising, loop = (folder / f"{name}.py" for name in ("dying_reward", "raising_reward", "dying_loop"))
+    reward.write_text(_REWARD.format(fault=_FAULT, action=_DIES))
+    raising.write_text(_REWARD.format(fault=_FAULT, action=_RAISES))
     loop.write_text(_LOOP)
-    killed = (f"reward.custom_reward_function.path='{reward}'", "reward.num_workers=2")
     return {
         "none": (),
-        "reward": killed,
+        "reward": (f"reward.custom_reward_function.path='{reward}'", "reward.num_workers=2"),
         "session": (
             f"actor_rollout_ref.model.external_lib='{loop}'",
             f"{_AGENT}.default_agent_loop=dies",
             f"{_AGENT}.retries=0",
         ),
-        "zero": (*killed, "reward.on_error=zero", "reward.max_error_rate=1.0"),
+        "zero": (
+            f"reward.custom_reward_function.path='{raising}'",
+            "reward.on_error=zero",
+            "reward.max_error_rate=1.0",
+        ),
     }
 
 
@@ -84,8 +89,8 @@ def run_of(name: str, words: Sequence[str], seed: int, steps: int) -> Run:
             "data.max_response_length=8",
             f"actor_rollout_ref.rollout.n={SAMPLES}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-            "actor_rollout_ref.actor.optim.lr=3e-4",
             "trainer.save_freq=-1",
+            f"trainer.test_freq={steps}",
             *words,
         ),
     )

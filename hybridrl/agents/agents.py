@@ -161,11 +161,6 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
         turns.check(None)
     if TOOLS in names and (made.tools or made.interactions is None):
         _check_tools(made.tools, turns)
-    if config.actor_rollout_ref.actor.router_replay.records_in_generation:
-        raise RolloutError(
-            f"actor_rollout_ref.actor.router_replay.mode={config.actor_rollout_ref.actor.router_replay.mode} needs the "
-            "experts of a session's tokens, which agents do not record yet; set it to R2 or disabled"
-        )
     made.environments = _environments(rollout.agent, made.loops, datasets, turns)
     if made.environments is not None and made.workers and not made.acts_on_controller:
         made.environments.close()  # that they start was checked; each worker starts its own
@@ -173,6 +168,9 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     notify(f"agents: {', '.join(names)}; tools: {', '.join(made.tools) or 'none'}{acted_on}")
     entries = {name: (entry.cls, entry.arguments) for name, entry in made.loops.items()}
     made.gateways = gateways_of(rollout, entries, turns)
+    if made.gateways and made.reader is not None:
+        for data in datasets:  # agents send the images of their rows
+            data.keeps_image_files = True
     if rollout.agent.num_workers and not made.workers:
         notify(
             f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers} has no effect here: sessions of "
@@ -202,7 +200,9 @@ def make_agents(
     loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
     tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
     template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
-    reader = _reader(config, loops)
+    reader = _reader(config)
+    for tool in tools.values():
+        tool.model_reads_images = reader is not None
     processor = None if reader is None else reader.processor
     turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor)
     path = settings.interaction_config_path
@@ -211,21 +211,11 @@ def make_agents(
     return Agents(config, tokenizer, default, ends, loops, tools, parser, turns, interactions=users, reader=reader)
 
 
-def _reader(config: PPOTrainerConfig, loops: Mapping[str, LoopEntry]) -> ImageReader | None:
-    """What makes patches of the images of sessions; None for a model that reads text alone.
-
-    Raises:
-        RolloutError: a loop does not pass images on.
-    """
+def _reader(config: PPOTrainerConfig) -> ImageReader | None:
+    """What makes patches of the images of sessions; None for a model that reads text alone."""
     model = config.actor_rollout_ref.model
     if not is_vision_model(config_of(model)):
         return None
-    without = [name for name, entry in loops.items() if entry.cls.uses_gateway]
-    if without:
-        raise RolloutError(
-            f"the agent loop {without[0]} answers requests of agents behind the server, which carry no images, and "
-            f"{model.path} is a vision-language model; use tool_agent, env_agent or a loop of your own"
-        )
     processor = processor_of(model, config.data.mm_processor_kwargs)
     assert processor is not None  # the model reads images
     return ImageReader(processor, config.actor_rollout_ref.rollout.limit_images)

@@ -7,10 +7,13 @@ Shapes: L tokens of a sequence, N patches of D numbers.
 """
 
 import asyncio
+import base64
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import PIL.Image
 import torch
 from PIL.Image import Image
 
@@ -22,8 +25,30 @@ from hybridrl.rollout.request import Completion
 
 _PLACEHOLDER = re.compile("(<image>)")  # in the text of a data set's messages
 
+#: what OpenAI's and Anthropic's APIs take, too; other decoders of Pillow are not for files of strangers
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_PIXELS = 2**25  # of a stranger's image: 100 MB while it is decoded
+
+#: media type and bytes
+ImageFile = tuple[str, bytes]
 #: (prompt, completion) of each call of a session
 Generated = Sequence[tuple[Sequence[int], Completion]]
+
+
+def opened(data: bytes) -> Image:
+    """An image out of a file of a stranger, whose pixels are not decoded yet.
+
+    Raises:
+        RolloutError: it is none of `FORMATS`, or too large.
+    """
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:  # Pillow may raise anything for a damaged file
+        raise RolloutError(f"an image cannot be read as {', '.join(FORMATS)}: {type(error).__name__}") from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise RolloutError(f"an image has {width} x {height} pixels; the limit is {MAX_PIXELS}. Make it smaller")
+    return image
 
 
 class ImageReader:
@@ -186,8 +211,8 @@ def images_in(messages: Sequence[Mapping[str, Any]]) -> list[ImageTensors]:
     return [part["image"] for part in parts]
 
 
-def with_row_images(messages: Sequence[Mapping[str, Any]], images: Sequence[ImageTensors]) -> list[Message]:
-    """The messages of a data set's row with the patches of its images at their placeholders."""
+def with_row_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[Message]:
+    """The messages of a data set's row with its images, such as their patches, at their placeholders."""
     waiting, found = iter(images), []
     for message in messages:
         content: Any = message.get("content")
@@ -203,6 +228,22 @@ def with_row_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Imag
             content = [{**part, "image": next(waiting)} if part["type"] == "image" else dict(part) for part in content]
         found.append({**message, "content": content})
     return found
+
+
+def with_data_urls(messages: Sequence[Mapping[str, Any]], files: Sequence[ImageFile]) -> list[Message]:
+    """The messages of a data set's row with its images as OpenAI's chat API takes them."""
+    found = with_row_images(messages, files)
+    for message in found:
+        if isinstance(message.get("content"), list):
+            message["content"] = [
+                _as_data_url(part) if part["type"] == "image" else part for part in message["content"]
+            ]
+    return found
+
+
+def _as_data_url(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind, data = part["image"]
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
 
 
 def tensors_of(images: PromptImages) -> ImageTensors:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-import torch
-
 from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
 from hybridrl.agents.images import SeenImages
@@ -27,6 +25,7 @@ from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.verdict import NoVerdict, Verdict
 
 T = TypeVar("T", bound="type[AgentLoopBase]")
@@ -63,7 +62,7 @@ class AgentLoopOutput:
         num_turns: of user, model and tools together.
         metrics: seconds by what they were spent on.
         extra_fields: further columns of the batch.
-        routed_experts: integers [prompt and response tokens, L, K]; see `Trajectory`.
+        routed_experts: not read, because the sampler's own are known; verl's loops give them.
         multi_modal_data: `{"images": [...]}`: all images of the trajectory in order, as the last request had them as
             `image_data`. None takes those of that request.
         turn_rewards: (place in `response_ids`, reward) of turns: the last token of each, which the policy generated.
@@ -80,7 +79,7 @@ class AgentLoopOutput:
     num_turns: int = 0
     metrics: AgentLoopMetrics | Mapping[str, float] = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    routed_experts: torch.Tensor | None = None
+    routed_experts: Any = None
     multi_modal_data: Mapping[str, Any] | None = None
     turn_rewards: Sequence[tuple[int, float]] = ()
     turn_states: Sequence[tuple[int, Any]] = ()
@@ -104,6 +103,7 @@ class TokenOutput:
         log_probs: of each, see `Completion`.
         stop_reason: "stop", "length" or "abort".
         versions: (version of the weights, tokens that they generated), in order.
+        routed_experts: where they are recorded, see `Completion`.
     """
 
     token_ids: list[int]
@@ -111,7 +111,7 @@ class TokenOutput:
     stop_reason: str
     versions: list[tuple[int, int]] = field(default_factory=list)
     num_preempted: int | None = None
-    routed_experts: None = None
+    routed_experts: Any = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -130,6 +130,7 @@ class SessionClient:
         seed_of: the seed of the turn with a number; None: the engine's own stream.
         trains: what is generated is trained on.
         images: those of the session; None: the model reads text alone.
+        routing: the experts of the tokens are wanted.
 
     Attributes:
         log: what happens in the session. `generate` is noted by itself; `log.add` notes more.
@@ -144,8 +145,10 @@ class SessionClient:
         seed_of: Callable[[int], int | None],
         trains: bool = True,
         images: SeenImages | None = None,
+        routing: bool = False,
     ) -> None:
         self.images = images
+        self._routing = routing
         self._client = client
         self._sampling = sampling
         self._max_tokens = max_tokens
@@ -193,7 +196,9 @@ class SessionClient:
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=self._seed_of(turn))
         began = self.log.clock()
         try:
-            completion = await self._client.generate(replace(request, sampling=sampling, priority=TRAINING_PRIORITY))
+            completion = await self._client.generate(
+                replace(request, sampling=sampling, priority=TRAINING_PRIORITY, routing=self._routing)
+            )
         except Exception as error:
             self._failure = error
             raise
@@ -222,6 +227,18 @@ class SessionClient:
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
+
+    def tree(self) -> TokenTree:
+        """The calls so far, linked by their tokens and images."""
+        tree = TokenTree()
+        for (prompt, completion), images in zip(self.generated, self.images_of_calls, strict=True):
+            tree.add(prompt, completion, () if images is None else images.in_tokens())
+        return tree
+
+    @property
+    def images_of_calls(self) -> list[PromptImages | None]:
+        """The images of each call."""
+        return [None] * len(self.generated) if self.images is None else self.images.requests
 
     def raise_failure(self) -> None:
         """Pass on that `complete` could not generate any more.
@@ -274,7 +291,7 @@ class SessionClient:
             read = await self.images.read(image_data or ())
             images = self.images.reader.in_request(prompt, read, self.generated)
         name = f"{self._session}-{request_number()}"
-        request = Request(name, prompt, sampling, session=self._session, images=images)
+        request = Request(name, prompt, sampling, session=self._session, images=images, routing=self._routing)
         began = self.log.clock()
         try:
             completion = await self._client.generate(request)
@@ -284,7 +301,11 @@ class SessionClient:
             raise RolloutError(f"the rollout refused a session's request: {completion.error}")
         self._note(prompt, completion, began, images)
         return TokenOutput(
-            list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
+            list(completion.token_ids),
+            list(completion.log_probs),
+            completion.finish_reason,
+            list(completion.versions),
+            routed_experts=completion.routed_experts,
         )
 
     def _settings(self, given: Mapping[str, Any], turn: int) -> SamplingParams:

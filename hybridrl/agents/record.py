@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrl.agents.images import SeenImages, generated_in, tensors_of
@@ -12,6 +13,7 @@ from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG
 from hybridrl.rollout.images import PromptImages
+from hybridrl.rollout.parts import extended
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.verdict import NoVerdict, Verdict
@@ -81,8 +83,52 @@ def trajectory_of(
         multimodal={} if images is None else tensors_of(images),
         image_mask=None if seen is None else _mask(images, len(whole)),
         positions=None if seen is None else seen.reader.positions(whole, images),
-        routed_experts=output.routed_experts,
+        routed_experts=_experts_in(whole, generated, calls, start + _last_trained(output)),
     )
+
+
+def _last_trained(output: AgentLoopOutput) -> int:
+    """The place of the last token of the response that is trained on; -1 without one."""
+    return max((place for place, mask in enumerate(output.response_mask) if mask), default=-1)
+
+
+def _experts_in(
+    whole: Sequence[int], generated: Sequence[tuple[Sequence[int], Completion]], calls: Sequence[int], last: int
+) -> torch.Tensor | None:
+    """The experts of a trajectory's tokens, [tokens, L, K]: of each those with which what follows it was sampled.
+
+    A call records the tokens of its prompt and its response, so that what tools and users wrote has the experts of the
+    call that answered it. Tokens behind the last call, and the last that it sampled, were computed by no sampler: they
+    get those of the token before. What is trained on does not depend on them, because it stands before.
+
+    Args:
+        calls: numbers of the calls that the trajectory's images allow.
+        last: the place of the last token that is trained on.
+
+    Raises:
+        RolloutError: the engine returned too few; the trainer would replay others.
+    """
+    known: np.ndarray | None = None
+    for number in sorted(calls):
+        prompt, completion = generated[number]
+        count = _common(whole, [*prompt, *completion.token_ids])
+        if count > len(prompt) and completion.routed_experts is not None:  # it wrote a part of the trajectory
+            known = extended(known, completion.routed_experts[:count])
+    if known is None:
+        return None
+    if len(known) < last:
+        raise RolloutError(
+            f"the engine returned the experts of {len(known)} tokens of a session of which {last} were computed; set "
+            "actor_rollout_ref.actor.router_replay.mode to R2 or disabled"
+        )
+    known = known[: len(whole)]
+    return torch.from_numpy(np.concatenate([known, np.repeat(known[-1:], len(whole) - len(known), axis=0)]))
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    pairs = zip(left, right, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def _reward_of(output: AgentLoopOutput) -> float | None:

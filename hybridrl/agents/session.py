@@ -11,7 +11,7 @@ from hybridrl.agents.record import trajectory_of
 from hybridrl.agents.side import was_cancelled
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.protocol.names import ATTEMPT, SESSION_LOG
+from hybridrl.protocol.names import ATTEMPT, ROUTED_EXPERTS, SESSION_LOG
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.sampling import SamplingParams
@@ -19,7 +19,7 @@ from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.verdict import NoVerdict, no_verdict_of
 
 #: what a session needs to know of its batch
-META = ("global_steps", "validate", ATTEMPT)
+META = ("global_steps", "validate", ATTEMPT, ROUTED_EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> A
         _seeds(rollout.seed, task),
         trains=not task.meta.get("validate", False),
         images=agents.seen(),
+        routing=bool(task.meta.get(ROUTED_EXPERTS, False)),
     )
     try:
         loop = agents.loop(task.row.get("agent_name"), session)

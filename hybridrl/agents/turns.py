@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from hybridrl.agents.images import images_in
 from hybridrl.agents.log import without_pixels
 from hybridrl.agents.parsers.base import FunctionCall
@@ -54,9 +56,14 @@ class Turns:
         self._kwargs = dict(template_kwargs or {})
         self._mode = mode
 
+    @property
+    def image_config(self) -> PreTrainedConfig | None:
+        """The configuration of a model that reads images."""
+        return None if self._processor is None else self._processor.config
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The tokens of a conversation, and the opening of the model's turn."""
-        return self._expanded(self.encoded(self.text(messages, tools)), images_in(messages))
+        return self.expanded(self.encoded(self.text(messages, tools)), images_in(messages))
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """A conversation as the template writes it, and the opening of the model's turn.
@@ -93,7 +100,7 @@ class Turns:
         ids = encode(self.tokenizer, [first + rest])[0]
         if self.tokenizer.convert_ids_to_tokens(ids[0]) != first:
             raise RolloutError(f"{self._name}: the end of a turn, {first!r}, is not one token; {_ADVICE}")
-        ids = self._expanded(ids, images_in(messages))
+        ids = self.expanded(ids, images_in(messages))
         ended = last_token == ids[0] or (first not in self._ends and last_token in self._ends.values())
         return ids[1:] if ended else ids
 
@@ -126,7 +133,7 @@ class Turns:
                 f"{shorter[start : start + 40]!r} to {twice[start : start + 40]!r}; {_ADVICE}"
             )
 
-    def _expanded(self, ids: list[int], images: Sequence[ImageTensors]) -> list[int]:
+    def expanded(self, ids: list[int], images: Sequence[ImageTensors]) -> list[int]:
         """Token ids with each placeholder as often as its image has tokens.
 
         Raises:
@@ -147,13 +154,14 @@ class Turns:
         for message in shown:
             content = message.get("content")
             if isinstance(content, str):
-                message["content"] = self._harmless(content)
+                message["content"] = self.harmless(content)
             for part in content if isinstance(content, list) else ():
                 if isinstance(part.get("text"), str):
-                    part["text"] = self._harmless(part["text"])
+                    part["text"] = self.harmless(part["text"])
         return shown
 
-    def _harmless(self, text: str) -> str:
+    def harmless(self, text: str) -> str:
+        """Text that becomes no placeholder of images."""
         for token in self._media_tokens:
             text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text

@@ -19,11 +19,14 @@ from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
 from hybridrl.models.videos import Clip
 from hybridrl.models.vision import ImageProcessor
+from hybridrl.protocol.names import IMAGE_FILES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
+#: the formats of Pillow that are sent as they are
+_MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _KIND_OF = {PLACEHOLDER: "image", VIDEO_PLACEHOLDER: "video"}
 _PIECES = re.compile(f"({'|'.join(map(re.escape, _KIND_OF))})")
 
@@ -145,6 +148,17 @@ class RowImages:
         if len(found) == len(wanted) and found != wanted:
             raise ValueError("the chat template writes images and videos in another order than the messages have them")
 
+    def files(self, images: Sequence[Image], where: str) -> dict[str, Any]:
+        """Return `image_files`, for images that are not decoded yet.
+
+        Raises:
+            DataError: an image is damaged.
+        """
+        try:
+            return {IMAGE_FILES: [file_of(image) for image in images]}
+        except Exception as error:  # see `item`
+            raise _damaged(where, error) from error
+
     def item(self, ids: Sequence[int], images: Sequence[Image | Clip], where: str) -> dict[str, Any]:
         """Return `multi_modal_inputs`, what the model reads of the images, and `position_ids` `[4, L]` of the prompt.
 
@@ -154,9 +168,7 @@ class RowImages:
         try:
             inputs = self.processor.pixels(images) if images else {}
         except Exception as error:  # Pillow, PyAV and image processors may raise anything for a damaged file
-            raise DataError(
-                f"{where}: an image or a video cannot be decoded: {type(error).__name__}: {error}"
-            ) from error
+            raise _damaged(where, error) from error
         return {"multi_modal_inputs": inputs, "position_ids": self.processor.positions(ids, inputs)}
 
 
@@ -183,6 +195,23 @@ class _Waiting:
         """The next one; None if there is none."""
         self.wanted += 1
         return None if self.is_short else self._entries[self.wanted - 1]
+
+
+def _damaged(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: an image or a video cannot be decoded: {type(error).__name__}: {error}")
+
+
+def file_of(image: Image) -> tuple[str, bytes]:
+    """The media type and the bytes of an image: of the file that it was opened from, or of a PNG file.
+
+    Call it before the image is decoded.
+    """
+    file, kind = getattr(image, "fp", None), _MEDIA_TYPES.get(getattr(image, "format", None) or "")
+    if isinstance(file, io.BytesIO) and kind is not None:
+        return kind, file.getvalue()
+    written = io.BytesIO()
+    image.convert("RGB").save(written, "PNG", compress_level=1)
+    return "image/png", written.getvalue()
 
 
 def open_image(source: Any, where: str) -> Image:

@@ -108,7 +108,8 @@ class RLHFDataset(Dataset):
     With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
     (`hybridrl.data.images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`, `{}`
     for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images
-    is never truncated.
+    is never truncated. With the attribute
+    `keeps_image_files`, which agents behind the server set, an item has the files as `image_files`.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
@@ -155,6 +156,7 @@ class RLHFDataset(Dataset):
         self.truncation = settings.truncation
         self.filter_overlong_prompts = settings.filter_overlong_prompts
         self._images = _row_images(processor, settings)
+        self.keeps_image_files = False
         self._set_what_hooks_of_verl_read(max_samples)
         check_chat_template(tokenizer)
         self._table: Table | None = None
@@ -305,7 +307,11 @@ class RLHFDataset(Dataset):
             ids = self._encoded([shown], [images], [index])[0]
         if self.config.truncation != "error" and not images:
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
-        more = {} if self._images is None else self._images.item(ids, images, self.table.locate(index))
+        more: dict[str, Any] = {}
+        if self._images is not None:
+            where = self.table.locate(index)
+            files = self._images.files(images, where) if self.keeps_image_files else {}
+            more = self._images.item(ids, images, where) | files
         for name in self._taken:
             row.pop(name, None)
         return {**row, "input_ids": ids, "raw_prompt": _without_images(messages, shown), "index": index, **more}

@@ -17,6 +17,7 @@ from hybridrl.notify import notify
 from hybridrl.protocol.names import (
     ATTEMPT,
     IMAGE_DIGEST,
+    IMAGE_FILES,
     PROMPT_IMAGES,
     SESSION_LOG,
     TRAJECTORY_REWARD,
@@ -40,7 +41,7 @@ RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # colum
 #: columns of a generated batch that are no columns of the data
 _NOT_OF_THE_DATA = (
     *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD, IMAGE_DIGEST, PROMPT_IMAGES),
+    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD, IMAGE_DIGEST, IMAGE_FILES, PROMPT_IMAGES),
 )
 #: what becomes of samples that the reward function failed for, by the setting that says so
 _THEN = {

@@ -19,7 +19,7 @@ import torch
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
+from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.rollout.replicas.pool import ReplicaPool
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -231,9 +231,10 @@ class TurnClient:
 
 def _grouped(requests: Sequence[Request]) -> list[list[Request]]:
     """Requests whose settings differ in seed and length limit at most can share a call."""
-    groups: dict[SamplingParams, list[Request]] = {}
+    groups: dict[tuple[SamplingParams, bool], list[Request]] = {}
     for request in requests:
-        groups.setdefault(replace(request.sampling, seed=None, max_new_tokens=1), []).append(request)
+        alike = replace(request.sampling, seed=None, max_new_tokens=1), request.routing
+        groups.setdefault(alike, []).append(request)
     return list(groups.values())
 
 
@@ -266,6 +267,7 @@ def _batch_of(requests: Sequence[Request], max_len: int) -> DataProto:
         "stop": sampling.stop,
         "max_new_tokens": max(_limit(request, max_len) for request in requests),
         "finish_reasons": True,
+        ROUTED_EXPERTS: requests[0].routing,
     }
     tensors = {
         "input_ids": ids,
@@ -284,11 +286,15 @@ def _completions_of(requests: Sequence[Request], batch: DataProto, max_len: int)
     """Completions out of the rows of a batch, each cut at its own limit."""
     completions = []
     fields, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
-    digests = batch.non_tensor_batch.get(IMAGE_DIGEST)
+    digests, experts = batch.non_tensor_batch.get(IMAGE_DIGEST), fields.get(ROUTED_EXPERTS)
     for row, request in enumerate(requests):
         generated, limit = int(fields["response_mask"][row].sum()), _limit(request, max_len)
         count = min(generated, limit)
         version = int(fields["weight_versions"][row, 0]) if count else NO_VERSION
+        used = None
+        if experts is not None:
+            computed = len(request.prompt_ids) + max(count - 1, 0)
+            used = experts[row][fields["attention_mask"][row].bool()][:computed].numpy()
         completions.append(
             Completion(
                 request.id,
@@ -297,6 +303,7 @@ def _completions_of(requests: Sequence[Request], batch: DataProto, max_len: int)
                 "length" if generated > limit else reasons[row],
                 [(version, count)] if count else [],
                 image_digest="" if digests is None else digests[row],
+                routed_experts=used,
             )
         )
     return completions

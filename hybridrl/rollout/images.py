@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import GRID, PIXELS, SECONDS, ImageTensors, digest, media_tokens, tokens_per_image
+from hybridrl.rollout.token_tree import ImagePlace
 from hybridrl.single_controller.ray.images import reference_of, tensors_of
 
 _LOCK = threading.Lock()
@@ -83,6 +84,11 @@ class PromptImages:
         for first, count in self.places:
             found[first : first + count] = True
         return found
+
+    def in_tokens(self) -> tuple[ImagePlace, ...]:
+        """What a `TokenTree` knows of them."""
+        pairs = zip(self.places, self.digests(), strict=True)
+        return tuple(ImagePlace(first, count, digest) for (first, count), digest in pairs)
 
     def digest(self) -> str:
         """The fingerprint of all images, as `hybridrl.models.vision.digest` computes it."""
@@ -174,9 +180,9 @@ def split_images(tensors: ImageTensors) -> list[ImageTensors]:
 
 
 def join_images(images: Sequence[ImageTensors]) -> ImageTensors:
-    """The images and clips of a prompt, one after the other; `{}` if there are none."""
-    if not images:
-        return {}
+    """The images and clips of a prompt, one after the other; `{}` if there are none. One image keeps its memory."""
+    if len(images) <= 1:
+        return dict(images[0]) if images else {}
     joined = {name: torch.cat([one[name] for one in images]) for name in (PIXELS, GRID)}
     if any(SECONDS in one for one in images):
         joined[SECONDS] = torch.cat([one.get(SECONDS, torch.zeros(len(one[GRID]))) for one in images])

@@ -38,7 +38,7 @@ def add_part(answer: Completion, part: Completion, request: Request, tokenizer: 
     answer.log_probs += part.log_probs
     answer.cached_tokens += part.cached_tokens
     answer.versions += part.versions
-    answer.routed_experts = _extended(answer.routed_experts, part.routed_experts)
+    answer.routed_experts = extended(answer.routed_experts, part.routed_experts)
     answer.finish_reason, answer.error = part.finish_reason, part.error
     answer.image_digest = answer.image_digest or part.image_digest
     _cut_at_stop(answer, request.sampling.stop, len(part.token_ids), tokenizer)
@@ -62,11 +62,11 @@ def _cut_at_stop(answer: Completion, stop: tuple[str, ...], new: int, tokenizer:
     answer.finish_reason = "stop"
 
 
-def _extended(known: np.ndarray | None, experts: np.ndarray | None) -> np.ndarray | None:
-    """The experts of a request in parts: of each token those with which the next token was sampled.
+def extended(known: np.ndarray | None, experts: np.ndarray | None) -> np.ndarray | None:
+    """The experts of what was computed in parts: of each token those with which the next token was sampled.
 
     Args:
-        known: of the parts so far, [t, L, K].
+        known: of the parts so far, [t, L, K]; of an interrupted request, or the turns of a session.
         experts: of the next part, whose prompt are these parts; the engine may have computed them with other weights.
     """
     if known is None or experts is None:

@@ -42,6 +42,7 @@ def start_rollout(
     log_folder: Path | None = None,
     before_start: Callable[[str], None] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    image_kwargs: Mapping[str, Any] | None = None,
 ) -> Rollout:
     """Start the rollout for `policy`; it has no weights before `update_weights`.
 
@@ -55,6 +56,7 @@ def start_rollout(
         log_folder: where replicas' output goes; None leaves it to Ray.
         before_start: called with the engine's name before its replicas start.
         template_kwargs: further variables of the chat template, for chats that the server renders.
+        image_kwargs: settings of the model's image processor, for images of the server's clients.
 
     Raises:
         RolloutError: the engine is not available, or does not start; a setting cannot take effect.
@@ -64,10 +66,11 @@ def start_rollout(
             f"{_KEY}.checkpoint_engine.delta=True without a policy that sends its weights to replicas on devices of "
             "their own, where it saves bytes: give own_pool (rollout.nnodes in a configuration), or set delta=false"
         )
+    server_kwargs = {"template_kwargs": template_kwargs, "image_kwargs": image_kwargs}
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
     if InferenceEngines.facts(name).in_place:
-        return _in_place(config, policy, log_folder, template_kwargs)
+        return _in_place(config, policy, log_folder, server_kwargs)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     shared = own_pool is None
     order = _order(config, policy, pool) if shared and policy is not None else None
@@ -84,7 +87,7 @@ def start_rollout(
         # fails now if the port is taken
         seeded = InferenceEngines.get(name).heeds_seeds(config.rollout)
         served = is_served(config.rollout)
-        server = _start_server(config, rollout, log_folder, seeded, template_kwargs) if served else None
+        server = _start_server(config, rollout, log_folder, seeded, server_kwargs) if served else None
         replicas.start()
         if server is not None:
             _announce(config, rollout, server, log_folder)
@@ -98,13 +101,13 @@ def _in_place(
     config: ActorRolloutRefConfig,
     policy: RayWorkerGroup | None,
     log_folder: Path | None,
-    template_kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
 ) -> Rollout:
     """The training workers as the rollout."""
     rollout = InPlaceRollout(policy, config.rollout)
     if is_served(config.rollout):
         try:
-            _announce(config, rollout, _start_server(config, rollout, log_folder, True, template_kwargs), log_folder)
+            _announce(config, rollout, _start_server(config, rollout, log_folder, True, kwargs), log_folder)
         except BaseException:
             rollout.close()
             raise
@@ -116,7 +119,7 @@ def _start_server(
     rollout: InPlaceRollout | ReplicatedRollout,
     log_folder: Path | None,
     seeded: bool,
-    template_kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
 ) -> RunServer:
     """A server over all replicas that has its port, and starts while they do."""
     from hybridrl.rollout.server import make_server
@@ -128,7 +131,8 @@ def _start_server(
         rollout.client(),
         heeds_seeds=seeded,
         log_file=log_file,
-        template_kwargs=template_kwargs,
+        records_routing=config.actor.router_replay.records_in_generation,
+        **kwargs,
     )
     rollout.on_close.append(server.stop)
     if log_folder is not None:

@@ -1,13 +1,29 @@
 """The calls of one session, linked by their tokens: what continues what, and where a history was rewritten.
 
-A call continues an earlier one if its prompt begins with exactly the tokens of that call's prompt and completion. A
-call that continues none begins a tree of its own, with its own prompt.
+A call continues an earlier one if its prompt begins with exactly the tokens of that call's prompt and completion, and
+has the very images among them that the call had. A call that continues none begins a tree of its own, with its own
+prompt.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.rollout.request import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """An image among the tokens of a prompt.
+
+    Attributes:
+        first: the index of its first token.
+        tokens: how many it has.
+        digest: fingerprint of its patches (`hybridrl.models.vision.digest`).
+    """
+
+    first: int
+    tokens: int
+    digest: str
 
 
 @dataclass(eq=False)
@@ -20,6 +36,7 @@ class Turn:
         between: tokens of its prompt that follow the parent's tokens; without a parent, the whole prompt.
         completion: what was generated.
         end: tokens of its prompt and its completion together.
+        images: of its prompt, in order.
         children: the calls that continue it.
     """
 
@@ -28,6 +45,7 @@ class Turn:
     between: list[int]
     completion: Completion
     end: int
+    images: tuple[ImagePlace, ...] = ()
     children: list["Turn"] = field(default_factory=list)
 
     @property
@@ -78,18 +96,22 @@ class TokenTree:
         for prompt_ids, completion in calls:
             self.add(prompt_ids, completion)
 
-    def add(self, prompt_ids: Sequence[int], completion: Completion) -> Turn:
-        """Note a call; it continues the call that has most of its tokens, of equal ones the latest."""
-        parent = self.continued_by(prompt_ids)
+    def add(self, prompt_ids: Sequence[int], completion: Completion, images: Sequence[ImagePlace] = ()) -> Turn:
+        """Note a call; it continues the call that has most of its tokens, of equal ones the latest.
+
+        Args:
+            images: of the prompt, in order.
+        """
+        parent = self.continued_by(prompt_ids, images)
         known = 0 if parent is None else parent.end
         end = len(prompt_ids) + len(completion.token_ids)
-        turn = Turn(len(self.turns), parent, list(prompt_ids[known:]), completion, end)
+        turn = Turn(len(self.turns), parent, list(prompt_ids[known:]), completion, end, tuple(images))
         self.turns.append(turn)
         (self._roots if parent is None else parent.children).append(turn)
         return turn
 
-    def continued_by(self, prompt_ids: Sequence[int]) -> Turn | None:
-        """The call that a prompt continues."""
+    def continued_by(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> Turn | None:
+        """The call that a prompt with these images continues."""
         ids = list(prompt_ids)
         best: Turn | None = None
         waiting = [(turn, 0) for turn in self._roots]
@@ -100,14 +122,16 @@ class TokenTree:
                 continue
             if ids[middle : turn.end] != turn.completion.token_ids:
                 continue
+            if turn.images != tuple(one for one in images if one.first < turn.end):
+                continue
             if best is None or (turn.end, turn.index) > (best.end, best.index):
                 best = turn
             waiting += [(child, turn.end) for child in turn.children]
         return best
 
-    def generated_after(self, prompt_ids: Sequence[int]) -> int:
+    def generated_after(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> int:
         """How many tokens of a prompt follow the first prompt of its conversation."""
-        turn = self.continued_by(prompt_ids)
+        turn = self.continued_by(prompt_ids, images)
         return 0 if turn is None else len(prompt_ids) - len(turn.path[0].between)
 
     def branches(self) -> list[Branch]:

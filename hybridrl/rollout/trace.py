@@ -2,7 +2,8 @@
 
 A turn of the trace is one call: `prompt_token_ids` are all tokens before the completion, `loss_mask` covers the prompt
 (0) and the completion (1), `per_token_logps` the completion alone. `metadata` has what OpenEnv has no field for: the
-call that this one continues, the reason why it ended, and which weights generated which of its tokens.
+call that this one continues, the reason why it ended, which weights generated which of its tokens, and the images of
+its prompt: where their tokens are, and the digest of their patches.
 """
 
 import json
@@ -10,6 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def _entry(tree: TokenTree, index: int, shown: Mapping[int, Mapping[str, Any]]) 
             "parent": None if turn.parent is None else _name(turn.parent.index),
             "finish_reason": completion.finish_reason,
             "weight_versions": spans(completion.versions),
+            **({"images": [asdict(image) for image in turn.images]} if turn.images else {}),
         },
     }
 
@@ -91,7 +94,7 @@ def trajectories_of(trace: Mapping[str, Any], uid: str = "", sample: int = 0) ->
         uid, sample: whose session it was.
 
     Raises:
-        RolloutError: it is no trace of version 1.
+        RolloutError: it is no trace of version 1, or has images, of which it keeps no pixels.
     """
     if trace.get("schema_version") != SCHEMA_VERSION:
         raise RolloutError(
@@ -102,6 +105,11 @@ def trajectories_of(trace: Mapping[str, Any], uid: str = "", sample: int = 0) ->
         try:
             prompt_ids, token_ids = list(turn["prompt_token_ids"]), list(turn["completion_token_ids"])
             metadata = turn.get("metadata") or {}
+            if metadata.get("images"):
+                raise RolloutError(
+                    f"turn {number} of a training trace has images, of which a trace keeps the digests alone; a "
+                    "trajectory needs their patches"
+                )
             versions = [
                 (int(span["version"]), span["end"] - span["start"]) for span in metadata.get("weight_versions") or ()
             ]

@@ -16,7 +16,10 @@ import openai
 from template_families import ENDS, FAMILIES
 from transformers import AutoTokenizer
 
+from hybridrl.agents.images import ImageReader
 from hybridrl.agents.turns import Turns
+from hybridrl.config import ModelConfig
+from hybridrl.models.vision import processor_of
 from hybridrl.registry import TOOL_PARSERS
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import Listener, OpenAIServer, Served, create_app
@@ -140,19 +143,17 @@ class Script:
         return None
 
 
-class GatewayStage:
-    """The server over a scripted model of one family."""
+class Stage:
+    """The server over a scripted model.
 
-    def __init__(self, model: Path, family: str) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.chat_template = FAMILIES[family].template
-        ends = tokenizer.convert_tokens_to_ids(list(ENDS))
-        self.family, self.tokenizer = family, tokenizer
+    Args:
+        model: plays it.
+        served: as the server knows it.
+    """
+
+    def __init__(self, model: Script, served: Served) -> None:
+        self.model, self.tokenizer = model, model.tokenizer
         self.opened: list[str] = []
-        name, self.write = FORMATS[family]
-        self.model = Script(tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[family].end))
-        self.turns = Turns(tokenizer, ends)
-        served = Served("tiny", tokenizer, LIMIT, len(tokenizer), True, self.turns, TOOL_PARSERS.get(name)(), ends)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.listener = Listener("127.0.0.1")
@@ -182,6 +183,41 @@ class GatewayStage:
         self.http.close()
         self.do(self.server.stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class GatewayStage(Stage):
+    """The server over a scripted model of one family."""
+
+    def __init__(self, model: Path, family: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = FAMILIES[family].template
+        ends = tokenizer.convert_tokens_to_ids(list(ENDS))
+        self.family = family
+        name, self.write = FORMATS[family]
+        self.turns = Turns(tokenizer, ends)
+        served = Served("tiny", tokenizer, LIMIT, len(tokenizer), True, self.turns, TOOL_PARSERS.get(name)(), ends)
+        super().__init__(Script(tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[family].end)), served)
+
+
+class SeeingStage(Stage):
+    """The server over a scripted model that reads images.
+
+    Args:
+        model: of `hybridrl.models.tiny_vision`.
+        most: images of a request.
+        limit: tokens of prompt and response.
+    """
+
+    def __init__(self, model: Path, most: int | None = None, limit: int = LIMIT) -> None:
+        processor = processor_of(ModelConfig(path=str(model)))
+        assert processor is not None
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        ends = [tokenizer.eos_token_id]
+        turns = Turns(tokenizer, ends, processor=processor)
+        images = ImageReader(processor, most)
+        parser = TOOL_PARSERS.get("hermes")()
+        served = Served("tiny", tokenizer, limit, len(tokenizer), True, turns, parser, ends, images=images)
+        super().__init__(Script(tokenizer, tokenizer.eos_token_id), served)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import time
 
 import anthropic
+import httpx
 import openai
 
 from hybridrl.verdict import NoVerdict, Verdict
@@ -55,3 +56,17 @@ def by_kind(base_url, api_key, row):
     if kind == "long":
         client.responses.create(model="m", input="b" * 500, previous_response_id=answer.id)
     return 0.5
+
+
+def routes(base_url, api_key, row):
+    """Two turns, and a request in tokens, whose experts it tells."""
+    talk = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = list(row["raw_prompt"])
+    for question in ("Sure?", None):
+        answer = talk.chat.completions.create(model="m", messages=messages, max_tokens=6)
+        messages += [answer.choices[0].message, {"role": "user", "content": question}]
+    root = base_url.partition("/sessions")[0]
+    asked = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 5, "ignore_eos": True}}
+    headers = {"Authorization": f"Bearer {api_key}"}
+    answer = httpx.post(f"{root}/inference/v1/generate", json=asked, headers=headers, timeout=60).json()
+    return Verdict(0.0, {"told": answer["choices"][0]["routed_experts"]})

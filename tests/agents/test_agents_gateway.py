@@ -20,6 +20,7 @@ from template_families import BROKEN, ENDS, FAMILIES, MARKS, write_model
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.server.images import Prompt
 from hybridrl.rollout.server.replies import Reply
 from hybridrl.rollout.server.schema import SessionSettings
 from hybridrl.rollout.server.sessions import Session
@@ -27,6 +28,10 @@ from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
 
 TOOLS: Any = [{"type": "function", "function": ECHO}]
+DATA_URL = "data:image/png;base64,AAAA"
+IMAGE = {"type": "image_url", "image_url": {"url": DATA_URL}}
+INPUT_IMAGE = {"type": "input_image", "image_url": DATA_URL}
+IMAGE_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +348,12 @@ def test_a_fault_of_the_engine_is_told_in_each_dialect(qwen: GatewayStage) -> No
         ("messages", {"tool_choice": {"type": "any"}}, "tools has no function"),
         ("messages", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "vllm can"),
         ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url'; only text"),
+        ("responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}, "'image_url'; only text"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "file_id"),
+        ("messages", {"messages": [{"role": "user", "content": [IMAGE_BLOCK]}]}, "'image_url'; only text"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image with the source"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ("messages", {"max_tokens": None}, "max_tokens"),
         ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
@@ -436,12 +446,12 @@ def test_a_long_session_keeps_each_message_once() -> None:
         messages = [*json.loads(json.dumps(messages)), {"role": "user", "content": f"question {turn}"}]
         tools = json.loads(json.dumps(TOOLS))
         reply = Reply(Completion(str(turn), [turn], [-1.0], "stop"), f"answer {turn}")
-        session.add(messages, tools, ids, reply)
+        session.add(messages, tools, Prompt(ids), reply)
         session.store(f"resp-{turn}", [*messages, reply.message()])
         messages.append(reply.message())
         ids = [*ids, turn, 1]
     rewritten = [{"role": "user", "content": "another"}, *messages[1:3]]
-    session.add(rewritten, TOOLS, [1], Reply(Completion("x", [7], [-1.0], "stop"), "so"))
+    session.add(rewritten, TOOLS, Prompt([1]), Reply(Completion("x", [7], [-1.0], "stop"), "so"))
     assert len(session._history) == 100 + 3
     assert session.messages() == [*rewritten, {"role": "assistant", "content": "so"}]
     assert session.stored("resp-49") == messages

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from serving_stage import Recorded, serving
 from template_families import FAMILIES, write_model
 
 from hybridrl.agents import AgentRollout, create_agents
@@ -27,12 +27,10 @@ from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.rollout import HFRollout, InPlaceRollout
 from hybridrl.rollout.rollout import RunServer
-from hybridrl.rollout.server import make_server
 from hybridrl.rollout.trace import read_trace, trajectories_of
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.utils.agent_host import Job, Program
@@ -69,19 +67,6 @@ def config_for(model: Path, *more: str) -> Any:
     )
 
 
-class Recorded:
-    """A client that notes what passes."""
-
-    def __init__(self, client: Any) -> None:
-        self.client, self.calls = client, []
-        self.abort, self.stats, self.health = client.abort, client.stats, client.health
-
-    async def generate(self, request: Any) -> Any:
-        completion = await self.client.generate(request)
-        self.calls.append((request, completion))
-        return completion
-
-
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Any:
     settings = config_for(model).actor_rollout_ref
@@ -94,30 +79,6 @@ def engine(model: Path) -> Any:
 def rollout(model: Path, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]:
     with serving(config_for(model, f"{ROLLOUT}.agent.trace_dir={model.parent / 'traces'}"), engine) as made:
         yield made
-
-
-@contextlib.contextmanager
-def serving(config: Any, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]:
-    """A rollout of agents behind a server, and its calls."""
-    policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
-    ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
-    local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
-    inner = InPlaceRollout(SimpleNamespace(generate_sequences=local.generate, world_size=1), policy.rollout)
-    inner.update_weights(0)
-    recorded = Recorded(inner.client())
-    inner.client = lambda: recorded  # type: ignore[method-assign, assignment, return-value]
-    process, access = make_server(policy.rollout, policy.model, recorded)  # type: ignore[arg-type]
-    process.start()
-    inner.server = RunServer(process, access)
-    inner.on_close.append(process.stop)
-    agents = create_agents(config, tokenizer, [])
-    assert agents is not None
-    process.wait_ready()
-    made = AgentRollout(inner, agents)
-    try:
-        yield made, recorded
-    finally:
-        made.close()
 
 
 def generated(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from vision_stage import check_seen
 from vision_tools import (
     SIZES,
     dataset_of,
@@ -99,41 +99,6 @@ def answered(started: Started, prompts: DataProto, *words: str) -> DataProto:
         rollout.close()
 
 
-def check(started: Started, batch: DataProto, expected: list) -> None:
-    """The images of each row are the expected ones, and the sampler's log-probabilities those of transformers' own
-    model, which computes the positions itself, and of the trainer.
-    """
-    fields, columns = batch.batch, batch.non_tensor_batch
-    peer = AutoModelForImageTextToText.from_pretrained(started.model, dtype=torch.float32)
-    processor = AutoImageProcessor.from_pretrained(started.model, backend="pil")
-    width = fields["prompts"].shape[1]
-    for row, images in enumerate(expected):
-        real = fields["attention_mask"][row].bool()
-        ids, places = fields["input_ids"][row][real][None], fields["image_mask"][row][real][None]
-        wanted = dict(processor(images=images, return_tensors="pt")) if images else {}
-        found = columns["multi_modal_inputs"][row]
-        assert found.keys() == wanted.keys()
-        for name in wanted:
-            torch.testing.assert_close(found[name], wanted[name])
-        assert int(places.sum()) == sum(int(one.prod()) // 4 for one in wanted.get("image_grid_thw", ()))
-        assert not (fields["response_mask"][row].bool() & fields["image_mask"][row, width:]).any()
-        mask = places if wanted else None
-        # the policy may have written the placeholder's id, so images are given one that nothing else has
-        unused = min(set(range(peer.config.text_config.vocab_size)) - set(ids[0].tolist()))
-        peer.config.image_token_id = unused
-        ids = ids.masked_fill(places, unused)
-        with torch.no_grad():
-            output = peer(input_ids=ids, mm_token_type_ids=None if mask is None else mask.int(), **wanted)
-        log_probs = output.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        trained = fields["response_mask"][row].bool()
-        count = int(real[width:].sum())
-        ours = fields["rollout_log_probs"][row][:count][trained[:count]]
-        torch.testing.assert_close(ours, log_probs[-count:][trained[:count]], atol=1e-5, rtol=1e-5)
-    generated = fields["response_mask"].bool()
-    computed = started.engine.infer(batch, MicroBatching(size=3), 1.0, {"log_probs"})["log_probs"]
-    assert float((computed - fields["rollout_log_probs"])[generated].abs().max()) < 1e-5
-
-
 def test_images_of_tools_are_trained_on_as_they_were_sampled(started: Started, prompts: DataProto) -> None:
     """Parallel calls, of which the first is answered last; an answer that quotes a placeholder."""
     batch = answered(started, prompts)
@@ -150,7 +115,7 @@ def test_images_of_tools_are_trained_on_as_they_were_sampled(started: Started, p
     assert sum(map(len, expected)) >= sum(before) + 15
     assert batch.batch["image_mask"][:, width:].any(dim=1).all()
     assert not any(batch.non_tensor_batch["tool_faults"])
-    check(started, batch, expected)
+    check_seen(started.engine, started.model, batch, expected)
     again = probe_prompts(batch, prompts.non_tensor_batch).non_tensor_batch["multi_modal_inputs"]
     assert [len(one["image_grid_thw"]) if one else 0 for one in again] == before
 
@@ -188,7 +153,7 @@ def test_environments_show_images(started: Started, prompts: DataProto, tmp_path
     batch = answered(started, prompts, *words)
     views = [picture(SIZES[number % 3], number) for number in range(3)]
     assert batch.non_tensor_batch["env_done"].all()
-    check(started, batch, [own + views for own in pictures()])
+    check_seen(started.engine, started.model, batch, [own + views for own in pictures()])
     states = batch.batch["turn_states"]
     assert all(len(set(row[row > 0].tolist())) == 3 for row in states)  # equal text, other images
     assert answered(started, prompts, *words).batch["turn_states"].tolist() == states.tolist()
@@ -199,7 +164,7 @@ def test_a_loop_that_loses_the_order_of_images_is_refused(
 ) -> None:
     words = [f"{ROLLOUT}.agent.default_agent_loop=looks_again", f"{ROLLOUT}.agent.retries=0", f"{ROLLOUT}.stop=[]"]
     batch = answered(started, prompts, *words)
-    check(started, batch, [[*own, picture((16, 16), 77)] for own in pictures()])
+    check_seen(started.engine, started.model, batch, [[*own, picture((16, 16), 77)] for own in pictures()])
     monkeypatch.setattr(AGENT_LOOPS.get("looks_again"), "swap", True)
     with pytest.raises(RolloutError, match=r"multi_modal_data with other images .* or in another order"):
         answered(started, prompts, *words)

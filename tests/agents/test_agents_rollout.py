@@ -326,7 +326,6 @@ def test_generation_that_fails_ends_all_sessions(started, model) -> None:
         (f"{ROLLOUT}.multi_turn.function_tool_path=no_such.py", "no such file"),
         (f"{ROLLOUT}.agent.default_agent_loop=unheard_of", "known are .*tool_agent"),
         (f"{ROLLOUT}.agent.agent_loop_config_path=no_such.yaml", "no such file"),
-        ("actor_rollout_ref.actor.router_replay.mode=R3", "agents do not record"),
     ],
 )
 def test_what_cannot_work_is_refused_at_start_up(model, setting, message) -> None:

@@ -424,8 +424,18 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text, message) -> None:
 
 
 SERVER = """
-from mcp.server.mcpserver import MCPServer
+import io
+import PIL.Image
+from mcp.server.mcpserver import Image, MCPServer
 server = MCPServer("demo")
+
+@server.tool(structured_output=False)
+def draws(width: int, height: int) -> list:
+    "Draws."
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), "red").save(file, "PNG")
+    parts = ["a picture", Image(data=file.getvalue(), format="png"), Image(data=b"damaged", format="png")]
+    return parts[: 3 - width % 2]
 
 @server.tool()
 def multiply(a: int, b: int) -> int:
@@ -458,11 +468,22 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     )
     tools = load_tools(path, None)
     try:
-        assert sorted(tool.name for tool in tools) == ["dies", "fails", "multiply"]
+        assert sorted(tool.name for tool in tools) == ["dies", "draws", "fails", "multiply"]
         calls = [("multiply", {"a": 6, "b": 7}), ("fails", {"why": "no luck"}), ("multiply", {"a": 6})]
         results, _ = run(tools, calls)
         assert [one.fault for one in results] == ["", "error", "arguments"]
         assert results[0].text == "42" and "Error executing tool fails" in results[1].text
+        asked = [("draws", {"width": width, "height": 16}) for width in (17, 16)]
+        assert [one.text for one in run(tools, asked)[0]] == [
+            "a picture\n(image left out)",  # by a model of text
+            "a picture\n(image left out)\n(image left out)",
+        ]
+        (draws,) = [tool for tool in tools if tool.name == "draws"]
+        draws.model_reads_images = True
+        response, _, _ = asyncio.run(draws.execute("", asked[0][1]))
+        assert response.text == "a picture"
+        assert [(one.size, one.convert("RGB").getpixel((0, 0))) for one in response.image] == [((17, 16), (255, 0, 0))]
+        assert "an image cannot be read" in run(tools, asked[1:])[0][0].text
         with pytest.raises(NoVerdictError, match="infra: MCP server demo: the connection has ended"):
             run(tools, [("dies", {})])  # no answer to the model: its sample would be judged without the tool
         assert run(tools, calls[:1])[0][0].text == "42"  # the next session has a new connection

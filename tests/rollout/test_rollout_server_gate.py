@@ -1,6 +1,7 @@
 """vLLM's control routes: who may end, hold and ask for what, and what becomes of requests that are held."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,8 @@ import httpx
 import pytest
 from server_stage import TOKEN, Stage
 
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import GREEDY_TOKEN, Completion, Request
+from hybridrl.rollout.server.pending import PendingRequests
 
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "logprobs": 0}
@@ -198,3 +200,28 @@ def test_weights_that_nobody_has_are_no_version(
 
     monkeypatch.setattr(Stage, "stats", none)
     assert owner.get("/weight_info").status_code == 503
+
+
+def test_requests_are_with_the_client_before_they_can_be_aborted_by_name() -> None:
+    seen: list[str] = []
+
+    class Client:
+        async def generate(self, request: Request) -> Completion:
+            seen.append(request.id)
+            return Completion(request.id, [], [], "stop")
+
+    class Connection:
+        async def receive(self) -> dict[str, str]:
+            return await asyncio.get_running_loop().create_future()
+
+    @contextlib.contextmanager
+    def named() -> Iterator[None]:
+        assert seen == ["a", "b"]
+        yield
+
+    async def call() -> int:
+        requests = [Request(id, [1], GREEDY_TOKEN) for id in ("a", "b")]
+        async with PendingRequests(Client(), requests, Connection(), named()) as pending:  # type: ignore[arg-type]
+            return len(await pending.completed())
+
+    assert asyncio.run(call()) == 2

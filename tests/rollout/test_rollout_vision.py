@@ -17,10 +17,11 @@ import pytest
 import ray
 import torch
 from policy_tools import MAX_LOG_PROB_DIFFERENCE, WIDTH, ScaledPolicy, settings, trainer_log_probs
-from vision_tools import PROMPTS, VIDEO_PROMPTS, prompts_of, write_prompts, write_video_prompts
+from vision_tools import PROMPTS, VIDEO_PROMPTS, dataset_of, prompts_of, write_prompts, write_video_prompts
 
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, load_config
+from hybridrl.data import PromptLoader
 from hybridrl.engine.images import BatchImages
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.tiny_vision import build_tiny_vision_model
@@ -28,6 +29,8 @@ from hybridrl.models.vision import tokens_per_image
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import Rollout, RolloutError
+from hybridrl.rollout.rollout import RunServer
+from hybridrl.rollout.server import make_server
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
@@ -178,6 +181,46 @@ def test_videos_among_images_and_text(model, policy, rollout, tmp_path) -> None:
     batch.non_tensor_batch["multi_modal_inputs"] = object_array([first, *column[1:]])
     with pytest.raises(ValueError, match=r"sequence 0: its images are not those that its response was generated from"):
         BatchImages(batch, config_of(ModelConfig(path=str(model))))
+
+
+def test_images_of_agents_behind_the_server(model, policy, rollout, tmp_path) -> None:
+    """Images of prompts and of a tool's answer, in all dialects, through the server's process."""
+    words = {
+        "actor_rollout_ref.model.path": model,
+        "data.max_prompt_length": 200,
+        "data.max_response_length": 100,
+        f"{ROLLOUT}.name": ENGINE,
+        f"{ROLLOUT}.limit_images": 3,
+        f"{ROLLOUT}.temperature": 0.8,
+        f"{ROLLOUT}.max_model_len": 200 + WIDTH,
+        f"{ROLLOUT}.server.enable": True,
+        f"{ROLLOUT}.server.host": "127.0.0.1",
+        f"{ROLLOUT}.agent.default_agent_loop": "gateway_agent",
+        f"{ROLLOUT}.agent.function": f"{Path(__file__).parents[1] / 'agents' / 'seeing_agents.py'}:by_kind",
+        f"{ROLLOUT}.agent.on_error": "raise",
+    }
+    config = load_config("ppo_trainer", [f"{name}={value}" for name, value in words.items()])
+    whole, dataset = config.actor_rollout_ref, dataset_of(write_prompts(tmp_path), model)
+    made = create_agents(config, tokenizer_of(whole.model), [dataset])
+    process, access = make_server(whole.rollout, whole.model, rollout.client())
+    process.start()
+    process.wait_ready()
+    rollout.server = RunServer(process, access)
+    try:
+        prompts = next(iter(PromptLoader(dataset, len(dataset))))
+        prompts.non_tensor_batch["kind"] = object_array(["chat", "responses", "messages", "messages", "responses"])
+        batch = AgentRollout(rollout, made).generate(prompts)
+    finally:
+        rollout.server = None
+        process.stop()
+        made.close()
+    fields = batch.batch
+    counts = [len(one["image_grid_thw"]) for one in batch.non_tensor_batch["multi_modal_inputs"]]
+    assert counts == [2, 2, 2, 1, 3, 3]
+    mask = fields["response_mask"].bool()
+    assert (mask.sum(dim=1) >= 2).all()
+    difference = (trainer_log_probs(policy, batch) - fields["rollout_log_probs"])[mask].abs()
+    assert float(difference.max()) < MAX_LOG_PROB_DIFFERENCE
 
 
 def test_equal_texts_with_different_images_are_different_prompts(rollout, prompts) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from routed_models import LAYERS, TOP_K, write_routed_model
 from tensordict import TensorDict
 from trainer_tools import trained
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.config import load_config
 from hybridrl.errors import ConfigError, ModelError, RolloutError
@@ -26,30 +26,14 @@ from hybridrl.workers.losses import check_router_replay
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
 ACTOR = "actor_rollout_ref.actor"
 R2, R3 = f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.router_replay.mode=R3"
-LAYERS, TOP_K = 2, 2
+ECHO = Path(__file__).parents[1] / "agents" / "echo_tools.py"
 
 
 @pytest.fixture(scope="module")
 def routed_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("routed")
     shutil.copytree(micro_model, folder, dirs_exist_ok=True)
-    torch.manual_seed(5)
-    config = Qwen3MoeConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(micro_model)),
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=24,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(4)  # so that it matters which experts a token uses
-    model.save_pretrained(folder)
-    return folder
+    return write_routed_model(folder)
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +86,32 @@ def test_updates_use_the_recorded_experts(ray_session: None, grpo: list[str], tm
     assert found[30.0, "R3"] == pytest.approx(found[30.0, "R2"], rel=1e-3, abs=1e-6)  # with the sampler's numerics
 
 
-def assert_only_the_policy_replays(trainer: RayPPOTrainer, fields: TensorDict) -> None:
+@pytest.mark.slow
+def test_sessions_with_tools_replay_the_samplers_experts(ray_session: None, grpo: list[str], tmp_path: Path) -> None:
+    words = [
+        R3,
+        f"actor_rollout_ref.model.external_lib={ECHO}",
+        "data.max_prompt_length=700",
+        "data.max_response_length=120",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ECHO}",
+        "actor_rollout_ref.rollout.multi_turn.format=every_turn",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        f"actor_rollout_ref.rollout.stop=[{','.join('ABCDEFGHIJKLMNOPQ')}]",  # a random model rarely ends a turn
+        f"trainer.default_local_dir={tmp_path}",
+    ]
+    with trained(*grpo, *words) as (trainer, result):
+        assert max(result.batch.non_tensor_batch["__num_turns__"]) > 3
+        assert_only_the_policy_replays(trainer, result.batch.batch, within=2e-4)  # rows of hundreds of tokens
+
+
+def assert_only_the_policy_replays(trainer: RayPPOTrainer, fields: TensorDict, within: float = 1e-5) -> None:
     """With the sampler's experts its log-probabilities come out, with others different ones; the reference's stay."""
     mask = fields["response_mask"].bool()
-    torch.testing.assert_close(fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=within, rtol=within
+    )
     kept = {name: fields[name] for name in (*MODEL_INPUTS, "prompts", "routed_experts", "token_level_scores")}
     others = {**kept, "routed_experts": (fields["routed_experts"] + 1) % 4}
     computed = []

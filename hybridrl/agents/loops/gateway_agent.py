@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridrl.agents.gateway import AgentFailed
+from hybridrl.agents.images import tensors_of, with_data_urls
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from hybridrl.errors import RolloutError
+from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.rollout.token_tree import TokenTree
+from hybridrl.protocol.names import IMAGE_FILES, MULTI_MODAL_INPUTS
+from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.trace import training_trace, write_trace
 from hybridrl.verdict import NoVerdict, NoVerdictError
 
@@ -31,7 +34,7 @@ class GatewayAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         assert self.gateway is not None  # the class says that it uses it
         session, started = self.server_manager, time.perf_counter()
-        row = {name: value for name, value in kwargs.items() if name != "prompt_ids"}
+        row = _row_of_agent(kwargs)
         result, closed = await self.gateway.run(session.complete, session.sampling, row)
         session.raise_failure()
         session.log.messages = closed.messages
@@ -42,7 +45,7 @@ class GatewayAgentLoop(AgentLoopBase):
             result = None
         if isinstance(result, NoVerdict):
             raise NoVerdictError(result.reason, result.detail)
-        branches = TokenTree(session.generated).branches()
+        branches = session.tree().branches()
         if not branches:
             raise RolloutError("the agent ended without an answer of the model; it must call the base URL that it gets")
         seconds = time.perf_counter() - started
@@ -52,6 +55,7 @@ class GatewayAgentLoop(AgentLoopBase):
                 branch.token_ids,
                 branch.mask,
                 num_turns=2 * len(branch.turns),
+                multi_modal_data={"images": _images_of(session.images_of_calls[branch.turns[-1].index])},
                 extra_fields={"agent_requests_too_long": closed.too_long},
             )
             for branch in branches
@@ -68,8 +72,22 @@ class GatewayAgentLoop(AgentLoopBase):
         if folder is None:
             return
         if trace is None:  # the server has restarted meanwhile
-            trace = training_trace(TokenTree(self.server_manager.generated))
+            trace = training_trace(self.server_manager.tree())
         try:
             await asyncio.to_thread(write_trace, Path(folder), name, trace)
         except OSError as error:
             notify(f"the traces of sessions cannot be written into {folder}: {error}", "warning", once=True)
+
+
+def _row_of_agent(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What an agent gets of a row. Its images are in the prompt, as OpenAI's chat API has them."""
+    own = {name: value for name, value in row.items() if name not in ("prompt_ids", IMAGE_FILES, MULTI_MODAL_INPUTS)}
+    files = row.get(IMAGE_FILES)
+    if files:
+        own["raw_prompt"] = with_data_urls(row["raw_prompt"], files)
+    return own
+
+
+def _images_of(images: PromptImages | None) -> list[ImageTensors]:
+    """Each image of a call by itself."""
+    return [] if images is None else split_images(tensors_of(images))

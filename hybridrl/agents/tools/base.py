@@ -54,7 +54,10 @@ class BaseTool:
     Attributes:
         name: how the model calls it.
         tool_schema: the description, a plain dict.
+        model_reads_images: whether images of a response can be shown to the policy; set before sessions begin.
     """
+
+    model_reads_images = False
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         self.config = config

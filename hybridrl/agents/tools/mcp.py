@@ -1,6 +1,7 @@
 """Tools of MCP servers, through the package `mcp` (extra `mcp`)."""
 
 import asyncio
+import base64
 import json
 import os
 import threading
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl.agents.images import opened
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.errors import RolloutError
@@ -74,12 +76,15 @@ class McpTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """The text that the server answers.
+        """What the server answers: text, and images where the policy reads them.
 
         Raises:
             NoVerdictError: the connection has ended, or cannot be opened again.
         """
-        return ToolResponse(await self._server.call(self.name, parameters)), None, {}
+        parts = await self._server.call(self.name, parameters)
+        images = [part for part in parts if part.type == "image" and self.model_reads_images]
+        text = "\n".join(_shown(part) for part in parts if part not in images)
+        return ToolResponse(text, [opened(base64.b64decode(part.data)) for part in images]), None, {}
 
     def close(self) -> None:
         """End the connection; the other tools of the server end with it."""
@@ -110,8 +115,8 @@ class _Server:
         """The descriptions of its tools in OpenAI's format."""
         return self._connection.tools()
 
-    async def call(self, name: str, parameters: dict[str, Any]) -> str:
-        """The text of a call's result; an error of the tool is a RuntimeError.
+    async def call(self, name: str, parameters: dict[str, Any]) -> list[Any]:
+        """The parts of a call's result; an error of the tool is a RuntimeError.
 
         A call is sent once: the server may have done what it was asked for before the connection ended.
 
@@ -215,8 +220,8 @@ class _Connection:
             for tool in listed
         ]
 
-    def call(self, name: str, parameters: dict[str, Any]) -> Future[str]:
-        """A future of the text of a call's result.
+    def call(self, name: str, parameters: dict[str, Any]) -> Future[list[Any]]:
+        """A future of the parts of a call's result.
 
         Its exceptions: `RuntimeError`, an error of the tool, or of the protocol, such as wrong arguments;
         `_ConnectionEndedError`, everything else.
@@ -224,7 +229,7 @@ class _Connection:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        async def ask() -> str:
+        async def ask() -> list[Any]:
             try:
                 result = await self._client.call_tool(name, parameters)
             except Exception as error:
@@ -232,10 +237,9 @@ class _Connection:
                     raise RuntimeError(_reason(error)) from error
                 self.has_ended = True
                 raise _ConnectionEndedError(f"the connection has ended: {_reason(error)}") from error
-            text = "\n".join(_shown(part) for part in result.content)
             if result.is_error:
-                raise RuntimeError(text or "the tool failed")
-            return text
+                raise RuntimeError("\n".join(map(_shown, result.content)) or "the tool failed")
+            return list(result.content)
 
         try:
             return asyncio.run_coroutine_threadsafe(ask(), self._loop)
@@ -270,7 +274,7 @@ def _chosen(schema: Mapping[str, Any], wanted: Sequence[str] | None) -> bool:
 
 
 def _shown(part: Any) -> str:
-    """A part of a result as text; of others than text, that it is left out."""
+    """A part of a result as text; of one that the model cannot read, that it is left out."""
     text = getattr(part, "text", None)
     return f"({part.type} left out)" if text is None else str(text)
 

@@ -64,6 +64,11 @@ class ServerConfig(ConfigNode):
     max_connections: int = key(1024, "clients connected at once; more are refused (503)", gt=0)
     max_requests: int = key(4096, "samples generated or waiting at once; more are refused (429)", gt=0)
     max_sessions: int = key(16384, "sessions open at once; more are refused (429)", gt=0)
+    max_body_mb: int | None = key(
+        None,
+        "MiB of a request's body; longer ones are refused (413); null: 8, or 64 with a model that reads images",
+        gt=0,
+    )
     session_idle_s: float = key(
         21600.0, "seconds without a request after which a session is closed where another needs its place", gt=0
     )

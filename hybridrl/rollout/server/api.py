@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
+from hybridrl.agents.images import ImageReader, images_in
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.turns import Turns
 from hybridrl.errors import RolloutError, UserError
@@ -21,6 +22,7 @@ from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
 from hybridrl.rollout.server.conversation import inner_messages, inner_tools, with_arguments_as_text
 from hybridrl.rollout.server.dialects.base import Dialect, Exchange
+from hybridrl.rollout.server.images import Picture, PictureReader, Prompt, pictures_in, placed, with_patches
 from hybridrl.rollout.server.pending import PendingRequests
 from hybridrl.rollout.server.replies import Reply, reply_of
 from hybridrl.rollout.server.responses import Answer, answer_in_tokens
@@ -65,6 +67,8 @@ class Served:
         parser: reads tool calls; None: `hermes`.
         eos_token_ids: end a turn; None: the tokenizer's EOS.
         constrains: the engine keeps responses to a JSON schema.
+        records_routing: answers of `/inference/v1/generate` have the experts of their tokens.
+        images: makes patches of images; None: the model reads text alone. `turns` knows its processor.
     """
 
     name: str
@@ -76,6 +80,8 @@ class Served:
     parser: ToolParser | None = None
     eos_token_ids: Sequence[int] | None = None
     constrains: bool = False
+    images: ImageReader | None = None
+    records_routing: bool = False
 
 
 class Api:
@@ -100,6 +106,8 @@ class Api:
         self._named: dict[tuple[str | None, str], set[str]] = {}  # session and a call's name -> ids of its requests
         # One thread: tokenizers are not made for several, and health and aborts must not wait for a long text.
         self._texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="texts")
+        self._pictures = None if served.images is None else PictureReader(served.images, served.max_model_len)
+        self._pixels = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run what renders or tokenises."""
@@ -118,7 +126,7 @@ class Api:
         Raises:
             ApiError: they are none, or too long.
         """
-        messages = inner_messages(body.messages, self._knows_developer)
+        messages = inner_messages(body.messages, self._knows_developer, self._pictures is not None)
         self._check_length(_text_bytes(body.messages) + _text_bytes(body.tools), "messages")
         if not getattr(self.served.tokenizer, "chat_template", None):
             raise ApiError(
@@ -126,16 +134,36 @@ class Api:
             )
         return messages, inner_tools(body.tools)
 
+    async def with_images(self, body: ChatRequest, session: Session | None) -> tuple[ChatRequest, dict[str, Picture]]:
+        """A request that names its images by digest, and these images.
+
+        Raises:
+            ApiError: an image cannot be taken.
+        """
+        if self._pictures is None:  # an image is refused as any other part that is no text
+            return body, {}
+        known = {} if session is None else session.pictures
+        loop = asyncio.get_running_loop()
+        messages, found = await loop.run_in_executor(self._pixels, self._pictures.taken, body.messages, known)
+        return body.model_copy(update={"messages": messages}), found
+
     def chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], session: Session | None
-    ) -> list[int]:
-        """Token ids of a conversation: what the session knows of it as it is, and the rest rendered as in training.
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        session: Session | None,
+        pictures: Mapping[str, Picture],
+    ) -> Prompt:
+        """A conversation as tokens: what the session knows of it as it is, and the rest rendered as in training.
+
+        Args:
+            pictures: the images of the messages by digest.
 
         Raises:
             ApiError: it is too long, or the template refuses it.
         """
         if session is not None:
-            known = session.prompt_ids(self.turns, messages, tools)
+            known = session.prompt(self.turns, messages, tools, pictures)
             if known is not None:
                 return known
         try:
@@ -148,7 +176,11 @@ class Api:
                 message = f"the chat template refuses messages: {type(reason).__name__}: {reason}"
                 raise ApiError(400, message, param="messages") from error
         self._check_length(_text_bytes(text), "messages")
-        return self.turns.encoded(text)
+        try:
+            ids = self.turns.expanded(self.turns.encoded(text), images_in(with_patches(messages, pictures)))
+            return placed(ids, pictures_in(messages, pictures), self.turns.image_config)
+        except RolloutError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def _begun(
         self,
@@ -156,17 +188,19 @@ class Api:
         messages: list[Message],
         tools: Sequence[Mapping[str, Any]],
         session: Session | None,
-    ) -> tuple[str, list[int]]:
+        pictures: Mapping[str, Picture],
+    ) -> tuple[str, Prompt]:
         """The beginning of the turn that the model does not write, and the prompt with it.
 
         Args:
             messages: the conversation; a last message whose text the model goes on with is taken out of it.
+            pictures: its images by digest.
 
         Raises:
             ApiError: see `chat_prompt`; or the format of calls has no beginning.
         """
         given = str(messages.pop()["content"]) if body.continue_final_message else ""
-        prompt = self.chat_prompt(messages, tools, session)
+        prompt = self.chat_prompt(messages, tools, session, pictures)
         if body.forces_call:
             opening = self.parser.opening(body.forced_function)
             if opening is None:
@@ -177,9 +211,9 @@ class Api:
                     param="tool_choice",
                     code="unsupported_parameter",
                 )
-            _, thought, after = self.served.tokenizer.decode(prompt[-_TAIL:]).rpartition("<think>")
+            _, thought, after = self.served.tokenizer.decode(prompt.ids[-_TAIL:]).rpartition("<think>")
             given = f"\n</think>\n\n{opening}" if thought and not after.strip() else opening
-        return given, [*prompt, *self.turns.encoded(given)] if given else prompt
+        return given, prompt.with_more(self.turns.encoded(self.turns.harmless(given))) if given else prompt
 
     def _of_text(self, prompt: str) -> list[int]:
         """Token ids of a text; the tokenizer adds special tokens."""
@@ -226,8 +260,9 @@ class Api:
     async def count(self, body: ChatRequest, session: Session | None) -> int:
         """The tokens that a conversation would have as a prompt."""
         body.check_extras()
+        body, pictures = await self.with_images(body, session)
         messages, tools = await self.in_thread(self.conversation, body)
-        return len((await self.in_thread(self._begun, body, messages, tools, session))[1])
+        return len((await self.in_thread(self._begun, body, messages, tools, session, pictures))[1].ids)
 
     # ------------------------------------------------------------------ what is refused
 
@@ -285,7 +320,7 @@ class Api:
         body = body if session is None else session.with_defaults(body)
         self._check(body, session)
         name = _session_name(body, http, session)
-        prompts = await self.in_thread(self.prompts, body)
+        prompts = [Prompt(ids) for ids in await self.in_thread(self.prompts, body)]
         self._check(body, session)  # others have come meanwhile
         id = f"{_PREFIXES[type(body)]}-{uuid.uuid4().hex}"
         requests = self._requests(id, body, prompts, name, session)
@@ -293,13 +328,13 @@ class Api:
 
         def noted(index: int, completion: Completion) -> Completion:
             if session is not None and completion.finish_reason != "abort":
-                session.add_tokens(requests[index].prompt_ids, completion)
+                session.tree.add(requests[index].prompt_ids, completion)
             return completion
 
         if isinstance(body, GenerateRequest):
             found = await self._all_of(pending, noted)
-            return JSONResponse(answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0], found))
-        answer = Answer(id, self.served.name, self.served.tokenizer, body, prompts)
+            return JSONResponse(answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0].ids, found))
+        answer = Answer(id, self.served.name, self.served.tokenizer, body, [prompt.ids for prompt in prompts])
         if body.stream:
             return _Stream(self, len(requests), text_events(pending, answer, noted))
         return JSONResponse(await self.in_thread(answer.whole, await self._all_of(pending, noted)))
@@ -323,13 +358,14 @@ class Api:
         body = body if session is None else session.with_defaults(body)
         self._check(body, session)
         name = _session_name(body, http, session)
+        body, pictures = await self.with_images(body, session)
         messages, tools = await self.in_thread(self.conversation, body)
         if session is not None and tools and (fault := await self.in_thread(self.fault_in_template, True)):
             raise ApiError(400, f"tools: {fault}", param="tools", code="unsupported_parameter")
-        given, prompt = await self.in_thread(self._begun, body, messages, tools, session)
+        given, prompt = await self.in_thread(self._begun, body, messages, tools, session, pictures)
         self._check(body, session)  # others have come meanwhile
         id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"
-        exchange = Exchange(id, body.model or self.served.name, self.served.tokenizer, body, prompt)
+        exchange = Exchange(id, body.model or self.served.name, self.served.tokenizer, body, prompt.ids)
         same = fingerprint(dialect.id_prefix, body)
         known = (
             session.remembered(same) if session is not None and http.headers.get(_RETRY_HEADER, "0") != "0" else None
@@ -403,7 +439,7 @@ class Api:
                     del self._named[key]
 
     def _requests(
-        self, id: str, body: Body, prompts: Sequence[list[int]], name: str, session: Session | None
+        self, id: str, body: Body, prompts: Sequence[Prompt], name: str, session: Session | None
     ) -> list[Request]:
         """One request per prompt and sample.
 
@@ -414,10 +450,12 @@ class Api:
             return [
                 Request(
                     f"{id}-{number}-{sample}",
-                    prompt,
+                    prompt.ids,
                     body.sampling(sample, self._room(body, prompt, session)),
                     name,
                     GUEST_PRIORITY,
+                    images=prompt.images,
+                    routing=self.served.records_routing and isinstance(body, GenerateRequest),
                 )
                 for number, prompt in enumerate(prompts)
                 for sample in range(body.n)
@@ -445,17 +483,17 @@ class Api:
         if session is not None:
             session.in_flight += count
 
-    def _room(self, body: Body, prompt: list[int], session: Session | None) -> int:
+    def _room(self, body: Body, prompt: Prompt, session: Session | None) -> int:
         """Most tokens that the response may have. In a session, a longer wish is shortened to what is left.
 
         Raises:
             ApiError: the prompt is empty, or it and the response do not fit the model's length or the session's.
         """
-        limit = self.served.max_model_len
+        limit, length = self.served.max_model_len, len(prompt.ids)
         field = _field(body)
-        if not prompt:
+        if not length:
             raise ApiError(400, f"{field}: the prompt has no token", param=field)
-        left = limit - len(prompt)
+        left = limit - length
         key = "actor_rollout_ref.rollout.max_model_len"
         own = None if session is None else session.room(prompt)
         if own is not None and own < left:
@@ -468,8 +506,8 @@ class Api:
                 session.too_long += 1
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens and {wanted} are requested, {len(prompt) + wanted} together; the "
-                f"limit is {len(prompt) + left} ({key}). Shorten {field} or max_tokens",
+                f"the prompt has {length} tokens and {wanted} are requested, {length + wanted} together; the "
+                f"limit is {length + left} ({key}). Shorten {field} or max_tokens",
                 param=field,
                 code="context_length_exceeded",
             )

@@ -15,7 +15,7 @@ from hybridrl.rollout.server.dialects.chat import ChatDialect
 from hybridrl.rollout.server.dialects.messages import CountRequest, MessagesDialect, MessagesRequest, inner_request
 from hybridrl.rollout.server.dialects.responses import ResponsesDialect, ResponsesRequest
 from hybridrl.rollout.server.gate import Gate, GuestGate, PauseMode
-from hybridrl.rollout.server.limits import Guard, body_of_error
+from hybridrl.rollout.server.limits import BODY_MB, BODY_MB_WITH_IMAGES, Guard, body_of_error
 from hybridrl.rollout.server.pending import ClientGone
 from hybridrl.rollout.server.prometheus import CONTENT_TYPE, metrics_text
 from hybridrl.rollout.server.schema import (
@@ -42,6 +42,7 @@ def create_app(
     max_sessions: int = _MAX_SESSIONS,
     session_idle_s: float = _IDLE_S,
     gate: Gate | None = None,
+    max_body_mb: int | None = None,
 ) -> FastAPI:
     """The application over a client, such as that of a run.
 
@@ -54,10 +55,12 @@ def create_app(
         max_sessions: sessions that are open at the same time.
         session_idle_s: seconds without a request after which a session may be closed for another.
         gate: generates in place of `client`, and holds requests; None: the application has one of its own.
+        max_body_mb: MiB of a request's body; None: by whether the model reads images.
     """
     app = FastAPI(title="hybridrl", docs_url=None, redoc_url=None, openapi_url=None)
     sessions = Sessions(max_sessions, session_idle_s)
-    app.add_middleware(Guard, token=token, is_session=sessions.known)
+    most = max_body_mb or (BODY_MB if served.images is None else BODY_MB_WITH_IMAGES)
+    app.add_middleware(Guard, token=token, is_session=sessions.known, max_body_mb=most)
     gate = gate or GuestGate(client, lambda: served.tokenizer)
     api = Api(gate, served, max_requests)
     _add_error_answers(app)

@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from hybridrl.rollout.server import wire
 from hybridrl.rollout.server.app import create_app
 from hybridrl.rollout.server.gate import PauseMode
 from hybridrl.rollout.server.http import OpenAIServer
+from hybridrl.rollout.server.images import Picture, ShownImages
 from hybridrl.rollout.server.process import Setup
 from hybridrl.rollout.server.start import served_model
 
@@ -44,6 +46,7 @@ class RunClient:
         self._writer = writer
         self._count = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._sent: weakref.WeakSet[Picture] = weakref.WeakSet()
         self._stats = _Recent(lambda: self._call("stats"))
         self._health = _Recent(lambda: self._call("health"))
 
@@ -57,7 +60,7 @@ class RunClient:
             if call.done():
                 continue
             if message["error"] is None:
-                call.set_result(message["value"])
+                call.set_result((message["value"], message["data"]))
             else:
                 call.set_exception(RolloutError(message["error"]))
 
@@ -66,14 +69,33 @@ class RunClient:
         wire.send(self._writer, {"method": "ready"})
 
     async def _call(self, method: str, argument: Any = None) -> Any:
+        return (await self._answered(method, argument))[0]
+
+    async def _answered(self, method: str, argument: Any = None) -> tuple[Any, bytes]:
+        """The answer to a call, and the bytes behind it."""
         self._count += 1
         number = self._count
         self._calls[number] = asyncio.get_running_loop().create_future()
         wire.send(self._writer, {"call": number, "method": method, "argument": argument})
-        return await self._calls[number]
+        answer: tuple[Any, bytes] = await self._calls[number]
+        return answer
 
     async def generate(self, request: Request) -> Completion:
-        return wire.completion_from_plain(await self._call("generate", wire.request_to_plain(request)))
+        plain, images = wire.request_to_plain(request), request.images
+        if isinstance(images, ShownImages):
+            for picture in images.pictures:
+                self._send_once(picture)
+            plain["images"] = {"numbers": [one.number for one in images.pictures], "places": images.places}
+        return wire.completion_from_plain(*await self._answered("generate", plain))
+
+    def _send_once(self, picture: Picture) -> None:
+        """Send an image to the run, which keeps it until nothing here has it any more."""
+        if picture in self._sent:
+            return
+        self._sent.add(picture)
+        wire.send(self._writer, *wire.image_to_plain(picture.number, picture.tensors))
+        loop, message = asyncio.get_running_loop(), {"method": "forget", "number": picture.number}
+        weakref.finalize(picture, _in_loop, loop, wire.send, self._writer, message)  # it may go in any thread
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._call("abort", list(ids))
@@ -96,6 +118,11 @@ class RunClient:
         return fault
 
 
+def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and the run gone
+        loop.call_soon_threadsafe(function, *arguments)
+
+
 class _Recent:
     """An answer that several callers share for a short time."""
 
@@ -116,7 +143,7 @@ class _Recent:
 async def _serve(setup: Setup, connection: socket.socket, listening: socket.socket, max_connections: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     client = RunClient(reader, writer)
-    served = served_model(setup.rollout, setup.model, setup.heeds_seeds, setup.template_kwargs)
+    served = served_model(setup)
     limits = setup.rollout.server
     app = create_app(
         client,
@@ -126,6 +153,7 @@ async def _serve(setup: Setup, connection: socket.socket, listening: socket.sock
         max_sessions=limits.max_sessions,
         session_idle_s=limits.session_idle_s,
         gate=client,
+        max_body_mb=limits.max_body_mb,
     )
     server = OpenAIServer(app, listening, max_connections)
     await server.start()

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.models.chat import Message, clean_messages, fault_in_messages
+from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, clean_messages, fault_in_messages
 from hybridrl.rollout.server.schema import ApiError, check_encodable
 
 #: what a client adds to messages of the model that it returns, and no template reads
@@ -13,19 +13,24 @@ _NOT_RENDERED = ("refusal", "audio", "annotations", "function_call", "token_ids"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-def inner_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = False) -> list[Message]:
+def inner_messages(
+    messages: Sequence[Mapping[str, Any]], knows_developer: bool = False, sees_images: bool = False
+) -> list[Message]:
     """The messages of OpenAI's chat API in one form: text for content, arguments of calls as objects.
+
+    The content of a message with images is a list of parts: text, and `{"type": "image", "digest": ...}`.
 
     Answers of tools get the name of the tool, which some templates write.
 
     Args:
         knows_developer: the chat template has the role `developer`; elsewhere it becomes `system`.
+        sees_images: the model reads images (`PictureReader.taken`).
 
     Raises:
         ApiError: they are not a conversation.
     """
     check_encodable(messages, "messages")
-    fault = fault_in_messages(messages)
+    fault = fault_in_messages(messages, TEXT_AND_IMAGES if sees_images else TEXT)
     if fault is not None:
         raise ApiError(400, f"messages: {fault}", param="messages")
     names: dict[str, str] = {}
@@ -110,17 +115,30 @@ def as_text(arguments: Any) -> str:
 
 
 def _flat(content: Any) -> Any:
-    """Text parts joined, because most templates take text only."""
-    if isinstance(content, list):
-        return "\n".join(part.get("text", "") for part in content)
-    return content
+    """Text parts joined, because most templates take text only; with images, those that follow one another."""
+    if not isinstance(content, list):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] == "image":
+            parts.append({"type": "image", "digest": part["digest"]})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += "\n" + part["text"]
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return parts[0]["text"] if parts else ""
 
 
 # ------------------------------------------------------------------ when two messages are the same
 
 
 def _strict(message: Message) -> Any:
-    """Role, text, and calls with ids, names and the values of arguments. Thoughts do not count: clients drop them."""
+    """Role, text, images by their patches, and calls with ids, names and the values of arguments.
+
+    Thoughts do not count: clients drop them.
+    """
     calls = [
         [call["id"], call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
@@ -130,10 +148,15 @@ def _strict(message: Message) -> Any:
 
 def _loose(message: Message) -> Any:
     """As strict, without ids, spaces around text, and the difference between 1, 1.0 and "1" in arguments."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = [part | {"text": part["text"].strip()} if part["type"] == "text" else part for part in content]
+    else:
+        content = content.strip()
     calls = [
         [call["function"]["name"], _plain(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
     ]
-    return [message["role"], message["content"].strip(), calls]
+    return [message["role"], content, calls]
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from hybridrl.rollout.server.schema import ApiError
 
 MAX_HEADER_BYTES = 16 * 2**10
-MAX_BODY_BYTES = 8 * 2**20
+BODY_MB, BODY_MB_WITH_IMAGES = 8, 64
+_BODY_KEY = "actor_rollout_ref.rollout.server.max_body_mb"
 READ_S = 30.0  # from the first byte of a request to its last
 SEND_S = 60  # for a client that takes nothing of its answer
 KEEP_ALIVE_S = 10
@@ -127,10 +128,18 @@ class Guard:
         app: the application.
         token: the key that every path except `/health` and `/metrics` requires; None serves everybody.
         is_session: whether a text is the id of an open session. The id is a key too, for what generates in it.
+        max_body_mb: longer bodies are refused.
     """
 
-    def __init__(self, app: Any, token: str | None, is_session: Callable[[str], bool] = lambda id: False) -> None:
+    def __init__(
+        self,
+        app: Any,
+        token: str | None,
+        is_session: Callable[[str], bool] = lambda id: False,
+        max_body_mb: int = BODY_MB,
+    ) -> None:
         self._app = app
+        self._max_body = max_body_mb * 2**20
         self._token = token
         self._is_session = is_session
 
@@ -155,8 +164,8 @@ class Guard:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+            if read > self._max_body:
+                raise HTTPException(413, f"the body is longer than {self._max_body} bytes ({_BODY_KEY})")
             return message
 
         await self._app(scope, bounded, send)
@@ -182,9 +191,9 @@ class Guard:
                 code="invalid_api_key",
             )
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
+        if not length.isdigit() or int(length[:20]) > self._max_body:
             size = length[:20].decode("latin-1")
-            return None, ApiError(413, f"the body has {size} bytes; the limit is {MAX_BODY_BYTES}")
+            return None, ApiError(413, f"the body has {size} bytes; the limit is {self._max_body} ({_BODY_KEY})")
         return session, None
 
     def _named_session(self, path: str, key: str) -> str | None:

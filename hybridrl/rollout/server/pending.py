@@ -1,6 +1,7 @@
 """The requests of one HTTP call: started together, and aborted together when the client disconnects."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ class PendingRequests:
         client: generates.
         requests: one per choice.
         connection: of the HTTP client; watched for its end.
-        around: entered and left with it.
+        around: entered once the client has the requests, and left with it.
     """
 
     _aborting: set["asyncio.Task[None]"] = set()  # noqa: RUF012 (kept alive until they are done, whoever started them)
@@ -43,12 +44,18 @@ class PendingRequests:
         self._around = around
 
     async def __aenter__(self) -> "PendingRequests":
-        self._around.__enter__()
         self._index: dict[asyncio.Task[Completion], int] = {
             asyncio.ensure_future(self.client.generate(request)): index for index, request in enumerate(self.requests)
         }
         self._waiting = set(self._index)
         self._gone = asyncio.ensure_future(self._until_gone())
+        try:
+            await asyncio.sleep(0)  # each of them begins: who knows their names next can abort them
+        except asyncio.CancelledError:
+            for task in (*self._index, self._gone):
+                task.cancel()
+            raise
+        self._around.__enter__()
         return self
 
     async def __aexit__(
@@ -83,8 +90,10 @@ class PendingRequests:
         return bool(self._waiting)
 
     async def _until_gone(self) -> None:
-        while (await self.connection.receive())["type"] != "http.disconnect":
-            pass
+        # A task that ended with an exception holds this frame, and with it the requests and their images.
+        with contextlib.suppress(asyncio.CancelledError):
+            while (await self.connection.receive())["type"] != "http.disconnect":
+                pass
 
     async def _abort(self, tasks: "set[asyncio.Task[Completion]]") -> None:
         try:

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import tokenizer_of
+from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
@@ -42,6 +43,8 @@ class Setup:
         token: the bearer token of clients.
         heeds_seeds: the engine samples with a request's own seed.
         template_kwargs: further variables of the chat template (`data.apply_chat_template_kwargs`).
+        image_kwargs: settings of the model's image processor (`data.mm_processor_kwargs`).
+        records_routing: the engine returns the experts of tokens (`router_replay.mode=R3`).
     """
 
     rollout: RolloutConfig
@@ -49,6 +52,8 @@ class Setup:
     token: str
     heeds_seeds: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    image_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    records_routing: bool = False
 
 
 class ServerProcess:
@@ -80,6 +85,7 @@ class ServerProcess:
         self._guests: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
         self._tasks: set[asyncio.Task[None]] = set()
+        self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
 
     def start(self) -> None:
@@ -174,6 +180,7 @@ class ServerProcess:
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(pickle.dumps(self._setup))
+        self._images = {}  # the numbers are those of another process
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         if self._stopping:
             self._tell_to_close()
@@ -197,6 +204,12 @@ class ServerProcess:
         if method == "ready":
             self._ready.set()
             return
+        if method == "image":
+            self._images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
+            return
+        if method == "forget":
+            self._images.pop(int(message["number"]), None)
+            return
         answers: dict[str, Callable[[Any], Any]] = {
             "generate": self._generate,
             "abort": self._abort,
@@ -211,18 +224,26 @@ class ServerProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, answer: Callable[[Any], Any], argument: Any) -> None:
+        data = b""
         try:
             value, error = await answer(argument), None
+            if isinstance(value, tuple):
+                value, data = value
         except Exception as caught:
             value, error = None, f"{type(caught).__name__}: {caught}"
         if self._writer is not None:
-            wire.send(self._writer, {"call": number, "value": value, "error": error})
+            wire.send(self._writer, {"call": number, "value": value, "error": error}, data)
 
-    async def _generate(self, argument: Any) -> dict[str, Any]:
-        request = wire.request_from_plain(argument)
+    async def _generate(self, argument: Any) -> tuple[dict[str, Any], bytes]:
+        images = None
+        if argument.get("images") is not None:
+            config, ids = config_of(self._setup.model), argument["prompt_ids"]
+            images = wire.images_from_plain(argument["images"], ids, self._images, config)
+        request = wire.request_from_plain(argument, images)
         self._guests.add(request.id)
         try:
-            return asdict(await self._own.get(request.session, self._gate.generate)(request))
+            completion = await self._own.get(request.session, self._gate.generate)(request)
+            return wire.completion_to_plain(completion, request.routing)
         finally:
             self._guests.discard(request.id)
 

@@ -1,10 +1,14 @@
 """Completions as OpenAI's objects, with token ids, log-probabilities and the weights' version added to them."""
 
+import base64
+import io
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.server.replies import Reply, text_of
@@ -143,7 +147,10 @@ class Answer:
 def answer_in_tokens(
     request: GenerateRequest, id: str, model: str, prompt: list[int], completions: Sequence[Completion]
 ) -> dict[str, Any]:
-    """The answer of `/inference/v1/generate`: token ids, their log-probabilities, and the weights that made them."""
+    """The answer of `/inference/v1/generate`: token ids, their log-probabilities, and the weights that made them.
+
+    `routed_experts` is null unless the run records them.
+    """
     generated = sum(len(completion.token_ids) for completion in completions)
     choices = []
     for index, completion in enumerate(completions):
@@ -158,6 +165,7 @@ def answer_in_tokens(
                 "finish_reason": completion.finish_reason,
                 "stop_reason": None,
                 "weight_versions": spans(completion.versions),
+                "routed_experts": _as_npy(completion.routed_experts),
             }
         )
     return {
@@ -174,6 +182,15 @@ def answer_in_tokens(
             "prompt_tokens_details": {"cached_tokens": completions[0].cached_tokens},
         },
     }
+
+
+def _as_npy(experts: np.ndarray | None) -> str | None:
+    """The experts of tokens as vLLM's servers return them: a `.npy` file in base64."""
+    if experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode()
 
 
 def _finite(value: float) -> float:

@@ -17,9 +17,9 @@ from typing import Any
 from hybridrl.agents.turns import Turns
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
-from hybridrl.rollout.request import Completion
 from hybridrl.rollout.server.conversation import MATCHERS, inner_messages, keys_of
 from hybridrl.rollout.server.history import History, Said
+from hybridrl.rollout.server.images import Picture, Prompt, pictures_in, placed, with_patches
 from hybridrl.rollout.server.replies import Reply, calls_in
 from hybridrl.rollout.server.schema import ApiError, ChatRequest, SessionSettings
 from hybridrl.rollout.token_tree import TokenTree, Turn
@@ -61,6 +61,7 @@ class Session:
         self.id = id
         self.settings = settings
         self.tree = TokenTree()
+        self.pictures: dict[str, Picture] = {}  # of its conversations, by digest
         self.created = time.time()
         self.used = time.monotonic()
         self.in_flight = 0
@@ -78,10 +79,18 @@ class Session:
         self._calls += 1
         return f"call{self._calls:05d}"
 
-    def prompt_ids(
-        self, turns: Turns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> list[int] | None:
-        """The tokens of a conversation whose beginning is known; None where it is not."""
+    def prompt(
+        self,
+        turns: Turns,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        pictures: Mapping[str, Picture],
+    ) -> Prompt | None:
+        """A conversation whose beginning is known, as tokens and images; None where it is not.
+
+        Args:
+            pictures: the images of the messages by digest.
+        """
         keys = keys_of(messages, tools, self._matcher)
         for count in range(len(messages) - 1, 0, -1):
             known = self._ends.get(keys[count])
@@ -91,16 +100,20 @@ class Session:
             turn, calls = known
             before = turn.token_ids
             try:
-                return [*before, *turns.following(before[-1], rest, tools or None, calls)]
+                more = turns.following(before[-1], with_patches(rest, pictures), tools or None, calls)
+                return placed([*before, *more], pictures_in(messages, pictures), turns.image_config, turn)
             except RolloutError:  # the template cannot write these messages behind that turn
                 continue
         return None
 
     def add(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], reply: Reply
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: Prompt, reply: Reply
     ) -> None:
         """Note an answer of the model to a conversation."""
-        turn = self.tree.add(prompt_ids, reply.completion)
+        turn = self.tree.add(prompt.ids, reply.completion, () if prompt.images is None else prompt.images.in_tokens())
+        if prompt.images is not None:
+            for picture in prompt.images.pictures:
+                self.pictures.setdefault(picture.digest, picture)
         answer = inner_messages([reply.whole_message()])
         key = keys_of([*messages, *answer], tools, self._matcher)[-1]
         self._ends[key] = turn, calls_in(answer[0])
@@ -108,14 +121,11 @@ class Session:
             self._history.of(messages), self._history.tools(tools), reply.whole_message(), reply.finish_reason
         )
 
-    def add_tokens(self, prompt_ids: Sequence[int], completion: Completion) -> None:
-        """Note a completion that belongs to no conversation."""
-        self.tree.add(prompt_ids, completion)
-
-    def room(self, prompt_ids: Sequence[int]) -> int | None:
+    def room(self, prompt: Prompt) -> int | None:
         """Most tokens that an answer may have by the session's own limit; None without one."""
         limit = self.settings.max_response_tokens
-        return None if limit is None else limit - self.tree.generated_after(prompt_ids)
+        images = () if prompt.images is None else prompt.images.in_tokens()
+        return None if limit is None else limit - self.tree.generated_after(prompt.ids, images)
 
     def with_defaults(self, body: Any) -> Any:
         """A request with the session's sampling parameters."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrl.agents.images import ImageReader
 from hybridrl.agents.parsers.base import tool_parser_of
 from hybridrl.agents.turns import Turns
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.vision import ImageProcessor, is_vision_model
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.server.app import Served
@@ -54,28 +56,29 @@ def served_name(rollout: RolloutConfig, model: ModelConfig) -> str:
     return rollout.prometheus.served_model_name or model.path
 
 
-def served_model(
-    rollout: RolloutConfig,
-    model: ModelConfig,
-    heeds_seeds: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Served:
+def served_model(setup: Setup) -> Served:
     """The model as the API describes it, with its tokenizer, its chat template and the parser of its tool calls."""
+    rollout, model = setup.rollout, setup.model
     import_external_lib(model.external_lib)  # it may register a parser
     text = config_of(model).get_text_config()
     tokenizer = tokenizer_of(model)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
-    settings = rollout.multi_turn
+    settings, images = rollout.multi_turn, None
+    if is_vision_model(config_of(model)):
+        images = ImageReader(ImageProcessor(model.path, config_of(model), setup.image_kwargs), rollout.limit_images)
+    processor = None if images is None else images.processor
     return Served(
         name=served_name(rollout, model),
         tokenizer=tokenizer,
         max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         vocab_size=getattr(text, "vocab_size", None) or len(tokenizer),
-        heeds_seeds=heeds_seeds,
-        turns=Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode),
+        heeds_seeds=setup.heeds_seeds,
+        turns=Turns(tokenizer, ends, setup.template_kwargs, settings.tokenization_sanity_check_mode, processor),
         parser=tool_parser_of(settings.format, tokenizer),
         eos_token_ids=ends,
         constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.facts(rollout.name).constrains,
+        images=images,
+        records_routing=setup.records_routing,
     )
 
 
@@ -87,6 +90,8 @@ def make_server(
     heeds_seeds: bool = True,
     log_file: Path | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    image_kwargs: Mapping[str, Any] | None = None,
+    records_routing: bool = False,
 ) -> tuple[ServerProcess, Access]:
     """A server that has its port; it runs once it is started, in a process of its own.
 
@@ -97,12 +102,16 @@ def make_server(
         heeds_seeds: the engine samples with a request's own seed.
         log_file: where the process writes.
         template_kwargs: further variables of the chat template.
+        image_kwargs: settings of the model's image processor.
+        records_routing: the engine returns the experts of tokens.
 
     Raises:
         RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.
     """
     token = new_token(rollout.server.api_key_env)
     listener = Listener(rollout.server.host, rollout.server.port)
-    setup = Setup(rollout, model, token, heeds_seeds, dict(template_kwargs or {}))
+    setup = Setup(
+        rollout, model, token, heeds_seeds, dict(template_kwargs or {}), dict(image_kwargs or {}), records_routing
+    )
     server = ServerProcess(client, setup, listener, log_file)
     return server, Access(listener.url, token, served_name(rollout, model))

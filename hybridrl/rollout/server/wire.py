@@ -1,38 +1,50 @@
-"""Messages between the run and its server process: JSON with its length in front, because clients' data is in them."""
+"""Messages between the run and its server process: JSON with its length in front, because clients' data is in them.
+
+A message may have bytes behind it: the patches of an image, or the experts of a request's tokens.
+"""
 
 import asyncio
 import json
 import struct
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from hybridrl.models.vision import ImageTensors, tokens_per_image
+from hybridrl.rollout.images import PromptImages, join_images
 from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 
-_LENGTH = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<QQ")
 _LIMIT = 2**30
 
 
-def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Send a message."""
+def send(writer: asyncio.StreamWriter, message: dict[str, Any], data: bytes = b"") -> None:
+    """Send a message, with `data` behind it."""
     body = json.dumps(message).encode()
-    writer.write(_LENGTH.pack(len(body)) + body)
+    writer.write(_LENGTHS.pack(len(body), len(data)) + body)
+    if data:
+        writer.write(data)
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message.
+    """The next message; its entry `data` has the bytes behind it.
 
     Raises:
         asyncio.IncompleteReadError: the other process has ended.
         ValueError: it is no message.
     """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > _LIMIT:
-        raise ValueError(f"a message of {length} bytes; the limit is {_LIMIT}")
-    message = json.loads(await reader.readexactly(length))
+    lengths = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+    if sum(lengths) > _LIMIT:
+        raise ValueError(f"a message of {sum(lengths)} bytes; the limit is {_LIMIT}")
+    message = json.loads(await reader.readexactly(lengths[0]))
     if not isinstance(message, dict):
         raise ValueError("a message that is no object")
-    return message
+    return {**message, "data": await reader.readexactly(lengths[1])}
 
 
 def request_to_plain(request: Request) -> dict[str, Any]:
@@ -42,20 +54,104 @@ def request_to_plain(request: Request) -> dict[str, Any]:
         "prompt_ids": request.prompt_ids,
         "sampling": asdict(request.sampling),
         "session": request.session,
+        "routing": request.routing,
     }
 
 
-def request_from_plain(data: dict[str, Any]) -> Request:
+def image_to_plain(number: int, tensors: ImageTensors) -> tuple[dict[str, Any], bytes]:
+    """An image that requests name by its number, and its patches."""
+    patches = tensors["pixel_values"].float().contiguous()
+    plain = {"method": "image", "number": number, "grid": tensors["image_grid_thw"][0].tolist()}
+    return plain, patches.numpy().tobytes()
+
+
+def image_from_plain(data: Mapping[str, Any], config: PreTrainedConfig) -> ImageTensors:
+    """The patches of an image.
+
+    Args:
+        config: of the model, which says how long a patch is.
+
+    Raises:
+        ValueError, TypeError, KeyError: they are none.
+    """
+    vision = config.vision_config
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    size = channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = [int(one) for one in data["grid"]]
+    if len(grid) != 3 or min(grid) < 1 or any(one % vision.spatial_merge_size for one in grid[1:]):
+        raise ValueError(f"an image of {grid} patches")
+    patches = torch.frombuffer(bytearray(data["data"]), dtype=torch.float32)
+    image_grid = torch.tensor([grid])
+    return {"pixel_values": patches.reshape(int(image_grid.prod()), size), "image_grid_thw": image_grid}
+
+
+def images_from_plain(
+    data: Mapping[str, Any], prompt_ids: Sequence[int], known: Mapping[int, ImageTensors], config: PreTrainedConfig
+) -> PromptImages:
+    """The images of a request.
+
+    Args:
+        data: `numbers` of images, and `places` (first token, number of tokens).
+        known: images by number.
+
+    Raises:
+        ValueError, TypeError, KeyError: they do not fit the prompt.
+    """
+    tensors = join_images([known[int(number)] for number in data["numbers"]])
+    places = tuple((int(first), int(count)) for first, count in data["places"])
+    if [count for _, count in places] != tokens_per_image(config, tensors["image_grid_thw"]).tolist():
+        raise ValueError("images with other numbers of tokens")
+    end = 0
+    for first, count in places:
+        if first < end or set(prompt_ids[first : first + count]) != {config.image_token_id}:
+            raise ValueError(f"an image at token {first}, where no placeholders are")
+        end = first + count
+    if end > len(prompt_ids):
+        raise ValueError("an image behind the prompt")
+    return PromptImages(tensors, places)
+
+
+def request_from_plain(data: dict[str, Any], images: PromptImages | None = None) -> Request:
     """A request of a client; whatever the server process says, training comes first.
+
+    Args:
+        images: of its prompt.
 
     Raises:
         ValueError, TypeError, KeyError: it is no request.
     """
     sampling = SamplingParams(**{**data["sampling"], "stop": tuple(map(str, data["sampling"]["stop"]))})
     prompt_ids = [int(token) for token in data["prompt_ids"]]
-    return Request(str(data["id"]), prompt_ids, sampling, str(data["session"]), GUEST_PRIORITY)
+    return Request(
+        str(data["id"]),
+        prompt_ids,
+        sampling,
+        str(data["session"]),
+        GUEST_PRIORITY,
+        images=images,
+        routing=bool(data["routing"]),
+    )
 
 
-def completion_from_plain(data: dict[str, Any]) -> Completion:
-    """The completion that `dataclasses.asdict` made plain."""
-    return Completion(**{**data, "versions": [(version, tokens) for version, tokens in data["versions"]]})
+def completion_to_plain(completion: Completion, routing: bool) -> tuple[dict[str, Any], bytes]:
+    """A completion as JSON can hold it, and its experts.
+
+    Args:
+        routing: they were asked for.
+    """
+    experts = completion.routed_experts if routing else None
+    plain = asdict(replace(completion, routed_experts=None))
+    if experts is None:
+        return plain, b""
+    return plain | {"experts": [str(experts.dtype), list(experts.shape)]}, experts.tobytes()
+
+
+def completion_from_plain(plain: Mapping[str, Any], data: bytes) -> Completion:
+    """The completion that `completion_to_plain` made plain."""
+    known = dict(plain)
+    experts = known.pop("experts", None)
+    known["versions"] = [(version, tokens) for version, tokens in known["versions"]]
+    if experts is not None:
+        kind, shape = experts
+        known["routed_experts"] = np.frombuffer(data, dtype=kind).reshape(shape)
+    return Completion(**known)

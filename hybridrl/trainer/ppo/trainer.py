@@ -183,6 +183,7 @@ class RayPPOTrainer:
                 log_folder=self.run.folder / "logs",
                 before_start=check_memory,
                 template_kwargs=self.config.data.apply_chat_template_kwargs,
+                image_kwargs=self.config.data.mm_processor_kwargs,
             )
         finally:
             for group in learners:

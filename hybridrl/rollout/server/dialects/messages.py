@@ -127,31 +127,31 @@ def _inner_messages(message: Mapping[str, Any], number: int) -> list[dict[str, A
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise ApiError(400, f"messages: message {number}: 'content' must be text or a list of blocks", "messages")
-    texts: list[str] = []
+    own_parts: list[Mapping[str, Any]] = []
     calls: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
+        if kind in ("text", "image"):
+            own_parts.append(block)
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            result = _text(block.get("content") or "", f"messages: message {number}")
+            result = _content(block.get("content") or "", f"messages: message {number}")
             found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": result})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         else:
             raise ApiError(
                 400,
-                f"messages: message {number} has a block of type {kind!r}; text, tool_use, tool_result and thinking "
-                "are supported",
+                f"messages: message {number} has a block of type {kind!r}; text, image, tool_use, tool_result and "
+                "thinking are supported",
                 "messages",
             )
-    if texts or calls or not found:
-        own: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if own_parts or calls or not found:
+        own: dict[str, Any] = {"role": role, "content": _content(own_parts, f"messages: message {number}")}
         if calls:
             own["tool_calls"] = calls
         if thoughts:
@@ -160,13 +160,48 @@ def _inner_messages(message: Mapping[str, Any], number: int) -> list[dict[str, A
     return found
 
 
+def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """A string, the text of blocks, or with images the parts of OpenAI's chat API."""
+    blocks = value if isinstance(value, list) else ()
+    if not any(isinstance(one, Mapping) and one.get("type") == "image" for one in blocks):
+        return _text(value, where)
+    return [
+        _image(block, where)
+        if isinstance(block, Mapping) and block.get("type") == "image"
+        else {"type": "text", "text": _text([block], where)}
+        for block in blocks
+    ]
+
+
+def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An image as a part of OpenAI's chat API."""
+    source = block.get("source")
+    source = source if isinstance(source, Mapping) else {}
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif source.get("type") == "url":
+        url = str(source.get("url"))
+    else:
+        raise ApiError(
+            400,
+            f"{where} has an image with the source {short(source.get('type'))}; send it as base64",
+            "messages",
+            code="unsupported_image",
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _text(value: Any, where: str) -> str:
     """The text of a string or of text blocks."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in value):
-        return "\n".join(str(one.get("text", "")) for one in value)
-    raise ApiError(400, f"{where}: only text and blocks of type text are supported", where.partition(":")[0])
+    if isinstance(value, list) and all(_is_text(one) for one in value):
+        return "\n".join(one["text"] for one in value)
+    raise ApiError(400, f"{where}: only text and blocks of type text are supported here", where.partition(":")[0])
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
 class MessagesDialect(Dialect):

@@ -149,7 +149,7 @@ def _messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             model_turn()["content"] = _text(item.get("content"), number)
         elif kind == "message":
             turn = None
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), number)})
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"), number)})
         elif kind == "reasoning":
             if turn is not None and (turn["content"] or turn.get("tool_calls")):
                 turn = None
@@ -163,7 +163,7 @@ def _messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             model_turn().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             turn = None
-            content = _text(item.get("output"), number)
+            content = _content(item.get("output"), number)
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content})
         else:
             raise _unsupported(
@@ -174,6 +174,29 @@ def _messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     return messages
 
 
+def _content(content: Any, number: int) -> str | list[dict[str, Any]]:
+    """Text, or with images the parts of the chat API."""
+    parts = content if isinstance(content, list) else ()
+    if not any(isinstance(part, Mapping) and part.get("type") == "input_image" for part in parts):
+        return _text(content, number)
+    return [
+        _image(part, number)
+        if isinstance(part, Mapping) and part.get("type") == "input_image"
+        else {"type": "text", "text": _text([part], number)}
+        for part in parts
+    ]
+
+
+def _image(part: Mapping[str, Any], number: int) -> dict[str, Any]:
+    if part.get("image_url") is None:
+        raise _unsupported(
+            f"input: item {number} has an image without image_url; uploads (file_id) are not read, send it as "
+            "data:image/png;base64,...",
+            "input",
+        )
+    return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
+
+
 def _text(content: Any, number: int) -> str:
     if isinstance(content, str):
         return content
@@ -181,7 +204,7 @@ def _text(content: Any, number: int) -> str:
     if not isinstance(content, list) or not all(
         isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS for part in parts
     ):
-        raise _unsupported(f"input: item {number} has content that is no text; only text is supported", "input")
+        raise _unsupported(f"input: item {number} has content that is neither text nor an image", "input")
     return "\n".join(str(part.get("text", "")) for part in parts)
 
 
