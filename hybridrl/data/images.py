@@ -148,14 +148,17 @@ class RowImages:
         if len(found) == len(wanted) and found != wanted:
             raise ValueError("the chat template writes images and videos in another order than the messages have them")
 
-    def files(self, images: Sequence[Image], where: str) -> dict[str, Any]:
+    def files(self, images: Sequence[Image | Clip], where: str) -> dict[str, Any]:
         """Return `image_files`, for images that are not decoded yet.
 
         Raises:
-            DataError: an image is damaged.
+            DataError: an image is damaged, or one of them is a video, which agents behind the server cannot be shown.
         """
+        shown = [image for image in images if not isinstance(image, Clip)]
+        if len(shown) < len(images):
+            raise DataError(f"{where} has a video, which agents behind the server cannot be shown; leave the row out")
         try:
-            return {IMAGE_FILES: [file_of(image) for image in images]}
+            return {IMAGE_FILES: [file_of(image) for image in shown]}
         except Exception as error:  # see `item`
             raise _damaged(where, error) from error
 
