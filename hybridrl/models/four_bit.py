@@ -11,6 +11,9 @@ in each row the codes, two in a byte, then the scales of the row's blocks. Rows 
 FSDP2 cuts them as those of any other parameter, and the number of ranks changes nothing. They take
 1/2 + 2/64 = 0.53 bytes per element.
 
+The parameter has the dtype of the computation, and its values mean nothing: FSDP2 would convert another dtype, and
+before PyTorch 2.13 it takes no integers at all (pytorch/pytorch#185239).
+
 Shapes: n outputs, m inputs of a layer.
 """
 
@@ -50,6 +53,7 @@ LEVELS = (
 )
 #: elements that share a scale: the first of these that divides the width of a layer
 BLOCKS = (64, 32)
+_ALIGNED = torch.float32.itemsize
 _AT_ONCE = 1 << 24  # elements, which bounds the memory of what is computed on the way
 
 
@@ -62,15 +66,14 @@ class FourBitLinear(nn.Module):
         layer: the layer whose place it takes. Its values are not read: they are put into `weight` by `pack`.
 
     Attributes:
-        weight: the bytes [n, c].
+        weight: the bytes [n, c], seen as numbers of the layer's dtype.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        size = (self.out_features, packed_width(self.in_features))
-        where = layer.weight.device
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=where), requires_grad=False)
+        size = (self.out_features, packed_width(self.in_features) // layer.weight.dtype.itemsize)
+        self.weight = nn.Parameter(layer.weight.new_empty(size), requires_grad=False)
         self.bias = None if layer.bias is None else layer.bias.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -167,10 +170,11 @@ def block_of(width: int) -> int | None:
 
 
 def packed_width(width: int) -> int:
-    """Bytes of a packed row."""
+    """Bytes of a packed row, which are whole numbers of float32."""
     block = block_of(width)
     assert block is not None
-    return width // 2 + width // block * torch.bfloat16.itemsize
+    used = width // 2 + width // block * torch.bfloat16.itemsize
+    return -(-used // _ALIGNED) * _ALIGNED
 
 
 @torch.no_grad()
@@ -179,7 +183,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     rows, width = weight.shape
     block = block_of(width)
     assert block is not None
-    packed = torch.empty(rows, packed_width(width), dtype=torch.uint8, device=weight.device)
+    packed = torch.zeros(rows, packed_width(width), dtype=torch.uint8, device=weight.device)
     levels = torch.tensor(LEVELS, device=weight.device)
     between = (levels[1:] + levels[:-1]) / 2
     for part, to in zip(_parts(weight, width), _parts(packed, width), strict=True):
@@ -188,7 +192,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         shares = blocks / scales.float().masked_fill(scales == 0, 1.0)[..., None]
         codes = torch.bucketize(shares, between, out_int32=True).view(-1, width // 2, 2)
         to[:, : width // 2] = (codes[..., 0] << 4 | codes[..., 1]).to(torch.uint8)
-        to[:, width // 2 :] = scales.view(torch.uint8)
+        to[:, width // 2 : width // 2 + 2 * scales.shape[1]] = scales.view(torch.uint8)
     return packed
 
 
@@ -197,14 +201,16 @@ def unpack(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor
     """The weight [n, m] that bytes [n, c] stand for: s q_k in float32, rounded to `dtype`.
 
     Args:
+        packed: also seen as numbers of another dtype.
         width: m.
     """
     rows, block = len(packed), block_of(width)
     assert block is not None
-    table = _pairs(packed.device)
+    packed, table = packed.view(torch.uint8), _pairs(packed.device)
+    scales_end = width // 2 + 2 * (width // block)
     weight = torch.empty(rows, width, dtype=dtype, device=packed.device)
     for part, to in zip(_parts(packed, width), _parts(weight, width), strict=True):
-        scales = part[:, width // 2 :].contiguous().view(torch.bfloat16).float()
+        scales = part[:, width // 2 : scales_end].contiguous().view(torch.bfloat16).float()
         values = functional.embedding(part[:, : width // 2].int(), table).view(-1, width // block, block)
         torch.mul(values, scales[..., None], out=to.view(values.shape))
     return weight

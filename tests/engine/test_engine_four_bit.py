@@ -101,7 +101,7 @@ def test_it_is_the_model_whose_base_was_rounded(
         torch.testing.assert_close(log_probs(packed), log_probs(plain), atol=1e-5, rtol=1e-5)
     with packed.without_adapter():
         assert torch.equal(log_probs(packed), first)
-    assert all(parameter.dtype == torch.uint8 for name, parameter in _frozen(packed).items())
+    assert four_bit.layers_of(packed.module).keys() == _frozen(packed).keys()
 
 
 def _frozen(engine: Any) -> dict[str, torch.nn.Parameter]:
@@ -113,7 +113,7 @@ def test_the_base_takes_a_quarter_of_bfloat16(micro_model: Path) -> None:
     packed, plain = (make_engine(micro_model, model=model, dtype="bfloat16") for model in (MODEL, PLAIN))
     held, half = (sum(p.untyped_storage().nbytes() for p in _frozen(one).values()) for one in (packed, plain))
     assert half == 2 * sum(p.numel() for p in _frozen(plain).values())
-    assert held / half < 0.29  # with blocks of 32 in the micro model; with blocks of 64 it is 0.266
+    assert held / half < 0.32  # rows of 32 and 64 in the micro model; rows of 128 and more take 0.266
     others = [
         {name: (p.dtype, p.shape) for name, p in one.module.named_parameters() if name not in _frozen(one)}
         for one in (packed, plain)
@@ -247,8 +247,8 @@ def test_several_ranks_are_one(micro_model: Path, tmp_path: Path, ranks: int) ->
 def test_layers_of_another_width_stay_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     build_tiny_model(tmp_path, hidden=32, heads=2, kv_heads=1, intermediate=48)
     engine = make_engine(tmp_path, model=MODEL)
-    kinds = {name.split(".")[-3]: p.dtype for name, p in _frozen(engine).items()}
-    assert kinds.pop("down_proj") == torch.float32 and set(kinds.values()) == {torch.uint8}
+    packed = {name.split(".")[-3] for name in four_bit.layers_of(engine.module)}
+    assert packed == {name.split(".")[-3] for name in _frozen(engine)} - {"down_proj"}
     told = capfd.readouterr().err
     assert "load_in_4bit leaves" in told and "model.layers.1.mlp.down_proj" in told and "multiple of 32" in told
     assert train(engine, 2)[1]["grad_norm"] > 0

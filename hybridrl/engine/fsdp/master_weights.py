@@ -28,7 +28,7 @@ class MasterWeights:
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
             self.named[name] = parameter
-            if id(parameter) in kept or not parameter.is_floating_point():  # the bytes of a 4-bit layer
+            if id(parameter) in kept:
                 continue
             master = nn.Parameter(parameter.detach().clone()) if parameter.requires_grad else None
             parameter.data = parameter.detach().to(compute_dtype)

@@ -63,14 +63,16 @@ class PackedWeights:
 
     def specs(self) -> Specs:
         """See `StoredWeights.specs`."""
-        packed = {name: (name, torch.uint8, tuple(layer.weight.shape)) for name, layer in self._layers.items()}
+        packed = {name: (name, layer.weight.dtype, tuple(layer.weight.shape)) for name, layer in self._layers.items()}
         return [packed.get(spec[0], spec) for spec in self._weights.specs()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `StoredWeights.tensors`."""
         for name, tensor in self._weights.tensors():
-            packed = name in self._layers
-            yield name, four_bit.pack(tensor.to(device.current_device())) if packed else tensor
+            layer = self._layers.get(name)
+            if layer is not None:
+                tensor = four_bit.pack(tensor.to(device.current_device())).view(layer.weight.dtype)
+            yield name, tensor
 
 
 class Source:
