@@ -291,10 +291,7 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
                 "without; leave it out, and a training engine computes the model"
             )
         try:
-            engine = InferenceEngines.get(model.engine)
-            engine.check(model.rollout, model.model, on_gpu)
-            if model.task == "score":
-                engine.check_scoring(model.model)
+            InferenceEngines.get(model.engine).check(model.rollout, model.model, on_gpu)
         except RolloutError as error:
             text = str(error).replace(f"{_KEY}.name=hf", f"leave {model.where}.name out")
             raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
