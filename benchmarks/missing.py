@@ -32,12 +32,14 @@ import os, random, time
 from hybridrl.reward.score import default_compute_score
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep({seconds})
     if {fault}:
         {action}
     return default_compute_score(data_source, solution_str, ground_truth, extra_info)
 """
-# It sleeps so that a process has sent what it has scored: else that is scored again, and may die again.
-_DIES, _RAISES = "time.sleep(0.05); os._exit(1)", "raise ConnectionError('the judge is gone')"
+# A call takes a while so that a process has sent what it has scored: else that is scored again, and may end it again.
+_DIES = {"seconds": 0.01, "action": "os._exit(1)"}
+_RAISES = {"seconds": 0, "action": "raise ConnectionError('the judge is gone')"}
 _LOOP = f"""
 import random
 from hybridrl.agents import register
@@ -58,8 +60,8 @@ def variants(folder: Path) -> Mapping[str, tuple[str, ...]]:
     """The settings of each variant, whose files are written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     reward, raising, loop = (folder / f"{name}.py" for name in ("dying_reward", "raising_reward", "dying_loop"))
-    reward.write_text(_REWARD.format(fault=_FAULT, action=_DIES))
-    raising.write_text(_REWARD.format(fault=_FAULT, action=_RAISES))
+    reward.write_text(_REWARD.format(fault=_FAULT, **_DIES))
+    raising.write_text(_REWARD.format(fault=_FAULT, **_RAISES))
     loop.write_text(_LOOP)
     return {
         "none": (),
