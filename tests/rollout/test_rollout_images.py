@@ -27,7 +27,7 @@ TOKEN = 9
 class Config:
     """What is read of a model's configuration: one token for four patches."""
 
-    image_token_id = TOKEN
+    image_token_id, video_token_id = TOKEN, TOKEN + 1
 
     class vision_config:
         spatial_merge_size = 2
