@@ -327,6 +327,13 @@ class RLHFDataset(Dataset):
         return [name for name in self.table.columns if name not in self._taken]
 
     @property
+    def has_videos(self) -> bool:
+        """Whether an item has a video in the column `config.video_key`."""
+        if self._images is None or self.video_key not in self.table.columns:
+            return False
+        return any(value is not None and len(value) for value in self.column(self.video_key))
+
+    @property
     def indices(self) -> list[int]:
         """The row number of each item, as in its `index`."""
         return [int(index) for index in self._rows]
