@@ -148,7 +148,7 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     turns = made.turns
     for data in datasets:
         _check_columns(made.loops, default, data)
-        if any(row.get(config.data.video_key) for row in _rows_with(data, config.data.video_key)):
+        if getattr(data, "has_videos", False):
             raise RolloutError(
                 f"data.video_key={config.data.video_key}: rows have videos, and sessions of agents show images and "
                 "text; leave out these rows, or answer each prompt once, without agents"
