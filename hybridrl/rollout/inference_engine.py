@@ -109,6 +109,13 @@ class InferenceEngine(ABC):
         The rest is like `check`, which is called, too.
         """
 
+    @classmethod  # noqa: B027
+    def check_scoring(cls, model: ModelConfig) -> None:
+        """Refuse a classifier that the engine cannot serve, if it serves any at all.
+
+        The rest is like `check`, which is called, too.
+        """
+
     @abstractmethod
     async def start(self) -> None:
         """Load the model and get ready to generate.
@@ -295,6 +302,17 @@ class InferenceEngines:
         """Make the engine `name`, after the modules that the model's `external_lib` names are imported."""
         import_external_lib(spec.model.external_lib)
         return cls.get(name)(spec, **kwargs)
+
+
+def classifier_overrides(spec: EngineSpec) -> dict[str, Any]:
+    """Entries of the model's config.json: a critic is stored as a classifier of tokens, with the same weights."""
+    names = list(config_of(spec.model).architectures or ()) if spec.task == "score" else []
+    return {"architectures": [f"{family_of(name)}ForSequenceClassification" for name in names]} if names else {}
+
+
+def family_of(architecture: str) -> str:
+    """The family in the name of a model's class: Qwen2 of Qwen2ForCausalLM."""
+    return architecture.partition("For")[0].removesuffix("Model")
 
 
 def check_tensor_parallel(config: RolloutConfig, model: ModelConfig) -> None:

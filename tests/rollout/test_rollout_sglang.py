@@ -27,7 +27,13 @@ import psutil
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hybridrl.config import ModelConfig, RolloutConfig, load_config
 from hybridrl.config.schema.engine import FSDPConfig
@@ -438,6 +444,45 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     yield loop
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
+
+
+@pytest.mark.parametrize(("family", "processes"), [("qwen2", 1), ("qwen3", 2)])
+def test_scores_are_those_of_transformers(loop, tmp_path, family: str, processes: int) -> None:
+    """Texts of all lengths at once, also as long as the engine takes; the head has no bias, and SGLang's has one."""
+
+    def run(coroutine, limit: float = 120):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(limit)
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1, "pad_token_id": 0, "eos_token_id": 2}
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **sizes, **heads)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    model.save_pretrained(tmp_path)
+    spec = replace(spec_of(tmp_path, tensor_model_parallel_size=processes), task="score")
+    engine = InferenceEngines.create("sglang", spec)
+    engine.check(spec.config, spec.model, on_gpu=False)
+    engine.check_scoring(spec.model)
+    run(engine.start(), START_S)
+    try:
+        texts = [prompt(length, seed) for seed in range(3) for length in (1, 7, 40, 41, MAX_LEN)]
+        with torch.no_grad():
+            expected = [float(model(torch.tensor([text])).logits[0, 0]) for text in texts]
+        assert max(expected) - min(expected) > 0.1
+
+        async def answers() -> list[Completion]:
+            requests = [Request(f"s{n}", text, sampled(), reading=Reading()) for n, text in enumerate(texts)]
+            return await asyncio.gather(*(engine.read(one) for one in requests))
+
+        for _ in range(2):  # the second time from what the engine keeps
+            found = run(answers())
+            assert [one.found.score for one in found] == pytest.approx(expected, abs=1e-4)
+        wrong = run(engine.read(Request("long", prompt(MAX_LEN + 1), sampled(), reading=Reading())))
+        assert wrong.finish_reason == "error" and f"it has to be 1 to {MAX_LEN}" in str(wrong.error)
+    finally:
+        run(engine.close())
 
 
 def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference) -> None:

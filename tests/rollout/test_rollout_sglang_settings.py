@@ -99,6 +99,18 @@ def test_what_would_make_other_images_of_them_is_refused(sglang_version, vision_
     refused(folder, "mrope_interleaved=true, without which SGLang computes other positions")
 
 
+def test_classifiers_that_it_has_no_class_for_are_refused(tiny_model, tmp_path) -> None:
+    check = InferenceEngines.get("sglang").check_scoring
+    check(
+        ModelConfig(path=str(tiny_model))
+    )  # a critic's folder names the language model, and is served as its classifier
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["MistralForSequenceClassification"]}))
+    with pytest.raises(RolloutError, match="a classifier of Mistral, and SGLang serves those of Qwen2, Qwen3, Llama"):
+        check(ModelConfig(path=str(folder)))
+
+
 def test_settings_become_arguments(tiny_model) -> None:
     given = {
         "tensor_model_parallel_size": 2,

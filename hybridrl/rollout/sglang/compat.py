@@ -20,7 +20,7 @@ from packaging.version import Version
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.models.vision import is_vision_model
-from hybridrl.rollout.inference_engine import EngineSpec
+from hybridrl.rollout.inference_engine import EngineSpec, classifier_overrides
 from hybridrl.rollout.request import Findings, Reading
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
@@ -35,6 +35,8 @@ TESTED = ("0.5.23",)
 #: 0.5.21 introduced sessions of weight updates and log-probabilities of the truncated distribution; it and earlier ones
 #: pin a transformers that is too old
 SUPPORTED = (Version("0.5.22"), Version("0.6"))
+#: families of whose classifiers it has a class
+CLASSIFIERS = ("Qwen2", "Qwen3", "Llama", "Gemma2")
 #: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
 STAND_INS = Path(__file__).parent / "cpu"
 #: bytes of the KV cache on a CPU, unless engine_kwargs.sglang.max_total_tokens sets the number of tokens
@@ -125,7 +127,8 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
         "dtype": dtype,
         "load_format": "auto" if spec.load_weights else config.load_format,
-        "context_length": spec.max_model_len + _CONTEXT_MARGIN,
+        # a text that is scored may have all tokens, because nothing comes after it
+        "context_length": spec.max_model_len + _CONTEXT_MARGIN + (spec.task == "score"),
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "tp_size": config.tensor_model_parallel_size,
@@ -143,7 +146,9 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "watchdog_timeout": config.stuck_timeout_s,
         "log_level": "error",
     }
-    if overrides := engine_overrides(model):
+    if spec.task == "score":
+        wanted["is_embedding"] = True
+    if overrides := engine_overrides(model) | classifier_overrides(spec):
         wanted["json_model_override_args"] = json.dumps(overrides)
     if is_vision_model(config_of(model)):
         wanted["mm_feature_transport"] = "cpu"  # patches come from another process
@@ -331,6 +336,28 @@ class Server:
                 output = _output(said, False)
                 if output.finish != "abort":
                     output.found = _findings(said["meta_info"], reading)
+        except HTTPException as error:
+            raise ValueError(error.detail) from error
+        return output
+
+    async def score(self, request_id: str, prompt_ids: Sequence[int], priority: int) -> Output:
+        """What a classifier finds in a prompt: its output has no tokens.
+
+        Raises:
+            ValueError: SGLang refuses the request.
+        """
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        wanted = EmbeddingReqInput(
+            input_ids=list(prompt_ids), rid=request_id, priority=priority if self._by_priority else None
+        )
+        try:
+            async for said in self._manager.generate_request(wanted, None):
+                finish = said["meta_info"].get("finish_reason") or {}
+                output = Output([], [], finish.get("type"), str(finish.get("message") or ""), 0)
+                if output.finish != "abort":
+                    output.found = Findings(score=float(said["embedding"][0]))
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output

@@ -28,6 +28,7 @@ from hybridrl.rollout.inference_engine import (
     InferenceEngine,
     InferenceEngines,
     check_tensor_parallel,
+    family_of,
 )
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
@@ -47,6 +48,7 @@ _LAST_LINES_S = 1
     auto=2,
     records_routing=True,
     install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang)",
+    scores=True,
     reads=True,
     sees_images=True,
 )
@@ -95,10 +97,21 @@ class SGLangEngine(InferenceEngine):
             )
         layers_with_routers(config_of(model))
 
+    @classmethod
+    def check_scoring(cls, model: ModelConfig) -> None:
+        found = [family_of(name) for name in config_of(model).architectures or ()]
+        if not set(found) & set(compat.CLASSIFIERS):
+            raise RolloutError(
+                f"{model.path} is a classifier of {' or '.join(found) or 'no family'}, and SGLang serves those of "
+                f"{', '.join(compat.CLASSIFIERS)}; serve it by vllm, or leave the engine out"
+            )
+
     async def start(self) -> None:
         await self._host.start()
         if self.spec.logits_temperature != 1:
             await self._host.call("divide_logits", self.spec.logits_temperature)
+        if self.spec.task == "score":
+            await self._host.call("drop_head_bias")
 
     async def generate(self, request: Request) -> Completion:
         named = None

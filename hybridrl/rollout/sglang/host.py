@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hybridrl.rollout.routing import RecordedLayers
     from hybridrl.rollout.sglang.compat import Output, Server
     from hybridrl.rollout.sglang.images import NamedImages
+    from hybridrl.rollout.sglang.weights import Content
     from hybridrl.rollout.stop_strings import StopStrings
     from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
@@ -102,7 +103,7 @@ class Host:
         from hybridrl.rollout.request import Completion
         from hybridrl.rollout.sglang import compat
 
-        if why := self._unfit(request.prompt_ids):
+        if why := self._unfit(request.prompt_ids, self.spec.max_model_len - 1):
             return Completion(request.id, [], [], "error", error=why)
         room = self.spec.max_model_len - len(request.prompt_ids)
         params = request.sampling
@@ -143,11 +144,16 @@ class Host:
         from hybridrl.rollout.request import Completion
 
         assert request.reading is not None
-        if why := self._unfit(request.prompt_ids):
+        scored = self.spec.task == "score"
+        if why := self._unfit(request.prompt_ids, self.spec.max_model_len - (not scored)):
             return Completion(request.id, [], [], "error", error=why)
         try:
             with self._running(request.id) as running:
-                output = await self.server.read(running.name, request.prompt_ids, request.reading, request.priority)
+                name, ids, priority = running.name, request.prompt_ids, request.priority
+                if scored:
+                    output = await self.server.score(name, ids, priority)
+                else:
+                    output = await self.server.read(name, ids, request.reading, priority)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
         if output.found is not None:
@@ -172,15 +178,24 @@ class Host:
     async def divide_logits(self, temperature: float) -> None:
         from hybridrl.rollout.sglang.weights import LogitsTemperature
 
+        await self._change(LogitsTemperature(temperature))
+
+    async def drop_head_bias(self) -> None:
+        from hybridrl.rollout.sglang.weights import NoHeadBias
+
+        await self._change(NoHeadBias())
+
+    async def _change(self, content: "Content") -> None:
+        """Have every process change the model that it has loaded."""
         await self.server.begin_update()
-        await self.server.load(LogitsTemperature(temperature))
+        await self.server.load(content)
         await self.server.end_update()
         await self.server.drop_prefixes()
 
-    def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
+    def _unfit(self, prompt_ids: Sequence[int], most: int) -> str | None:
         """What is wrong with a prompt. SGLang's processes die of tokens that the model does not have."""
-        if not 0 < len(prompt_ids) < self.spec.max_model_len:
-            return f"a prompt of {len(prompt_ids)} tokens; it has to be 1 to {self.spec.max_model_len - 1}"
+        if not 0 < len(prompt_ids) <= most:
+            return f"a prompt of {len(prompt_ids)} tokens; it has to be 1 to {most}"
         if min(prompt_ids) < 0 or max(prompt_ids) >= self.server.vocabulary:
             return f"a prompt with tokens beyond the model's {self.server.vocabulary}"
         return None

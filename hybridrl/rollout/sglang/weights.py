@@ -49,7 +49,16 @@ class LogitsTemperature:
     value: float
 
 
-Content = Bucket | ShardBucket | Question | LogitsTemperature | None
+@dataclass(frozen=True)
+class NoHeadBias:
+    """Has every process set the bias of a classifier's head to 0.
+
+    SGLang gives the heads of some families a bias, which the weights of reward models do not have: it would keep the
+    random numbers that it starts with.
+    """
+
+
+Content = Bucket | ShardBucket | Question | LogitsTemperature | NoHeadBias | None
 
 
 def message(content: Content) -> list[tuple[str, torch.Tensor]]:
@@ -73,6 +82,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
             file.write_bytes(pickle.dumps(_shards.require(content.checkpoint)))
         elif isinstance(content, LogitsTemperature):
             _divide_logits(model, content.value)
+        elif isinstance(content, NoHeadBias):
+            _drop_head_bias(model)
         elif isinstance(content, ShardBucket):
             _shards.load(content)
         elif content is not None:
@@ -102,6 +113,12 @@ def _divide_logits(model: nn.Module, temperature: float) -> None:
             "capped; set the teacher's temperature to 1, or its inference.name to vllm"
         )
     processor.logit_scale = (1.0 if processor.logit_scale is None else processor.logit_scale) / temperature
+
+
+def _drop_head_bias(model: nn.Module) -> None:
+    head: Any = model.score
+    if head.bias is not None:
+        head.bias.zero_()
 
 
 def joined(weights: Weights, waiting: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,13 @@ from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
+from hybridrl.rollout.inference_engine import (
+    EngineSpec,
+    InferenceEngine,
+    InferenceEngines,
+    check_tensor_parallel,
+    classifier_overrides,
+)
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.routing import RecordedLayers
 from hybridrl.rollout.sampling import SamplingParams
@@ -197,7 +203,7 @@ class VLLMEngine(InferenceEngine):
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # sampling settings come from the request, not from the model folder
             "skip_tokenizer_init": not self._finds_stop_strings(),
-            "hf_overrides": engine_overrides(model) | reading.overrides(spec),
+            "hf_overrides": engine_overrides(model) | classifier_overrides(spec),
             **reading.arguments(spec),
         }
         tuning = {

@@ -4,11 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.models.info import config_of
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.request import Completion, Findings, Reading, Request
-
-_CLASSIFIER = "ForSequenceClassification"
 
 
 def arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -19,16 +16,6 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         pooler = PoolerConfig(seq_pooling_type="LAST", use_activation=False)
         return {"runner": "pooling", "convert": "classify", "pooler_config": pooler}
     return {"max_logprobs": max(spec.top, 1)} if spec.task == "read" else {}
-
-
-def overrides(spec: EngineSpec) -> dict[str, Any]:
-    """Entries of the model's config.json: a critic is stored as a classifier of tokens, with the same weights."""
-    names = list(config_of(spec.model).architectures or ()) if spec.task == "score" else []
-    return {"architectures": [_family(name) + _CLASSIFIER for name in names]} if names else {}
-
-
-def _family(architecture: str) -> str:
-    return architecture.partition("For")[0].removesuffix("Model")
 
 
 async def score(engine: Any, request: Request) -> Completion:

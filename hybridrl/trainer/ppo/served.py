@@ -292,7 +292,10 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
                 "without; leave it out, and a training engine computes the model"
             )
         try:
-            InferenceEngines.get(model.engine).check(model.rollout, model.model, on_gpu)
+            engine = InferenceEngines.get(model.engine)
+            engine.check(model.rollout, model.model, on_gpu)
+            if model.task == "score":
+                engine.check_scoring(model.model)
         except RolloutError as error:
             instead = f"{model.where}.name=sglang" if model.task == "generate" else f"leave {model.where}.name out"
             text = str(error).replace(f"{_KEY}.name=hf", instead)
