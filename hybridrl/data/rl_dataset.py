@@ -317,12 +317,6 @@ class RLHFDataset(Dataset):
         return {**row, "input_ids": ids, "raw_prompt": _without_images(messages, shown), "index": index, **more}
 
     @property
-    def has_videos(self) -> bool:
-        """Whether a row has a video in its column (`data.video_key`)."""
-        key = self.video_key
-        return self._images is not None and key in self.table.columns and any(self.table.column(key))
-
-    @property
     def pad_token_id(self) -> int:
         """The id that shorter prompts are padded with. The mask, not this id, marks padding."""
         return pad_token_id(self.tokenizer)
