@@ -54,9 +54,10 @@ def expected_loss(name: str, own: torch.Tensor, teacher: torch.Tensor, labels: t
     return (p.exp() * (p - q)).sum(1)
 
 
-def test_what_a_teacher_says_is_what_a_plain_model_computes(teacher_model: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["whole logits", "no logits"])
+def test_what_a_teacher_says_is_what_a_plain_model_computes(teacher_model: Path, fused: bool) -> None:
     fields = make_fields()
-    found = taught(make_engine(teacher_model), fields)
+    found = taught(make_engine(teacher_model, model={"use_fused_kernels": fused}), fields)
     _, expected = plain_distributions(teacher_model, fields, TEMPERATURE)
     mask = fields["response_mask"].bool()
     labels = fields["responses"][mask]
@@ -69,8 +70,9 @@ def test_what_a_teacher_says_is_what_a_plain_model_computes(teacher_model: Path)
     assert not found["teacher_topk_log_probs"][~mask].any() and not found["teacher_topk_ids"][~mask].any()
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["whole logits", "no logits"])
 @pytest.mark.parametrize("name", ["k3", "forward_kl_topk", "reverse_kl"])
-def test_loss_and_gradient(name: str, micro_model: Path, teacher_model: Path) -> None:
+def test_loss_and_gradient(name: str, fused: bool, micro_model: Path, teacher_model: Path) -> None:
     """They equal those of a plain PyTorch loop, in one micro-batch and in several, next to the loss on rewards."""
     fields = make_fields()
     teacher = make_engine(teacher_model)
@@ -86,7 +88,8 @@ def test_loss_and_gradient(name: str, micro_model: Path, teacher_model: Path) ->
     whole.backward()
     norm = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm().item()
     for micro in (MicroBatching(12), MicroBatching(2)):
-        found = distilled(make_engine(micro_model), teacher, fields, micro, loss_mode=name, distillation_loss_coef=0.5)
+        student = make_engine(micro_model, model={"use_fused_kernels": fused})
+        found = distilled(student, teacher, fields, micro, loss_mode=name, distillation_loss_coef=0.5)
         assert found["actor/loss"] == pytest.approx(whole.item(), rel=1e-4)
         assert found["distillation/loss"] == pytest.approx(tokens.mean().item(), rel=1e-4)
         assert found["actor/pg_loss"] == pytest.approx(task.item(), rel=1e-4, abs=1e-6)

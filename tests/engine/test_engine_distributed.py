@@ -215,13 +215,14 @@ def check_optimizers(rank: int, odd: Path, work: Path) -> None:
 def check_full_kl(rank: int, model: Path, work: Path) -> None:
     """Ranks with different numbers of micro-batches, beside a reference that is sharded too."""
     expected = torch.load(work / "full_kl.pt", weights_only=True)
-    engine = make_engine(model, optim={**SGD, "lr": 0.3})
-    engine.compare_with(make_engine(model, forward_only=True))
-    metrics = train(engine, make_batch(FIELDS, own_rows(rank)), 3, full_kl_loss)
-    for step, values in zip(metrics, expected["metrics"], strict=True):
-        assert step == pytest.approx(values, rel=1e-4, abs=1e-6)
-    assert metrics[0]["ref_kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["ref_kl"] > 1e-5
-    close(weights(engine), expected["after"])
+    for fused in (False, True):
+        engine = make_engine(model, optim={**SGD, "lr": 0.3}, model={"use_fused_kernels": fused})
+        engine.compare_with(make_engine(model, forward_only=True))
+        metrics = train(engine, make_batch(FIELDS, own_rows(rank)), 3, full_kl_loss)
+        for step, values in zip(metrics, expected["metrics"], strict=True):
+            assert step == pytest.approx(values, rel=1e-4, abs=1e-6)
+        assert metrics[0]["ref_kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["ref_kl"] > 1e-5
+        close(weights(engine), expected["after"])
 
 
 def check_distillation(rank: int, model: Path, work: Path) -> None:

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, value_loss, weights
+from engine_helpers import (
+    TEMPERATURE,
+    full_kl_loss,
+    make_batch,
+    make_engine,
+    make_fields,
+    policy_loss,
+    value_loss,
+    weights,
+)
 from ranks import spawn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig
@@ -117,17 +126,43 @@ def test_logits_never_exist_as_a_whole(tmp_path: Path) -> None:
     assert most[False] > 30
 
 
-def test_full_kl_uses_whole_logits(micro_model: Path) -> None:
-    """It compares two distributions over the vocabulary, so both logits are needed."""
-    kls = []
+def compared(path: Path, fused: bool, **reference: Any) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
+    """The KL over the vocabulary to a reference before two steps, the metrics of the steps, and the weights after."""
+    optim = {"optimizer": "SGD", "lr": 0.3, "lr_warmup_steps": 0}  # AdamW would enlarge the rounding of small gradients
+    engine = make_engine(path, optim=optim, model={"use_fused_kernels": fused})
+    engine.train_batch(make_batch(FIELDS), MicroBatching(), policy_loss)
+    engine.compare_with(make_engine(path, forward_only=True, **reference))
+    wanted = ("ref_kl", "log_probs")
+    before, metrics = engine.infer(make_batch(FIELDS), MicroBatching(size=4), TEMPERATURE, wanted)["ref_kl"], []
+    for _ in range(2):
+        found = engine.train_batch(make_batch(FIELDS), MicroBatching(size=5), full_kl_loss, TEMPERATURE, ref_kl=True)
+        metrics += [float(found[name].value) for name in ("loss", "grad_norm")]
+    return before, metrics, weights(engine)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "soft cap"])
+def test_full_kl_is_that_of_whole_logits(kind: str, tmp_path: Path) -> None:
+    """Also where only the policy was asked to leave logits out, and for a head that cannot."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path)
+    before, metrics, after = compared(tmp_path, fused=True, model={"use_fused_kernels": False})
+    expected = compared(tmp_path, fused=False)
+    assert before.abs().max() > 1e-5
+    torch.testing.assert_close(before, expected[0], atol=1e-6, rtol=1e-4)
+    assert metrics == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
+    for name, tensor in expected[2].items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_logits_of_neither_policy_exist_as_a_whole(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["plain"]).save_pretrained(tmp_path)
+    most = {}
     for fused in (True, False):
-        model = {"use_fused_kernels": fused}
-        policy, reference = (make_engine(micro_model, optim={"lr_warmup_steps": 0}, model=model) for _ in range(2))
-        policy.train_batch(make_batch(FIELDS), MicroBatching(), policy_loss)
-        policy.compare_with(reference)
-        kls.append(policy.infer(make_batch(FIELDS), MicroBatching(size=4), outputs=("ref_kl",))["ref_kl"])
-    assert kls[0].abs().max() > 0
-    torch.testing.assert_close(kls[0], kls[1], atol=1e-5, rtol=1e-4)
+        with Rows(VOCABULARY) as rows:
+            compared(tmp_path, fused)
+        most[fused] = rows.most
+    assert most[True] == 7
+    assert most[False] > 30
 
 
 def test_a_value_model_says_that_it_has_no_logits(micro_model: Path, capfd: pytest.CaptureFixture) -> None:

@@ -201,7 +201,7 @@ def check_settings(model: Path, expected: dict[str, Any]) -> None:
         found = trained(engine, micro=micro)
         alike(found, expected["Qwen2"], name)
         if name == "fused":
-            assert engine._fuses  # type: ignore[attr-defined]
+            assert engine.has_plain_head  # type: ignore[attr-defined]
 
 
 def check_value_model(model: Path, expected: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from hybridrl.algorithms import linear_statistics, token_statistics
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, NonFiniteError
+from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.forecast import peak_of
 from hybridrl.engine.logits_functions import FullKL, LogProbsAt, TopTokens, VocabularyLoss
 from hybridrl.engine.megatron import build
@@ -43,7 +44,7 @@ from hybridrl.engine.megatron.forward import why_not_fused
 from hybridrl.engine.megatron.mapping import family_of
 from hybridrl.engine.megatron.parallel import ParallelSizes, import_parallel_state
 from hybridrl.engine.megatron.vocabulary import Part, parallel_linear_statistics, parallel_statistics
-from hybridrl.engine.megatron.whole_vocabulary import Hidden, parallel_function
+from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.errors import ModelError
 from hybridrl.utils import device, distributed
 
@@ -336,13 +337,17 @@ def check_functions_of_split_vocabulary(rank: int) -> None:
             for chunk in (1, 5, 13, None):
                 own = hidden.clone().requires_grad_(), table[rows].clone().requires_grad_()
                 second = Hidden(other, others[rows]) if compared else None
-                found = parallel_function(function, Hidden(*own), inputs, TEMPERATURE, second, part, chunk)
+                found = chunked_function(
+                    function, Hidden(*own), inputs, TEMPERATURE, second, SharedVocabulary(part), chunk
+                )
                 torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
                 got = torch.autograd.grad((found[function.outputs[0]] * pulled).sum(), own)
                 torch.testing.assert_close(got, (d_hidden, d_table), rtol=1e-10, atol=1e-12)
             none = {name: tensor[:0] for name, tensor in inputs.items()}
             second = Hidden(other[:0], others[rows]) if compared else None
-            empty = parallel_function(function, Hidden(own[0][:0], own[1]), none, TEMPERATURE, second, part)
+            empty = chunked_function(
+                function, Hidden(own[0][:0], own[1]), none, TEMPERATURE, second, SharedVocabulary(part)
+            )
             assert all(empty[name].shape == (0, *expected[name].shape[1:]) for name in function.outputs)
             empty[function.outputs[0]].sum().backward()
 
@@ -355,10 +360,12 @@ def check_memory_of_functions(rank: int) -> None:
     other = Hidden(states.detach() + 1, table.detach() + 1)
 
     def both() -> None:
-        found = parallel_function(FullKL(None), Hidden(states, table), {}, TEMPERATURE, other, part, 32)
+        found = chunked_function(
+            FullKL(None), Hidden(states, table), {}, TEMPERATURE, other, SharedVocabulary(part), 32
+        )
         torch.autograd.grad(found["ref_kl"].sum(), (states, table))
 
-    assert peak_of(both, states, table, *other) < tokens * share * 4 / 2
+    assert peak_of(both, states, table, other.states, other.weight) < tokens * share * 4 / 2
 
 
 class Logits(TorchDispatchMode):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,15 @@ from hybridrl.engine.capabilities import (
     ReplaysRouting,
     WeightShard,
 )
+from hybridrl.engine.chunked_function import Hidden
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
 from hybridrl.engine.fsdp.exported import Exported
 from hybridrl.engine.fsdp.forecast import forecast
-from hybridrl.engine.fsdp.forward import (
-    ChangedOutputError,
-    SelectingHead,
-    compute_outputs,
-    response_logits,
-    response_statistics,
-)
+from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
+from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
@@ -50,7 +45,7 @@ from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of, with_attenti
 from hybridrl.engine.fsdp.source import Source, check_four_bit
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
-from hybridrl.engine.logits_functions import LogitsFunction
+from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
@@ -115,7 +110,7 @@ class FSDPEngine(
         self.schedule: Any = None
         self._sharded: ShardedModule | None = None
         self._sequences: SequenceParallel | None = None
-        self._fuses = self._fusing_settled = False
+        self._fuses = False
         self._masters: MasterWeights | None = None
         self.adapter: lora.Adapter | None = None
         self._router_loss: RouterLoss | None = None
@@ -186,6 +181,7 @@ class FSDPEngine(
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
+        self._fusing = Fusing(self._head, self._logits)
         self._fuses = self._may_fuse()
         if engine.router_aux_loss_coef and self.optim_config is not None:
             check_router_loss(model, engine)
@@ -251,17 +247,10 @@ class FSDPEngine(
         return reason is None
 
     def _may_fuse(self) -> bool:
-        """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell why not."""
-        if not self.model_config.use_fused_kernels:
-            return False
-        if self.model_type != "language_model":
-            reason = "a value model has no logits"
-        elif not self._head.is_linear:
-            reason = "its output layer is not a plain linear layer"
-        else:
-            return True
-        self._tell_not_fused(reason)
-        return False
+        """Whether to compute without logits where the head allows it (`use_fused_kernels`); tell why not."""
+        if self.model_config.use_fused_kernels and self.model_type != "language_model":
+            self._tell_not_fused("a value model has no logits")
+        return bool(self.model_config.use_fused_kernels) and self.model_type == "language_model"
 
     def _tell_not_fused(self, reason: str) -> None:
         if distributed.get_rank() == 0:
@@ -288,7 +277,7 @@ class FSDPEngine(
 
     def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
         self.module.eval()
-        self._settle_fusing()
+        self._fuses_all(wanted)  # before what a micro-batch sets
         with torch.no_grad():
             computed = [self._inferred(layout, wanted) for layout in layouts]
         if self._sharded:
@@ -297,7 +286,7 @@ class FSDPEngine(
 
     def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
         ranks = distributed.get_world_size()
-        self._settle_fusing()
+        self._fuses_all(wanted)
         self.module.train()
         if self._router_loss is not None:
             self._router_loss.begin(layouts, self.geometry.dp_group)
@@ -356,23 +345,30 @@ class FSDPEngine(
         """The micro-batch with what every rank has to compute where any does."""
         return with_some_image(layout, self.config) if self._sees_images and self._sharded else layout
 
-    def _settle_fusing(self) -> None:
-        """Before the first pass, find out on two tokens whether the model leaves the output of its head as it is."""
-        if not self._fuses or self._fusing_settled:
-            return
-        self._fusing_settled = True
-        layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
-        # Each rank has to see what happens to an output, also one whose tokens have none.
-        layout = replace(layout, selected=torch.zeros(1, dtype=torch.int64), labels=torch.zeros(1, dtype=torch.int64))
-        layout = layout.to(device.current_device())
-        try:
-            with torch.no_grad():
-                if self._logits(layout).shape[-1] != self._head.width:  # it cuts off words of padding
-                    raise ChangedOutputError
-                self._compute(layout, Wanted(("log_probs",), 1.0))
-        except ChangedOutputError:
-            self._fuses = False
-            self._tell_not_fused("it changes its logits after its output layer")
+    @functools.cached_property
+    def has_plain_head(self) -> bool:
+        """Whether the output layer is linear and its output is the logits, by a trial; tell why not. Collective."""
+        if not self._head.is_linear:
+            reason = "its output layer is not a plain linear layer"
+        else:
+            layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
+            if self._fusing.leaves_output(layout.to(device.current_device())):
+                return True
+            reason = "it changes its logits after its output layer"
+        self._tell_not_fused(reason)
+        return False
+
+    def _fuses_all(self, wanted: Wanted) -> bool:
+        """Whether what is wanted is computed without logits; collective where it is asked first."""
+        if not self._fuses or not self.has_plain_head:
+            return False
+        others = [function.other for function in self._functions(wanted)]
+        return all(other is None or other.has_plain_head for other in others)
+
+    def _functions(self, wanted: Wanted) -> list[LogitsFunction]:
+        """What else than statistics of tokens is to be computed of logits."""
+        found: list[LogitsFunction] = [FullKL(self.reference)] if "ref_kl" in wanted.outputs else []
+        return found if wanted.function is None else [*found, wanted.function]
 
     def follows_paths(self) -> bool:
         return self._follows_paths
@@ -406,27 +402,21 @@ class FSDPEngine(
 
     def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
-        function = wanted.function
-        if self._fuses and "ref_kl" not in wanted.outputs and function is None:
-            return response_statistics(
-                self.module,
-                self._head,
-                layout,
-                wanted.temperature,
-                wanted.outputs,
-                self._takes_boundaries,
-                self._sequence_group,
-            )
-        reference = None
-        if "ref_kl" in wanted.outputs:
-            assert self.reference is not None
-            with self.without_adapter() if self.reference is self else contextlib.nullcontext():
-                reference = self.reference.response_logits(layout)
+        functions = self._functions(wanted)
+
+        def of_other(read: Callable[[FSDPEngine, Layout], Any], function: LogitsFunction) -> Any:
+            if function.other is None:
+                return None
+            with self.without_adapter() if function.other is self else contextlib.nullcontext():
+                return read(function.other, layout)
+
+        if self._fuses_all(wanted):
+            compared = [(function, of_other(FSDPEngine.hidden, function)) for function in functions]
+            return self._fusing.outputs(layout, wanted.temperature, wanted.outputs, compared)
+        others = [of_other(FSDPEngine.response_logits, function) for function in functions]
         logits = self._logits(layout)
-        kept = reference is not None or function is not None
-        found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference, keeps_logits=kept)
-        if function is not None:
-            other = None if function.other is None else function.other.response_logits(layout)
+        found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, keeps_logits=bool(functions))
+        for function, other in zip(functions, others, strict=True):
             found |= function(logits, layout.inputs or {}, wanted.temperature, other)
         return found
 
@@ -462,6 +452,15 @@ class FSDPEngine(
         if self._sharded:
             self._sharded.reshard()
         return logits
+
+    @torch.no_grad()
+    def hidden(self, layout: Layout) -> Hidden:
+        """What `response_logits` would be computed from."""
+        with self._attention_for(layout):
+            found = self._fusing.hidden(layout, copies=self._sharded is not None)
+        if self._sharded:
+            self._sharded.reshard()
+        return found
 
     # ------------------------------------------------------------------ stepping
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hybridrl.algorithms.functional import full_kl_from_logits, token_statistics
-from hybridrl.algorithms.linear_statistics import linear_token_statistics
+from hybridrl.algorithms.functional import token_statistics
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.errors import ModelError
@@ -129,78 +128,28 @@ def response_logits(
     return logits.reshape(-1, logits.shape[-1])
 
 
-class ChangedOutputError(Exception):
-    """The model does something with the output of its head, so that it must compute logits."""
-
-
-def response_statistics(
-    module: nn.Module,
-    head: SelectingHead,
-    layout: Layout,
-    temperature: float,
-    outputs: Collection[str],
-    takes_boundaries: bool,
-    sequence_group: ProcessGroup | None = None,
-) -> dict[str, torch.Tensor]:
-    """What `compute_outputs` computes of `response_logits`, without logits `[N, V]`: the head returns it directly.
-
-    Raises:
-        ChangedOutputError: the model would do something with the logits (a soft cap, a scale). That it leaves out
-            words of them is not noticed here.
-    """
-    names: list[str] = []
-    returned: list[tuple[torch.Tensor, int]] = []
-
-    def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        found = linear_token_statistics(
-            hidden,
-            weight,
-            bias,
-            layout.labels if "log_probs" in outputs else None,
-            temperature,
-            entropy="entropy" in outputs,
-            sum_pi_squared="sum_pi_squared" in outputs,
-        )
-        names.extend(found)
-        stacked = torch.stack(list(found.values()), dim=-1)
-        returned.append((stacked, stacked._version))
-        return stacked
-
-    with head.replaced_by(compute):
-        output = response_logits(module, head, layout, takes_boundaries, sequence_group)
-    own, version = returned[0]
-    if output.data_ptr() != own.data_ptr() or output.shape != own.shape or own._version != version:
-        raise ChangedOutputError
-    return dict(zip(names, output.unbind(-1), strict=True))
-
-
 def compute_outputs(
     logits: torch.Tensor,
     layout: Layout,
     temperature: float,
     outputs: Collection[str],
-    reference_logits: torch.Tensor | None = None,
     keeps_logits: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """`log_probs`, `entropy`, `sum_pi_squared`, `ref_kl` or `values` of N response tokens, float32 `[N]`.
+    """`log_probs`, `entropy`, `sum_pi_squared` or `values` of N response tokens, float32 `[N]`; see `Fusing.outputs`.
 
     Args:
         logits: `[N, V]`; the backward pass may overwrite them.
-        reference_logits: of the reference policy, for `ref_kl`.
         keeps_logits: something else reads the logits, so the backward pass does not overwrite them.
     """
     if "values" in outputs:
         return {"values": logits.reshape(-1).float()}
     labels = layout.labels if "log_probs" in outputs else None
-    found = token_statistics(
+    return token_statistics(
         logits,
         labels,
         temperature,
         entropy="entropy" in outputs,
         sum_pi_squared="sum_pi_squared" in outputs,
         # If nothing else reads the logits, their gradient may overwrite them.
-        inplace_backward=not keeps_logits and reference_logits is None,
+        inplace_backward=not keeps_logits,
     )
-    if reference_logits is not None:
-        found["ref_kl"] = full_kl_from_logits(logits, reference_logits, temperature=temperature)
-    return found

@@ -18,6 +18,7 @@ from hybridrl.engine.capabilities import (
     ExportsShards,
     WeightShard,
 )
+from hybridrl.engine.chunked_function import Hidden
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.megatron import build, checkpoint, hf_weights
 from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
@@ -28,7 +29,6 @@ from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
 from hybridrl.engine.megatron.vocabulary import Part
-from hybridrl.engine.megatron.whole_vocabulary import Hidden
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.optim.optimizer import check_optimizer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.megatron.layers import own_positions
 from hybridrl.engine.megatron.parallel import ParallelState
@@ -19,7 +20,7 @@ from hybridrl.engine.megatron.vocabulary import (
     parallel_linear_statistics,
     parallel_statistics,
 )
-from hybridrl.engine.megatron.whole_vocabulary import Hidden, parallel_function
+from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.engine.micro_batched import Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.shared_sum import SharedSum
@@ -280,10 +281,10 @@ class Outputs:
         elif self._reads_hidden(wanted):
             hidden = self.hidden(output)
             if names:
-                found = parallel_linear_statistics(*hidden, labels, temperature, names, self.part)
+                found = parallel_linear_statistics(hidden.states, hidden.weight, labels, temperature, names, self.part)
             for function, other in compared:
                 inputs = {name: layout.own(layout.inputs[name]) for name in function.fields}
-                found |= parallel_function(function, hidden, inputs, temperature, other, self.part)
+                found |= chunked_function(function, hidden, inputs, temperature, other, SharedVocabulary(self.part))
         else:
             logits = output.reshape(-1, output.shape[-1])
             found = parallel_statistics(logits, labels, temperature, names, self.part)

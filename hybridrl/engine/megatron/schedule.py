@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrl.engine.chunked_function import Hidden
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.megatron.forward import Arranger, Compared, Outputs, RankLayout, packed_parameters
 from hybridrl.engine.megatron.parallel import ParallelState
-from hybridrl.engine.megatron.whole_vocabulary import Hidden
 from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout, dummy_layout
 from hybridrl.utils import device

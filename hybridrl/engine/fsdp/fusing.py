@@ -1,0 +1,121 @@
+"""Outputs of response tokens without logits `[N, V]` as a whole (`model.use_fused_kernels`).
+
+Legend: N response tokens, H features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from hybridrl.algorithms.linear_statistics import linear_token_statistics
+from hybridrl.engine.chunked_function import Hidden, chunked_function
+from hybridrl.engine.fsdp.forward import SelectingHead
+from hybridrl.engine.logits_functions import LogitsFunction
+from hybridrl.engine.microbatch import Layout
+
+#: functions of logits, each with what the output layer of the engine reads that it compares with
+Compared = Sequence[tuple[LogitsFunction, Hidden | None]]
+_STATISTICS = ("log_probs", "entropy", "sum_pi_squared")
+
+
+class ChangedOutputError(Exception):
+    """The model does something with the output of its head, so that it must compute logits."""
+
+
+class Fusing:
+    """Lets a model's output layer return what is wanted of its logits, in place of them.
+
+    Args:
+        head: of the model; linear.
+        forward: the model's forward pass, which returns what the head does, `[N, ...]`.
+    """
+
+    def __init__(self, head: SelectingHead, forward: Callable[[Layout], torch.Tensor]) -> None:
+        self._head, self._forward = head, forward
+
+    def outputs(
+        self, layout: Layout, temperature: float, wanted: Collection[str], compared: Compared = ()
+    ) -> dict[str, torch.Tensor]:
+        """The statistics of tokens among `wanted`, and the outputs of the functions, `[N, ...]`.
+
+        All that has a gradient passes through the output of the module, so that what is attached to the head (gathering
+        of shards) happens before its backward pass.
+
+        Raises:
+            ChangedOutputError: the model would do something with the logits (a soft cap, a scale). That it leaves out
+                words of them is not noticed here.
+        """
+        aside: dict[str, torch.Tensor] = {}
+        shapes: dict[str, torch.Size] = {}
+        returned: list[tuple[torch.Tensor, int]] = []
+
+        def compute(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            hidden = Hidden(states, weight, bias)
+            found = _statistics(hidden, layout, temperature, wanted)
+            for function, other in compared:
+                found |= chunked_function(function, hidden, layout.inputs or {}, temperature, other)
+            aside.update({name: value for name, value in found.items() if not value.is_floating_point()})
+            kept = {name: value for name, value in found.items() if name not in aside}
+            shapes.update({name: value.shape[1:] for name, value in kept.items()})
+            joined = torch.cat([value.reshape(len(value), value.shape[1:].numel()) for value in kept.values()], dim=1)
+            returned.append((joined, joined._version))
+            return joined
+
+        with self._head.replaced_by(compute):
+            output = self._forward(layout)
+        own, version = returned[0]
+        if output.data_ptr() != own.data_ptr() or output.shape != own.shape or own._version != version:
+            raise ChangedOutputError
+        parts = output.split([math.prod(shape) for shape in shapes.values()], dim=1)
+        found = {
+            name: part.reshape(len(part), *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+        return found | aside
+
+    def hidden(self, layout: Layout, copies: bool) -> Hidden:
+        """What the head would compute logits from.
+
+        Args:
+            copies: the output layer is there during the forward pass alone, so it is copied.
+        """
+        captured: list[Hidden] = []
+
+        def capture(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            kept = [None if x is None else x.detach().clone() if copies else x.detach() for x in (weight, bias)]
+            assert kept[0] is not None
+            captured.append(Hidden(states, kept[0], kept[1]))
+            return states
+
+        with self._head.replaced_by(capture):
+            self._forward(layout)
+        return captured[0]
+
+    @torch.no_grad()
+    def leaves_output(self, layout: Layout) -> bool:
+        """Whether the model leaves the output of its head as it is, tried on the first token; collective."""
+        # Each rank has to see what happens to an output, also one whose tokens have none.
+        one = torch.zeros(1, dtype=torch.int64, device=layout.input_ids.device)
+        layout = replace(layout, selected=one, labels=one)
+        if self._forward(layout).shape[-1] != self._head.width:  # it cuts off words of padding
+            return False
+        try:
+            self.outputs(layout, 1.0, _STATISTICS[:1])
+        except ChangedOutputError:
+            return False
+        return True
+
+
+def _statistics(hidden: Hidden, layout: Layout, temperature: float, wanted: Collection[str]) -> dict[str, torch.Tensor]:
+    if not any(name in wanted for name in _STATISTICS):
+        return {}
+    return linear_token_statistics(
+        *hidden,
+        labels=layout.labels if "log_probs" in wanted else None,
+        temperature=temperature,
+        entropy="entropy" in wanted,
+        sum_pi_squared="sum_pi_squared" in wanted,
+    )
