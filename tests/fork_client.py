@@ -45,25 +45,14 @@ def address_of_server(words: list[str]) -> str:
 
     A program whose settings of Ray are those with which the first server has imported Ray is forked by it; all other
     programs, and the workers, by the other: a worker's core reads variables when it is imported that are its own.
-    The server of vLLM's processes forks replicas too, once it has imported vLLM for one of them.
     """
     address, other = os.environ["HYBRIDRL_TEST_FORK_SERVER"], os.environ.get("HYBRIDRL_TEST_FORK_SERVER_WITHOUT_RAY")
-    folder, name = os.path.split(address)
-    if name.startswith("fork-") and is_replica(words) and not os.path.exists(os.path.join(folder, "engines-started")):
-        engines = os.path.join(folder, name.replace("fork-", "engines-"))
-        if os.path.exists(engines + ".vllm"):
-            return engines
     file_of_settings = address + ".json"
     if other is None or not os.path.exists(file_of_settings):  # a server of one kind alone, such as that of engines
         return address
     with open(file_of_settings) as file:
         settings = json.load(file)
     return address if words[0] == "--program" and settings_of_ray(dict(os.environ)) == settings else other
-
-
-def is_replica(words: list[str]) -> bool:
-    """Return whether this is the worker of a replica, the only ones that are told their devices when they start."""
-    return words[0] != "--program" and "CUDA_VISIBLE_DEVICES" in runtime_environment(words).get("env_vars", {})
 
 
 def runtime_environment(words: list[str]) -> dict:

@@ -147,7 +147,6 @@ def running(folder: Path) -> Iterator[None]:
     """
     from ray._private import ray_constants, workers  # the server itself imports Ray later
 
-    # fork_client.py derives the second name from the first
     workers_of, engines_of = folder / f"fork-{os.getpid()}", folder / f"engines-{os.getpid()}"
     with _server("workers", workers_of), _server("engines", engines_of):
         os.environ[ADDRESS] = str(workers_of)
@@ -217,7 +216,6 @@ def _server(kind: str, *paths: Path, environment: dict[str, str] | None = None) 
         server.communicate()
         for path in paths:
             os.unlink(path)
-            path.with_name(f"{path.name}.vllm").unlink(missing_ok=True)
 
 
 @dataclass
@@ -243,7 +241,6 @@ class Child:
     pid: int
     handle: int
     client: socket.socket
-    is_program: bool
 
 
 def serve(kind: str, listener: socket.socket, second: socket.socket | None = None) -> Request | None:
@@ -264,7 +261,6 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
             importlib.import_module(name)
         _import_megatron()
     if kind == "programs":
-        importlib.import_module("hybridrl.config.compose").compose_config("ppo_trainer")  # fills caches
         assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
         assert second is not None
         if (forked := os.fork()) == 0:
@@ -302,7 +298,6 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                 elif kind == "engines":
                     engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
                     _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine]))
-                    Path(f"{listener.getsockname()}.{engine}").touch()  # fork_client.py looks for it
                 pid = os.fork()
                 if pid == 0:
                     for file in (listener, selector, client, *(child.client for child in children.values())):
@@ -316,7 +311,7 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                     client.sendall(pid.to_bytes(8, "big"))
                 for file in request.files:
                     os.close(file)
-                child = Child(pid, os.pidfd_open(pid), client, request.is_program)
+                child = Child(pid, os.pidfd_open(pid), client)
                 children[pid] = child
                 selector.register(child.handle, selectors.EVENT_READ, child)
                 selector.register(client, selectors.EVENT_READ, child)
@@ -326,9 +321,7 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                 selector.unregister(key.data.client)
                 os.kill(key.data.pid, signal.SIGKILL)
             else:
-                if (
-                    kind == "engines" and key.data.is_program
-                ):  # with a process goes what it started, which is forked too
+                if kind == "engines":  # with a process goes what it started, which is forked too
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(key.data.pid, signal.SIGKILL)
                 _ended(children.pop(key.data.pid), selector)
