@@ -24,8 +24,9 @@ from matplotlib.figure import Figure
 from hybridrl.config import load_config
 
 RECIPES = REPOSITORY / "recipes"
-#: learn from something else than a reward: from teachers (benchmarks/distillation_learns.py), from pairs of answers
-ELSEWHERE = ("distillation", "dpo", "rm")
+#: learn from something else than this task's reward: from teachers (benchmarks/distillation_learns.py), from pairs of
+#: answers, from conversations with a language model
+ELSEWHERE = ("collabllm", "distillation", "dpo", "rm")
 NAMES = sorted(file.parent.name for file in RECIPES.glob("*/run.sh") if file.parent.name not in ELSEWHERE)
 SAMPLES = 256  # a step, whatever the recipe's rollout.n
 MINI_BATCHES = 4  # updates of a batch, as recipes/common.sh has it, except where the recipe is on-policy

@@ -98,7 +98,8 @@ def _fault_in_parts(content: Any, kinds: Sequence[str]) -> str | None:
         if not isinstance(part, Mapping) or "type" not in part:
             return "'content' is a list with a part that has no 'type'"
         if part["type"] not in kinds:
-            return f"'content' has a part of type {part['type']!r}; supported: {', '.join(kinds)}"
+            taken = f"{' and '.join(kinds)} are" if len(kinds) > 1 else f"only {kinds[0]} is"
+            return f"'content' has a part of type {part['type']!r}; {taken} supported"
         if part["type"] != "text":
             continue
         if not isinstance(part.get("text"), str):

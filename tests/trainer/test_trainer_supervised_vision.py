@@ -178,8 +178,8 @@ def test_no_token_of_an_image_is_trained_on_or_cut(vision_model: Path, rows: Pat
         row = dataset[item]
         ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
         grid = row["multi_modal_inputs"].get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-        assert int((ids == processor.image_token_id).sum()) == int(grid.prod(dim=-1).sum()) // 4
-        assert not mask[ids == processor.image_token_id].any()
+        assert int((ids == processor.media_tokens[0]).sum()) == int(grid.prod(dim=-1).sum()) // 4
+        assert not mask[ids == processor.media_tokens[0]].any()
         assert row["position_ids"].shape == (4, len(ids))
     for truncation in ("error", "right"):
         config.data.max_length, config.data.truncation = 60, truncation
