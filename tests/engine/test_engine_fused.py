@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Llama
 
 from hybridrl.algorithms import linear_statistics
 from hybridrl.engine import MicroBatching
+from hybridrl.engine.chunked_function import Hidden, chunked_function
+from hybridrl.engine.logits_functions import FullKL, LogitsFunction, LogProbsAt, TopTokens
 
 FIELDS = make_fields()
 FUSED = {"use_fused_kernels": True}
@@ -152,6 +154,30 @@ def test_full_kl_is_that_of_whole_logits(kind: str, tmp_path: Path) -> None:
     assert metrics == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
     for name, tensor in expected[2].items():
         torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("function", [FullKL(None), TopTokens(3), LogProbsAt("ids")], ids=lambda one: one.outputs[0])
+@pytest.mark.parametrize("chunk", [1, 4, 30])
+def test_functions_of_logits_with_a_bias_by_chunks(function: LogitsFunction, chunk: int) -> None:
+    """Of several values per token, also whole numbers; against the function of whole logits."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = {"ids": torch.randint(17, (11, 2), generator=draw)}
+    sizes = ((11, 6), (17, 6), (17,))
+    models = [[torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes] for _ in range(2)]
+    other = models[1] if isinstance(function, FullKL) else None
+    results = []
+    for whole in (True, False):
+        own = [tensor.clone().requires_grad_() for tensor in models[0]]
+        if whole:
+            compared = None if other is None else torch.nn.functional.linear(*other)
+            found = function(torch.nn.functional.linear(*own), inputs, TEMPERATURE, compared)
+        else:
+            hidden = None if other is None else Hidden(*other)
+            found = chunked_function(function, Hidden(*own), inputs, TEMPERATURE, hidden, chunk_size=chunk)
+        found[function.outputs[0]].square().sum().backward()
+        results.append([*found.values(), *(tensor.grad for tensor in own)])
+    for chunked, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(chunked, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_logits_of_neither_policy_exist_as_a_whole(tmp_path: Path) -> None:

@@ -348,15 +348,11 @@ class FSDPEngine(
     @functools.cached_property
     def has_plain_head(self) -> bool:
         """Whether the output layer is linear and its output is the logits, by a trial; tell why not. Collective."""
-        if not self._head.is_linear:
-            reason = "its output layer is not a plain linear layer"
-        else:
-            layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
-            if self._fusing.leaves_output(layout.to(device.current_device())):
-                return True
-            reason = "it changes its logits after its output layer"
-        self._tell_not_fused(reason)
-        return False
+        layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
+        reason = self._fusing.why_not(layout.to(device.current_device()))
+        if reason is not None:
+            self._tell_not_fused(reason)
+        return reason is None
 
     def _fuses_all(self, wanted: Wanted) -> bool:
         """Whether what is wanted is computed without logits; collective where it is asked first."""

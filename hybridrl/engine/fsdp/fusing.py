@@ -30,7 +30,7 @@ class Fusing:
     """Lets a model's output layer return what is wanted of its logits, in place of them.
 
     Args:
-        head: of the model; linear.
+        head: of the model.
         forward: the model's forward pass, which returns what the head does, `[N, ...]`.
     """
 
@@ -95,18 +95,21 @@ class Fusing:
         return captured[0]
 
     @torch.no_grad()
-    def leaves_output(self, layout: Layout) -> bool:
-        """Whether the model leaves the output of its head as it is, tried on the first token; collective."""
+    def why_not(self, layout: Layout) -> str | None:
+        """Why the model has to compute logits, tried on the first token; None if it need not. Collective."""
+        if not self._head.is_linear:
+            return "its output layer is not a plain linear layer"
+        changed = "it changes its logits after its output layer"
         # Each rank has to see what happens to an output, also one whose tokens have none.
         one = torch.zeros(1, dtype=torch.int64, device=layout.input_ids.device)
         layout = replace(layout, selected=one, labels=one)
         if self._forward(layout).shape[-1] != self._head.width:  # it cuts off words of padding
-            return False
+            return changed
         try:
             self.outputs(layout, 1.0, _STATISTICS[:1])
         except ChangedOutputError:
-            return False
-        return True
+            return changed
+        return None
 
 
 def _statistics(hidden: Hidden, layout: Layout, temperature: float, wanted: Collection[str]) -> dict[str, torch.Tensor]:
