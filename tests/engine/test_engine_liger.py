@@ -28,7 +28,12 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture
-def own_rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+def liger() -> None:
+    pytest.importorskip("liger_kernel", reason="Liger is not installed: bash scripts/install.sh auto liger")
+
+
+@pytest.fixture
+def own_rotary_embeddings(liger: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process get transformers' own functions again."""
     for module in (modeling_qwen2, modeling_qwen3):
         monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
@@ -59,7 +64,7 @@ def test_norms_and_mlps_of_this_model_and_of_no_other(own_rotary_embeddings, con
     assert {type(part) for part in other.modules()} == {type(part) for part in module.modules()}
 
 
-def test_a_family_without_kernels_is_refused() -> None:
+def test_a_family_without_kernels_is_refused(liger: None) -> None:
     with pytest.raises(ModelError, match=r"use_liger=True.*family doge.*qwen2.*use_liger=False"):
         check_liger(DogeConfig())
     check_liger(Qwen3MoeConfig())

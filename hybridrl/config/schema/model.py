@@ -53,7 +53,7 @@ class ModelConfig(ConfigNode):
     recompute_granularity: str = key(
         "full",
         "fsdp2: what gradient checkpointing computes again. full: whole layers; selective: what is cheap, while "
-        "results of linear layers and fused attention are kept (more memory, faster)",
+        "results of linear layers and fused attention are kept (more memory, less to compute)",
         choices=names.RECOMPUTE_GRANULARITIES,
     )
     enable_activation_offload: bool = key(
