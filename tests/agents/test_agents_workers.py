@@ -132,7 +132,7 @@ def test_generation_that_fails_ends_the_sessions_of_workers(started, ray_session
 @pytest.mark.parametrize("workers", [0, 2])
 def test_so_many_sessions_run_at_once_as_max_running_says(started, ray_session, model, tmp_path, workers) -> None:
     rollout, _ = started(settings(model, workers, f"{ROLLOUT}.agent.max_running=3"), ROWS)
-    columns = {"agent_name": ["counts_sessions"] * 12, "folder": [str(tmp_path)] * 12}
+    columns = {"agent_name": ["counts_sessions"] * 12, "folder": [str(tmp_path)] * 12, "together": [3] * 12}
     assert len(rollout.generate(prompts_of(rollout, 12, **columns))) == 12
     assert max(int(file.name.split()[1]) for file in tmp_path.glob("most *")) == 3
 

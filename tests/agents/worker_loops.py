@@ -66,15 +66,20 @@ class Unsendable(OneTurn):
 
 @register("counts_sessions")
 class CountsSessions(OneTurn):
-    """Notes in files how many sessions run at once."""
+    """Notes in files how many sessions run at once, and goes on once `together` of them have met."""
 
     async def before(self, row) -> None:
         folder = Path(row["folder"])
         own = folder / f"running {row['uid']}"
         own.touch()
-        count = len(list(folder.glob("running *")))
-        (folder / f"most {count}").touch()
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):  # however busy the machine is
+            while True:
+                count = len(list(folder.glob("running *")))
+                (folder / f"most {count}").touch()
+                if any(int(file.name.split()[1]) >= row["together"] for file in folder.glob("most *")):
+                    break
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # in which one too many would be counted
         own.unlink()
 
 
