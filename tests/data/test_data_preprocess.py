@@ -130,6 +130,23 @@ def test_colours(tmp_path):
     assert len({row["reward_model"]["ground_truth"] for row in first.to_pylist()}) == 4
 
 
+def test_colours_of_videos(tmp_path):
+    """The tile has one colour in the first half, and the one that is asked for in the second; frames have one size."""
+    folder = write_colours(tmp_path, videos=True, train_size=12, test_size=4)
+    for row in pyarrow.parquet.read_table(folder / "train.parquet").to_pylist():
+        assert row["prompt"][0]["content"].count("<video>") == 1 and "images" not in row
+        (video,) = row["videos"]
+        frames = [Image.open(io.BytesIO(frame["bytes"])) for frame in video["frames"]]
+        assert video["fps"] == 2 and len({frame.size for frame in frames}) == 1
+        shown = []
+        for frame in frames:
+            centre = frame.getpixel((frame.width // 2, frame.height // 2))
+            shown.append([name for name in COLOURS if max(map(abs, map(int.__sub__, centre, COLOURS[name]))) <= 25])
+        before, _, _, after = shown
+        assert shown == [before, before, after, after] and before != after
+        assert after == [row["extra_info"]["colour"]] and row["reward_model"]["ground_truth"] == after[0][0]
+
+
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "a.parquet"
     write_rows(file, [{"x": 1}])

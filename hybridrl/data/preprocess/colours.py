@@ -1,10 +1,13 @@
 """The colour task: images of a tile in one of four colours, which a tiny vision-language model learns to name.
 
-    python -m hybridrl.data.preprocess.colours --out DIR [--seed 0]
+    python -m hybridrl.data.preprocess.colours --out DIR [--videos] [--seed 0]
 
 A prompt is `<image>Colour?`, its image is between 16 and 48 pixels wide and high, and its answer is the first letter of
 the colour. The text is the same in every row, so only the image tells which answer is right. The reward (data source
 `hybridrl/colours`) is 1 for the right letter as the first one of the response, and 0.1 for that of another colour.
+
+With `--videos` a prompt is `<video>Last colour?`. Its video has four frames at two per second, in which the tile moves
+and changes its colour once, in the middle. The colour that it has at the end is asked for.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ DATA_SOURCE = "hybridrl/colours"
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 70, 230), "yellow": (230, 220, 50)}
 BACKGROUND = (128, 128, 128)
 SIDES = (16, 24, 32, 40, 48)
+FRAMES, FPS = 4, 2.0  # of a video
 
 
-def draw_tile(colour: str, rng: random.Random) -> Image:
-    """Draw a tile on a grey background, of random sizes, in a shade of the colour."""
+def draw_tile(colour: str, size: tuple[int, int], rng: random.Random) -> Image:
+    """Draw a tile on a grey background of this width and height, at random, in a shade of the colour."""
     from PIL import Image, ImageDraw
 
-    width, height = rng.choice(SIDES), rng.choice(SIDES)
+    width, height = size
     image = Image.new("RGB", (width, height), BACKGROUND)
     left, top = rng.randrange(width // 4 + 1), rng.randrange(height // 4 + 1)
     right, bottom = rng.randrange(3 * width // 4, width), rng.randrange(3 * height // 4, height)
@@ -40,22 +44,35 @@ def draw_tile(colour: str, rng: random.Random) -> Image:
     return image
 
 
-def make_row(split: str, index: int, rng: random.Random) -> dict[str, Any]:
-    """Build one row, in the schema that every preprocessing script writes, with its image as the bytes of a PNG."""
-    colour = rng.choice(sorted(COLOURS))
+def png(image: Image) -> dict[str, bytes]:
+    """The image as data sets of the hub have it."""
     file = io.BytesIO()
-    draw_tile(colour, rng).save(file, "PNG")
+    image.save(file, "PNG")
+    return {"bytes": file.getvalue()}
+
+
+def make_row(split: str, index: int, rng: random.Random, videos: bool = False) -> dict[str, Any]:
+    """Build one row, in the schema that every preprocessing script writes, with its image or video as PNG."""
+    colour, size = rng.choice(sorted(COLOURS)), (rng.choice(SIDES), rng.choice(SIDES))
+    if videos:
+        before = rng.choice(sorted(COLOURS.keys() - {colour}))
+        frames = [png(draw_tile(one, size, rng)) for one in [before] * (FRAMES // 2) + [colour] * (FRAMES // 2)]
+        seen: dict[str, Any] = {"videos": [{"frames": frames, "fps": FPS}]}
+    else:
+        seen = {"images": [png(draw_tile(colour, size, rng))]}
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": "<image>Colour?"}],
-        "images": [{"bytes": file.getvalue()}],
+        "prompt": [{"role": "user", "content": "<video>Last colour?" if videos else "<image>Colour?"}],
+        **seen,
         "ability": "vision",
         "reward_model": {"style": "rule", "ground_truth": colour[0]},
         "extra_info": {"split": split, "index": index, "colour": colour},
     }
 
 
-def write_colours(out: str | Path, *, seed: int = 0, train_size: int = 2048, test_size: int = 128) -> Path:
+def write_colours(
+    out: str | Path, *, videos: bool = False, seed: int = 0, train_size: int = 2048, test_size: int = 128
+) -> Path:
     """Write `train.parquet` and `test.parquet` into `out` (created if missing). The same arguments give the same rows.
 
     Raises:
@@ -69,7 +86,7 @@ def write_colours(out: str | Path, *, seed: int = 0, train_size: int = 2048, tes
     folder.mkdir(parents=True, exist_ok=True)
     for split, size in (("train", train_size), ("test", test_size)):
         rng = random.Random(f"{seed} {split}")
-        write_rows(folder / f"{split}.parquet", [make_row(split, index, rng) for index in range(size)])
+        write_rows(folder / f"{split}.parquet", [make_row(split, index, rng, videos) for index in range(size)])
     return folder
 
 
@@ -79,6 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m hybridrl.data.preprocess.colours", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--out", required=True, help="folder to write the parquet files into")
+    parser.add_argument("--videos", action="store_true", help="videos in place of images")
     parser.add_argument("--seed", type=int, default=0, help="seed of the images (0)")
     parser.add_argument("--train-size", type=int, default=2048, help="number of training prompts (2048)")
     parser.add_argument("--test-size", type=int, default=128, help="number of validation prompts (128)")
