@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -53,8 +55,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # programs that are started get the default
-# Ray workers and subprocesses run in folders of their own and must find the package of this checkout.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+# Ray workers and subprocesses run in folders of their own and must find the package of this checkout. Each Python among
+# them begins with what is in tests/startup, and so does this one.
+STARTUP = REPOSITORY / "tests" / "startup"
+if str(STARTUP) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(REPOSITORY), str(STARTUP), os.environ.get("PYTHONPATH", "")])
+    )
+runpy.run_path(str(STARTUP / "sitecustomize.py"))
 if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
@@ -130,6 +138,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if cost(item) > LEAST:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """What imports and the collection made stays; the garbage collector need not look at it again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
