@@ -82,10 +82,9 @@ def policy(ray_session, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def rollout(policy, tiny_model, tmp_path_factory, started_engines):
+def rollout(policy, tiny_model, tmp_path_factory):
     """A replica on each rank's device."""
-    with started_engines():
-        started = start_rollout(settings(tiny_model), policy, threads=1, log_folder=tmp_path_factory.mktemp("logs"))
+    started = start_rollout(settings(tiny_model), policy, threads=1, log_folder=tmp_path_factory.mktemp("logs"))
     started.update_weights(0)
     yield started
     started.close()
