@@ -31,6 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS: dict[str, tuple[list[str], float]] = {
     "ipc": (["tests/gpu/test_gpu_ipc.py"], 120),
     "engine": (["tests/gpu/test_gpu_engine.py"], 150),
+    "overlap": (["tests/gpu/test_gpu_overlap.py"], 90),
     "packing": (["tests/gpu/test_gpu_packing.py", "tests/gpu/test_gpu_prefixes.py"], 120),
     "kernels": (["tests/gpu/test_gpu_kernels.py"], 120),
     "megatron": (["tests/gpu/test_gpu_megatron.py"], 150),

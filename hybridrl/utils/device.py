@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -258,20 +258,43 @@ def host_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
     return memory
 
 
-@contextlib.contextmanager
-def transfers() -> Iterator[None]:
-    """Copies between main memory and the device in this context run on a stream of their own; all are done at its end.
+@functools.cache
+def copy_stream() -> Any:
+    """Return the stream on which this process copies between main memory and its GPU; None on a CPU."""
+    return torch.cuda.Stream() if is_gpu() else None
 
-    They follow the work that is queued on the device already.
+
+class Transfer:
+    """Copies between main memory and the device that go on while the device computes.
+
+    On a GPU they run on `copy_stream`, after the work that is queued when they begin. On a CPU they are done when they
+    have begun. Until `wait` returns, nothing may read or free a target, or change or free a source.
+
+    Args:
+        copies: target and source of each, of the same shape, dtype and strides.
     """
-    if not is_gpu():
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+
+    def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        #: both sides of copies that may not be done, so that their memory is not used for something else
+        self._copies = list(copies)
+        self._end: Any = None
+        stream = copy_stream()
+        if stream is None:
+            for target, source in self._copies:
+                target.copy_(source)
+            return
+        # The allocator gives memory of freed tensors to targets while kernels that were queued before may still use it.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for target, source in self._copies:
+                target.copy_(source, non_blocking=True)
+        self._end = stream.record_event()
+
+    def wait(self) -> None:
+        """Return once every copy is done. Work that is queued later finds the values, on any stream."""
+        if self._end is not None:
+            self._end.synchronize()
+        self._copies = []
 
 
 def manual_seed(seed: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+from late_transfer import LateTransfer
 from ranks import spawn
 
 from hybridrl.engine import MicroBatching
@@ -47,11 +48,15 @@ def places(engine: Any) -> list[int]:
 
 
 def check_same_as_resident(model: Path, folder: Path, optim: dict[str, Any], **settings: Any) -> None:
-    """Training, saving, loading and exporting do the same bit for bit, wherever the state is between uses."""
+    """Training, saving, loading and exporting do the same bit for bit, wherever the state is between uses.
+
+    However late it arrives on the device.
+    """
     resident, offloaded = (
         make_engine(model, optim=optim, **settings),
         make_engine(model, optim=optim, **settings, **OFFLOAD),
     )
+    offloaded._offload.transfer = LateTransfer  # type: ignore[attr-defined]
     for _ in range(2):
         assert step(offloaded) == step(resident)
         assert torch.equal(infer(offloaded), infer(resident))
@@ -126,7 +131,8 @@ def test_memory_is_as_large_as_needed(micro_model: Path) -> None:
     host = HostCopies(tensors)
     host.store(tensors)
     assert {dtype: memory.numel() for dtype, memory in host._buffers.items()} == {torch.float32: 47, torch.bfloat16: 2}
-    back = host.on_device(tensors, torch.device("cpu"))
+    back, copies = host.on_device(tensors, torch.device("cpu"))
+    device.Transfer(copies).wait()
     for tensor, copy, held in zip(tensors, back, host.on_host(tensors), strict=True):
         assert torch.equal(copy, tensor) and torch.equal(held, tensor) and copy.stride() == held.stride()
     assert back[1].stride() == tensors[1].stride()

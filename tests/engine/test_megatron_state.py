@@ -23,6 +23,7 @@ from engine_helpers import (
     value_loss,
     weights,
 )
+from late_transfer import LateTransfer
 from megatron_helpers import make_megatron, save_model
 from megatron_models import LAYERS, Built, tiny_config
 from ranks import spawn
@@ -60,7 +61,9 @@ def own_rows(engine: Any) -> slice:
 
 def step(engine: Any, loss: Any = policy_loss) -> dict[str, float]:
     with engine.loaded(optimizer=True):
-        metrics = engine.train_batch(make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4), loss, TEMPERATURE)
+        metrics = engine.train_batch(
+            make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4), loss, TEMPERATURE, on_nonfinite="skip"
+        )
     return {name: float(metrics[name].value) for name in ("grad_norm", "lr", "skipped_steps")}
 
 
@@ -104,12 +107,14 @@ def check_layouts(model: Path) -> None:
 
 
 def check_offload(model: Path) -> None:
-    """Training and exporting do the same bit for bit, wherever the state is between uses."""
+    """Training and exporting do the same bit for bit, wherever the state is and however late it arrives."""
     for dtype in ("float32", "bfloat16"):
         resident = make_megatron(model, optim=OPTIM, dtype=dtype)
         offloaded = make_megatron(model, optim=OPTIM, dtype=dtype, **OFFLOAD)
-        for _ in range(2):
-            assert step(offloaded) == step(resident)
+        offloaded._offload.transfer = LateTransfer
+        losses = [(policy_loss, policy_loss), (broken, broken), (watching(offloaded), policy_loss)]
+        for own, loss in (losses[0], *losses):
+            assert step(offloaded, own) == pytest.approx(step(resident, loss), abs=0, rel=0, nan_ok=True)
             assert torch.equal(infer(offloaded), infer(resident))
         tensors = [*(p.detach() for p in offloaded.chunks[0].parameters()), *offloaded.optimizer.state_tensors()]
         tensors += offloaded.optimizer.separate_masters()
@@ -118,8 +123,32 @@ def check_offload(model: Path) -> None:
         assert bool(offloaded.optimizer.separate_masters()) == (dtype == "bfloat16")
         copies = [offloaded.readable(tensor).clone() for tensor in tensors]
         with offloaded.loaded(optimizer=True):
-            assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+            assert all(tensor.isnan().all() for tensor in offloaded.optimizer.state_tensors())
+            found = [offloaded.readable(tensor) for tensor in tensors]
+            assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, found, strict=True))
+        with offloaded.loaded(optimizer=True), resident.loaded(optimizer=True):
+            got, expected = (
+                [box.values for boxes in engine.copy_state(["model", "optimizer"]).boxes.values() for box in boxes]
+                for engine in (offloaded, resident)
+            )
+            assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         same(exported(offloaded), weights(resident))
+
+
+def broken(outputs: Any, micro: Any) -> Any:
+    """A loss of steps that are skipped."""
+    loss, metrics = policy_loss(outputs, micro)
+    return loss * float("nan"), metrics
+
+
+def watching(offloaded: Any) -> Any:
+    """A loss that finds no state yet where it is offloaded."""
+
+    def loss(outputs: Any, micro: Any) -> Any:
+        assert all(tensor.isnan().all() for tensor in offloaded.optimizer.state_tensors())
+        return policy_loss(outputs, micro)
+
+    return loss
 
 
 def check_attention_backends(model: Path) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 def parts(engine: FSDPEngine) -> saved_parts.Parts:
     """The parts of an engine's checkpoints."""
+    engine._offload.wait_for_state()
     return saved_parts.Parts(
         weights=partial(_weights, engine),
         load_weights=partial(_load_weights, engine),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -478,9 +477,9 @@ class FSDPEngine(
 
     def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None and self.optim_config is not None
-        limit = self.optim_config.clip_grad
-        if limit:
+        if limit := self.optim_config.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(self._trainable.values(), limit, norm)
+        self._offload.wait_for_state()
         self.optimizer.step()
         self.schedule.step()
         self.discard_gradients()
@@ -532,11 +531,13 @@ class FSDPEngine(
         return with_attention(self.module, tree_attention.TREE)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        self._offload.wait_for_state()
         return self.exported.weights(dtype)
 
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         if self.adapter is not None:
             raise ModelError("an adapter is merged into whole tensors, so there are no shards to send")
+        self._offload.wait_for_state()
         views = self.exported.views()
         tensors = {name: self.exported.tensor(name, dtype) for name in self.exported.own()}
         for source, part in checkpoint.parts_of(self, tensors, views):
@@ -551,6 +552,7 @@ class FSDPEngine(
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         adapted.adapter_of(self)
+        self._offload.wait_for_state()
         return self.exported.adapter_tensors(dtype)
 
     @property
@@ -591,8 +593,7 @@ class FSDPEngine(
         if self._masters:
             self._masters.copy_to_module()
         self._offload.unload(changed=True)
-        if dist.is_initialized():
-            distributed.barrier()
+        distributed.barrier()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 All host copies of a kind are views of one buffer per dtype. It is allocated once, is exactly as large as needed and is
 page-locked for GPUs, which makes copies fast. A host copy stays valid while its tensors are on the device, so tensors
 that did not change are freed there without being copied back.
+
+Master weights and optimizer state arrive while the first micro-batches are computed. Their tensors are on the device
+from the beginning of an update; their values are there after `Offload.wait_for_state`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.utils import device
+
+#: target and source of each copy
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class HostCopies:
@@ -49,24 +55,23 @@ class HostCopies:
         """
         flags = [True] * len(tensors) if updated is None else updated
         parts = [(part, flag) for tensor, flag in zip(tensors, flags, strict=True) for part in _plain_parts(tensor)]
-        with device.transfers():
-            for view, (part, flag) in zip(self._views, parts, strict=True):
-                if flag and part.numel() and part.data_ptr() != view.data_ptr():
-                    view.copy_(part, non_blocking=True)
+        device.Transfer(
+            (view, part)
+            for view, (part, flag) in zip(self._views, parts, strict=True)
+            if flag and part.numel() and part.data_ptr() != view.data_ptr()
+        ).wait()
 
     def on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors like these that are views of the host copies."""
         views = iter(self._views)
         return [_rebuilt(tensor, lambda _: next(views)) for tensor in tensors]
 
-    def on_device(self, tensors: Sequence[torch.Tensor], target: torch.device) -> list[torch.Tensor]:
-        """Tensors like these on a device, with the values of the host copies."""
+    def on_device(self, tensors: Sequence[torch.Tensor], target: torch.device) -> tuple[list[torch.Tensor], Copies]:
+        """Tensors like these on a device, and the copies that give them the values of the host copies."""
         views = iter(self._views)
         new = [_rebuilt(tensor, lambda _: torch.empty_like(next(views), device=target)) for tensor in tensors]
-        with device.transfers():
-            for view, part in zip(self._views, (p for tensor in new for p in _plain_parts(tensor)), strict=True):
-                part.copy_(view, non_blocking=True)
-        return new
+        parts = [part for tensor in new for part in _plain_parts(tensor)]
+        return new, list(zip(parts, self._views, strict=True))
 
 
 class _Offloaded:
@@ -88,10 +93,26 @@ class _Offloaded:
         self._host: HostCopies | None = None
         self._on_host = False
 
-    def load(self, target: torch.device) -> None:
-        if self._on_host and self._host is not None:
-            self._replace(self._host.on_device(self._tensors(), target))
-            self._on_host = False
+    def load(self, target: torch.device, transfer: type[device.Transfer], wait: bool) -> device.Transfer | None:
+        """Put tensors on the device in place of the host copies.
+
+        Args:
+            target: the device.
+            transfer: copies the values.
+            wait: the tensors have their values before they are in their place.
+
+        Returns:
+            What gives them their values; None if they are on the device already.
+        """
+        if not self._on_host or self._host is None:
+            return None
+        new, copies = self._host.on_device(self._tensors(), target)
+        begun = transfer(copies)
+        if wait:
+            begun.wait()
+        self._replace(new)
+        self._on_host = False
+        return begun
 
     def unload(self, changed: bool, updated: bool) -> None:
         """Free the device memory.
@@ -121,6 +142,7 @@ class Offload:
         optimizer: None for an engine that only computes.
         parameters: whether module and master weights are offloaded.
         states: whether the optimizer's state is.
+        transfer: what copies to the device.
     """
 
     def __init__(
@@ -130,7 +152,10 @@ class Offload:
         optimizer: torch.optim.Optimizer | None,
         parameters: bool,
         states: bool,
+        transfer: type[device.Transfer] = device.Transfer,
     ) -> None:
+        self.transfer = transfer
+        self._arriving: list[device.Transfer] = []
         self._always: list[_Offloaded] = []
         self._for_updates: list[_Offloaded] = []
         self._loaded_for_updates = False
@@ -150,14 +175,28 @@ class Offload:
             )
 
     def load(self, updates: bool) -> None:
-        """Bring everything that is needed to the device.
+        """Bring everything that is needed to the device; see `wait_for_state`.
 
         Args:
             updates: whether the weights will be updated, and not only used.
         """
         self._loaded_for_updates = updates
-        for group in [*self._always, *(self._for_updates if updates else [])]:
-            group.load(device.current_device())
+        here = device.current_device()
+        for group in self._always:
+            # FSDP2 reads a parameter that is put in its place: it copies shards that need padding.
+            group.load(here, self.transfer, wait=True)
+        for group in self._for_updates if updates else []:
+            if (begun := group.load(here, self.transfer, wait=False)) is not None:
+                self._arriving.append(begun)
+
+    def wait_for_state(self) -> None:
+        """Wait for the values of master weights and optimizer state, which `load` only begins to copy.
+
+        Whatever reads or changes them while they are loaded calls this first.
+        """
+        for begun in self._arriving:
+            begun.wait()
+        self._arriving.clear()
 
     def unload(self, changed: bool = False) -> None:
         """Free the device memory of everything.
@@ -165,6 +204,7 @@ class Offload:
         Args:
             changed: values changed although they were not loaded for updates.
         """
+        self.wait_for_state()  # an update may have ended without a step
         updated, self._loaded_for_updates = self._loaded_for_updates, False
         for group in [*self._always, *self._for_updates]:
             group.unload(changed, updated)

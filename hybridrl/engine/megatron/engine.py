@@ -280,6 +280,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None
+        self._offload.wait_for_state()
         with self.activate():
             self.optimizer.step(norm)
         self.discard_gradients()

@@ -3,6 +3,9 @@
 Megatron-core's parameters and gradients are views of flat buffers, and master weights may be views of parameters. So
 not tensors are replaced here, but the memory of their storages is released, and every view is valid again after it
 was allocated anew.
+
+Master weights and optimizer state arrive while the first micro-batches are computed. Their memory is there from the
+beginning of an update, their values after `Offload.wait_for_state`.
 """
 
 from __future__ import annotations
@@ -40,28 +43,39 @@ class OffloadedStorages:
         if self._unloaded:
             if storages.keys() == self._places.keys():
                 return
-            self.load()  # a checkpoint brought further state
+            if (begun := self.load()) is not None:  # a checkpoint brought further state
+                begun.wait()
         if self._host is None or storages.keys() != self._places.keys():
             self._host = None  # released before the new memory is allocated
             self._host, changed = self._allocate(storages), True
         if changed:
-            with device.transfers():
-                for storage, size, start in self._places.values():
-                    self._host[start : start + size].copy_(_bytes_of(storage), non_blocking=True)
+            host = self._host
+            device.Transfer(
+                (host[start : start + size], _bytes_of(storage)) for storage, size, start in self._places.values()
+            ).wait()
         for storage, _, _ in self._places.values():
             storage.resize_(0)
         self._unloaded = True
 
-    def load(self) -> None:
-        """Allocate the memory on the device, and copy the values back."""
+    def load(self, transfer: type[device.Transfer] = device.Transfer) -> device.Transfer | None:
+        """Allocate the memory on the device, and begin to copy the values back.
+
+        Args:
+            transfer: copies them.
+
+        Returns:
+            What is to be awaited before the values are used; None if they are there.
+        """
         if not self._unloaded or self._host is None:
-            return
+            return None
         for storage, size, _ in self._places.values():
             storage.resize_(size)
-        with device.transfers():
-            for storage, size, start in self._places.values():
-                _bytes_of(storage).copy_(self._host[start : start + size], non_blocking=True)
+        host = self._host
+        begun = transfer(
+            (_bytes_of(storage), host[start : start + size]) for storage, size, start in self._places.values()
+        )
         self._unloaded = False
+        return begun
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The copy of an unloaded tensor in main memory, which may be written, too; None if it is not unloaded."""
@@ -105,6 +119,7 @@ class Offload:
         parameters: None if they stay.
         gradients: None if they stay.
         states: master weights and optimizer state; None if they stay.
+        transfer: what copies to the device.
     """
 
     def __init__(
@@ -112,19 +127,34 @@ class Offload:
         parameters: OffloadedStorages | None,
         gradients: DiscardedStorages | None,
         states: OffloadedStorages | None,
+        transfer: type[device.Transfer] = device.Transfer,
     ) -> None:
+        self.transfer = transfer
+        self._arriving: device.Transfer | None = None
         self._parameters, self._gradients, self._states = parameters, gradients, states
         self._loaded_for_updates = False
 
     def load(self, updates: bool) -> None:
-        """Bring to the device what computing needs, and for updates also gradients and optimizer state."""
+        """Bring to the device what computing needs, and for updates also gradients and optimizer state.
+
+        See `wait_for_state`.
+        """
         self._loaded_for_updates = updates
-        if self._parameters is not None:
-            self._parameters.load()
+        if self._parameters is not None and (begun := self._parameters.load(self.transfer)) is not None:
+            begun.wait()
         if updates and self._gradients is not None:
             self._gradients.load()
-        if updates and self._states is not None:
-            self._states.load()
+        if updates and self._states is not None and (begun := self._states.load(self.transfer)) is not None:
+            self._arriving = begun
+
+    def wait_for_state(self) -> None:
+        """Wait for the values of master weights and optimizer state, which `load` only begins to copy.
+
+        Whatever reads or changes them while they are loaded calls this first.
+        """
+        if self._arriving is not None:
+            self._arriving.wait()
+        self._arriving = None
 
     def unload(self, changed: bool = False) -> None:
         """Release the memory on the device.
@@ -132,6 +162,7 @@ class Offload:
         Args:
             changed: parameters and optimizer state changed although they were not loaded for updates.
         """
+        self.wait_for_state()  # an update may have ended without a step
         changed, self._loaded_for_updates = changed or self._loaded_for_updates, False
         if self._gradients is not None:
             self._gradients.unload()
@@ -142,6 +173,7 @@ class Offload:
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or its copy in main memory while it is unloaded."""
+        self.wait_for_state()
         for group in (self._parameters, self._states):
             found = None if group is None else group.readable(tensor)
             if found is not None:
