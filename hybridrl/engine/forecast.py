@@ -11,7 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybridrl.algorithms import functional, linear_statistics
 from hybridrl.engine.train_engine import MicroBatching
+
+# The kernels for GPUs need no working buffers: a tile is in the logits' dtype alone, a fifth of what PyTorch's
+# operations hold of it, and whole logits are read where they are.
+_COPIES, _KERNEL_ELEMENTS = 5, 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,8 @@ class Forecast:
         logits: logits of that micro-batch, and what is computed from them.
         pass_activations: the largest micro-batch's of a pass without gradients, with its logits.
         kept_weights: what of `weights` and `masters` stays on the device between uses.
-        kept_states: the same of `states`.
+        kept_states: the same of `states`; also of `masters`, where they are kept with them.
+        kept_gradients: the same of `gradients`.
     """
 
     parameters: int
@@ -64,11 +70,12 @@ class Forecast:
     pass_activations: int
     kept_weights: int
     kept_states: int
+    kept_gradients: int = 0
 
     @property
     def resident(self) -> int:
         """What stays on the device between uses."""
-        return self.kept_weights + self.kept_states
+        return self.kept_weights + self.kept_states + self.kept_gradients
 
     @property
     def update(self) -> int:
@@ -79,7 +86,8 @@ class Forecast:
     @property
     def without_gradients(self) -> int:
         """The peak of a pass without gradients."""
-        return max(self.kept_weights, self.weights) + self.kept_states + self.gathered + self.pass_activations
+        weights = max(self.kept_weights, self.weights)
+        return weights + self.kept_states + self.kept_gradients + self.gathered + self.pass_activations
 
 
 class LiveBytes(TorchDispatchMode):
@@ -104,6 +112,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._count(result.untyped_storage())
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
@@ -129,3 +140,42 @@ def peak_of(compute: Callable[[], Any], *existing: torch.Tensor) -> int:
     with counted:
         compute()
     return counted.peak
+
+
+def layer_rows(kind: str, triton: bool, vocabulary: int) -> int:
+    """Tokens that pass through an output layer at a time, counted by what PyTorch's operations would hold of them.
+
+    Args:
+        kind: of the device, `cuda` or `cpu`.
+        triton: whether it runs the kernels for GPUs.
+        vocabulary: words that the layer has.
+    """
+    rows = linear_statistics.rows_at_a_time(kind, vocabulary)
+    return max(1, rows // _COPIES) if triton else rows
+
+
+def logits_rows(kind: str, triton: bool, rows: int, vocabulary: int) -> int:
+    """Rows of logits `[rows, vocabulary]` that statistics are computed of at a time; see `layer_rows`."""
+    found = functional.rows_at_a_time(kind, rows, vocabulary)
+    return max(1, min(found, _KERNEL_ELEMENTS // vocabulary)) if triton else found
+
+
+def _allocate(query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates what a fused attention kernel allocates: its output, and the logarithms of its sums."""
+    out = query.new_empty((*query.shape[:-1], head_value.shape[-1]))
+    return out, torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+#: Attention of `query, key, head_value` `[..., D]` on the meta device, whose memory is that of the fused kernels: no
+#: scores, and no mask. It is one operation, as those are: selective checkpointing keeps its results.
+fused_attention: Any = torch.library.custom_op("hybridrl::forecast_attention", _allocate, mutates_args=())
+fused_attention.register_fake(_allocate)
+fused_attention.register_autograd(_backward, setup_context=_keep)

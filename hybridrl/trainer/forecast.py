@@ -191,7 +191,7 @@ def print_found(
     found = forecast(total if on_gpu else None)
     if not any(found.roles.values()):
         engines = ", ".join(dict.fromkeys(found.engines.values()))
-        raise PlacementError(f"hybridrl forecast is for strategy=fsdp2, and {engines} has no forecast of memory")
+        raise PlacementError(f"hybridrl forecast needs an engine with a forecast of memory, and {engines} has none")
     print("\n".join(found.lines(total if on_gpu else None)))
     if on_gpu:
         refuse(found, total)

@@ -60,6 +60,7 @@ _PEAK_TFLOPS = {
     "RTX 3090": 71.0,
 }
 _OPEN_S = 120.0
+_replacing: list[torch.device] = []  # of the contexts of `computing_on`
 # positions among the arguments that `reduce_tensor` returns for a CUDA tensor
 _STORAGE_DEVICE, _COUNTER_FILE, _COUNTER_OFFSET = 6, 11, 12
 
@@ -127,8 +128,20 @@ def peak_tflops(name: str) -> float | None:
 
 
 def current_device() -> torch.device:
-    """Return the device that this process computes on: `cuda:<index>` or `cpu`."""
+    """Return the device that this process computes on: `cuda:<index>` or `cpu`, or that of `computing_on`."""
+    if _replacing:
+        return _replacing[-1]
     return torch.device("cuda", torch.cuda.current_device()) if is_gpu() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Within the context, `current_device` is this one, such as `meta`, on which nothing is computed or stored."""
+    _replacing.append(device)
+    try:
+        yield
+    finally:
+        _replacing.pop()
 
 
 def set_device(local_rank: int) -> torch.device:

@@ -57,11 +57,11 @@ def make_megatron(
     return made
 
 
-def save_model(folder: Path, name: str) -> None:
+def save_model(folder: Path, name: str, vocabulary: int = 263) -> None:
     """Four layers, so that they divide into two stages of two chunks; the vocabulary is odd. All weights are random."""
     torch.manual_seed(3)
     sizes = {
-        "vocab_size": 263,
+        "vocab_size": vocabulary,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 4,

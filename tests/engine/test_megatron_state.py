@@ -40,7 +40,7 @@ from hybridrl.engine.logits_functions import FullKL, LogProbsAt, TopTokens, Voca
 from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.attention_backend import AttentionVariables
 from hybridrl.engine.megatron.build import mark_latents_replicated
-from hybridrl.engine.megatron.engine import MegatronEngine, _plan
+from hybridrl.engine.megatron.engine import MegatronEngine
 from hybridrl.engine.megatron.forward import why_not_fused
 from hybridrl.engine.megatron.mapping import family_of
 from hybridrl.engine.megatron.parallel import ParallelSizes, import_parallel_state
@@ -252,7 +252,7 @@ def check_refusals(model: Path) -> None:
     ):
         with pytest.raises(ModelError, match=pattern):
             make_megatron(model, **settings)
-    over_ranks = _plan(ModelConfig(path=str(model)), MegatronConfig(), "language_model", trains=True)
+    over_ranks = build.plan_of(ModelConfig(path=str(model)), MegatronConfig(), "language_model", trains=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "has_transformer_engine", lambda: True)
         build.transformer_config(over_ranks, ParallelSizes(cp=2), True, torch.bfloat16)
@@ -503,7 +503,7 @@ def test_transformer_engine_packs_in_half_precision_only(
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(build, "has_transformer_engine", lambda: True)
     engine: Any = MegatronEngine("language_model", ModelConfig(path=str(tiny_model)), MegatronConfig())
-    engine.dtype = dtype
+    engine.dtype, engine.config = dtype, None
     assert engine._may_pack() == packs
     assert ("use_remove_padding" in capsys.readouterr().err) != packs
 

@@ -16,6 +16,7 @@ from hybridrl.engine.forecast import peak_of
 from hybridrl.errors import PlacementError
 from hybridrl.programs import main
 from hybridrl.protocol import DataProto
+from hybridrl.trainer.forecast import print_found
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.supervised import forecast as tuning
 from hybridrl.trainer.supervised.rows import as_responses
@@ -232,6 +233,27 @@ def test_the_command_prints_fine_tuning_and_names_an_engine_without_a_forecast(
     main(["forecast", "sft", *given])
     told = capsys.readouterr().out
     assert all(part in told for part in ("update_model", "model: weights", "optimizer", "activations"))
-    with pytest.raises(SystemExit) as ended:
-        main(["forecast", "sft", *given, "engine.strategy=megatron"])
-    assert ended.value.code and "engine.strategy=megatron has no forecast" in capsys.readouterr().err
+    unknown = tuning.TuningForecast({"model": None}, {"model": "engine.strategy=own:Engine"})
+    with pytest.raises(PlacementError, match=r"engine\.strategy=own:Engine has none"):
+        print_found(lambda _: unknown, lambda *_: None, [[1]])
+
+
+@pytest.mark.slow(20)
+def test_keys_of_megatron_make_a_run_fit(micro_model: Path) -> None:
+    """They are tried only where `strategy=megatron` reads them, and those of `fsdp2` only where that does."""
+    given: dict[str, Any] = {
+        **ONE_DEVICE,
+        "data.train_batch_size": 1,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.rollout.n": 1,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.1,
+        "actor_rollout_ref.model.use_fused_kernels": True,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    }
+    for strategy, group in (("megatron", "megatron"), ("fsdp2", "fsdp_config")):
+        config = settings(micro_model, **given, **{"actor_rollout_ref.actor.strategy": strategy})
+        policy, ref = (forecast_run(config).roles[name] for name in ("actor_rollout", "ref"))
+        assert policy is not None and ref is not None
+        changes, fits = changes_that_fit(config, policy.update + 0.5 * ref.resident)
+        assert fits and changes == [(f"actor_rollout_ref.ref.{group}.param_offload", True)]

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hybridrl.algorithms import functional, linear_statistics
-from hybridrl.engine.forecast import Forecast, Workload, peak_of
+from hybridrl.engine.forecast import Forecast, Workload, fused_attention, layer_rows, logits_rows, peak_of
 from hybridrl.engine.fsdp.activations import save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
@@ -24,9 +24,6 @@ from hybridrl.utils import device
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
 _ATTENTION = "hybridrl_forecast"
 _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
-# The kernels for GPUs need no working buffers: a tile is in the logits' dtype alone, a fifth of what PyTorch's
-# operations hold of it, and whole logits are read where they are.
-_COPIES, _KERNEL_ELEMENTS = 5, 1 << 23
 
 
 def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
@@ -160,9 +157,7 @@ class _Passes:
         kind = device.get_device_name()
 
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            rows = linear_statistics.rows_at_a_time(kind, weight.shape[0])
-            if device.runs_triton():
-                rows = max(1, rows // _COPIES)
+            rows = layer_rows(kind, device.runs_triton(), weight.shape[0])
             found = linear_statistics.linear_token_statistics(
                 hidden, weight, bias, layout.labels, entropy=self.work.entropy, chunk_size=rows
             )
@@ -174,9 +169,7 @@ class _Passes:
         logits = response_logits(self.module, self.head, layout, takes_boundaries=False)
         if logits.shape[-1] == 1:
             return [logits.float()]
-        rows = functional.rows_at_a_time(kind, *logits.shape)
-        if device.runs_triton():
-            rows = max(1, min(rows, _KERNEL_ELEMENTS // logits.shape[-1]))
+        rows = logits_rows(kind, device.runs_triton(), *logits.shape)
         found = functional.token_statistics(
             logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
         )
@@ -202,30 +195,10 @@ def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool
     return size + (reduced * (compute.itemsize + _REDUCED) if trains else 0)
 
 
-def _allocate(query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates what a fused attention kernel allocates: its output, and the logarithms of its sums."""
-    out = query.new_empty((*query.shape[:-1], head_value.shape[-1]))
-    return out, torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-
-
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-# An operation, as fused kernels are: selective checkpointing keeps its results.
-_attention = torch.library.custom_op("hybridrl::forecast_attention", _allocate, mutates_args=())
-_attention.register_fake(_allocate)
-_attention.register_autograd(_backward, setup_context=_keep)
-
-
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    out = _attention(query, key, head_value)[0]
+    out = fused_attention(query, key, head_value)[0]
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from hybridrl.config.convert import nearest
 from hybridrl.engine.megatron.layers import CausalAttention, ParallelValueHead, ReplicatedLinear, RMSNorm
-from hybridrl.engine.megatron.mapping import Family, padded_vocabulary, text_config
+from hybridrl.engine.megatron.mapping import Family, family_of, padded_vocabulary, text_config
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.errors import ModelError
+from hybridrl.models import loading
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
@@ -89,6 +90,35 @@ class Blueprint:
     @property
     def vocabulary(self) -> int:
         return int(text_config(self.hf_config).vocab_size)
+
+
+def dtype_of(engine: Any) -> torch.dtype:
+    """The dtype of a model's parameters and computation.
+
+    Raises:
+        ModelError: this engine does not support it.
+    """
+    dtype = loading.resolve_dtype(engine.dtype, "megatron.dtype")
+    if dtype == torch.float16:
+        raise ModelError(
+            "float16 training needs loss scaling, which this engine does not support; set megatron.dtype to bfloat16"
+        )
+    return dtype
+
+
+def plan_of(model: Any, engine: Any, model_type: str, trains: bool, here: bool = True) -> Blueprint:
+    """The blueprint of a model with its settings; see `blueprint`."""
+    if model.recompute_granularity != "full":
+        raise ModelError(
+            f"model.recompute_granularity={model.recompute_granularity} is for strategy=fsdp2; with strategy=megatron, "
+            "set megatron.override_transformer_config.recompute_granularity and recompute_modules, and leave "
+            "model.recompute_granularity at full"
+        )
+    config = loading.load_model_config(
+        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
+    )
+    recompute = trains and model.enable_gradient_checkpointing
+    return blueprint(family_of(config), config, model_type, engine.override_transformer_config, recompute, here)
 
 
 def blueprint(

@@ -85,7 +85,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 def _stand_in() -> types.ModuleType:
     space: Any = _Namespace(_ATTRIBUTE)
     stream = _Stream()
-    space.current_device = lambda: torch.device("cpu")
+    space.current_device = device.current_device
     space.device_count = lambda: 1
     space.is_available = lambda: False
     space.set_device = space.synchronize = space.empty_cache = space.set_stream = _nothing

@@ -19,16 +19,17 @@ from hybridrl.engine.capabilities import (
     WeightShard,
 )
 from hybridrl.engine.chunked_function import Hidden
+from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.megatron import build, checkpoint, hf_weights
 from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
-from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_fused
-from hybridrl.engine.megatron.mapping import WeightMap, family_of, padded_vocabulary
+from hybridrl.engine.megatron.forecast import forecast
+from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_packed
+from hybridrl.engine.megatron.mapping import WeightMap
 from hybridrl.engine.megatron.offload import DiscardedStorages, Offload, OffloadedStorages
 from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
-from hybridrl.engine.megatron.vocabulary import Part
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.optim.optimizer import check_optimizer
@@ -36,7 +37,6 @@ from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.topology import MegatronLayout
-from hybridrl.models import attention, loading
 from hybridrl.models.routers import check_overrides
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -84,13 +84,19 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
         check_overrides(model.override_config, "strategy=megatron adds no auxiliary loss of routers; leave it out")
         import_parallel_state()
-        plan = _plan(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
+        plan = build.plan_of(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
         sizes = ParallelSizes.of(engine)
         sizes.check(ranks, plan.facts)
-        build.transformer_config(plan, sizes, engine.sequence_parallel, _dtype(engine))
+        build.transformer_config(plan, sizes, engine.sequence_parallel, build.dtype_of(engine))
         build.check_ddp_overrides(engine.override_ddp_config)
         if optim is not None:
             check_optimizer(usable_settings(optim))
+
+    @classmethod
+    def forecast(
+        cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
+    ) -> Forecast | None:
+        return forecast(model_type, model, engine, optim, ranks, work)
 
     @classmethod
     def check_first_weights(cls, model: Any, engine: Any) -> None:
@@ -100,11 +106,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     def initialize(self) -> None:
         model, engine = self.model_config, self.engine_config
         import_parallel_state()
-        self.dtype = _dtype(engine)
+        self.dtype = build.dtype_of(engine)
         if distributed.get_rank() == 0:
             _tell_without_effect(model)
         trains = self.optim_config is not None
-        plan = _plan(model, engine, self.model_type, trains)
+        plan = build.plan_of(model, engine, self.model_type, trains)
         self.config = plan.hf_config
         self.sizes.check(distributed.get_world_size(), plan.facts)
         self.state = ParallelState(self.sizes)
@@ -120,7 +126,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
         self.vocabulary = plan.vocabulary
-        self._schedule = self._make_schedule(settings, plan.vocabulary)
+        self._schedule = self._make_schedule(settings, plan)
         self._set_mode(training=False)
         device.manual_seed(engine.seed + distributed.get_rank())
         self._offload = self._make_offload()
@@ -135,49 +141,28 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         if self.optimizer.separate_masters():
             load_first_masters(self.weight_map, self.model_config.path, engine, self.optimizer.shards)
 
-    def _make_schedule(self, settings: Any, vocabulary: int) -> Schedule:
+    def _make_schedule(self, settings: Any, plan: build.Blueprint) -> Schedule:
         self.packed = bool(self.model_config.use_remove_padding) and self._may_pack()
         if self.packed:
             self.work = work_of(self.config)
         arranger = Arranger(self.state, settings.sequence_parallel, self.packed)
-        outputs = None
+        outputs, fused = None, bool(self.model_config.use_fused_kernels)
         if self.chunks[-1].post_process:
-            part = Part.of(vocabulary, padded_vocabulary(vocabulary, self.sizes.tp), self.state.tp_group)
-            last = self.chunks[-1]
-            reason = "a value model has no logits" if self.model_type != "language_model" else why_not_fused(last)
-            fused = self._may_fuse(reason)
-            outputs = Outputs(last, self.state, part, settings.sequence_parallel, reason, fused)
+            outputs = Outputs.of(self.chunks[-1], self.state, plan, settings.sequence_parallel, fused)
+            if fused and outputs.why_whole and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
+                where = self.model_config.path
+                notify(f"{where}: model.use_fused_kernels has no effect, because {outputs.why_whole}")
         return Schedule(self.state, settings, arranger, outputs)
-
-    def _may_fuse(self, reason: str | None) -> bool:
-        """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell what is in the way."""
-        if not self.model_config.use_fused_kernels:
-            return False
-        if reason and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
-            notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
-        return reason is None
 
     def _may_pack(self) -> bool:
         """Whether attention can keep the sequences of a packed row apart; on a GPU, tell why not."""
-        reason = self._why_not_packed() if device.is_gpu() else None
+        reason = why_not_packed(self.sizes, self.dtype, self.config) if device.is_gpu() else None
         if reason and distributed.get_rank() == 0:
             notify(
                 f"sequences of {self.model_config.path} are padded to the longest of their micro-batch and not packed "
                 f"(model.use_remove_padding): {reason}"
             )
         return reason is None
-
-    def _why_not_packed(self) -> str | None:
-        if build.has_transformer_engine():
-            if self.dtype == torch.float32:
-                return f"the kernels of Transformer Engine do not compute packed sequences in {self.dtype}"
-            return None
-        if self.sizes.cp > 1:
-            return None
-        reason = attention.why_not_varlen(self.config)
-        if reason is None and (self.dtype == torch.float32 or not device.supports_varlen_attention()):
-            return f"the kernel in PyTorch does not compute {self.dtype} on this GPU"
-        return reason
 
     def _make_offload(self) -> Offload:
         engine, optimizer = self.engine_config, self.optimizer
@@ -390,26 +375,3 @@ def _tell_without_effect(model: Any) -> None:
         keys.append("model.override_config.attn_implementation")
     for key in keys:
         notify(f"{model.path}: {key} has no effect on Megatron-core")
-
-
-def _dtype(engine: Any) -> torch.dtype:
-    dtype = loading.resolve_dtype(engine.dtype, "megatron.dtype")
-    if dtype == torch.float16:
-        raise ModelError(
-            "float16 training needs loss scaling, which this engine does not support; set megatron.dtype to bfloat16"
-        )
-    return dtype
-
-
-def _plan(model: Any, engine: Any, model_type: str, trains: bool, here: bool = True) -> build.Blueprint:
-    if model.recompute_granularity != "full":
-        raise ModelError(
-            f"model.recompute_granularity={model.recompute_granularity} is for strategy=fsdp2; with strategy=megatron, "
-            "set megatron.override_transformer_config.recompute_granularity and recompute_modules, and leave "
-            "model.recompute_granularity at full"
-        )
-    config = loading.load_model_config(
-        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-    )
-    recompute = trains and model.enable_gradient_checkpointing
-    return build.blueprint(family_of(config), config, model_type, engine.override_transformer_config, recompute, here)

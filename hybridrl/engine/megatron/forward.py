@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.logits_functions import LogitsFunction
+from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.layers import own_positions
-from hybridrl.engine.megatron.parallel import ParallelState
+from hybridrl.engine.megatron.mapping import padded_vocabulary
+from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.engine.megatron.vocabulary import (
     STATISTICS,
     Part,
@@ -24,6 +27,7 @@ from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.engine.micro_batched import Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.shared_sum import SharedSum
+from hybridrl.models import attention
 from hybridrl.utils import device
 
 #: functions of logits, each with the hidden states of the engine that it compares a micro-batch with
@@ -163,13 +167,17 @@ def _check_positions(layout: Layout) -> None:
         )
 
 
-def packed_parameters(layout: RankLayout) -> Any:
-    """What tells Megatron-core's attention and rotary positions where packed sequences begin; None if aligned."""
+def packed_parameters(layout: RankLayout, where: torch.device | None = None) -> Any:
+    """What tells Megatron-core's attention and rotary positions where packed sequences begin; None if aligned.
+
+    Args:
+        where: the device of the boundaries; None: that of the tokens.
+    """
     if layout.lengths is None:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ends = torch.tensor([0, *layout.lengths]).cumsum(0).to(layout.input_ids.device, torch.int32)
+    ends = torch.tensor([0, *layout.lengths]).cumsum(0).to(where or layout.input_ids.device, torch.int32)
     longest = max(layout.lengths)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -188,6 +196,22 @@ def why_not_fused(chunk: Any) -> str | None:
     return None
 
 
+def why_not_packed(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedConfig) -> str | None:
+    """Why attention on this process's GPU cannot keep the sequences of a packed row apart; None if it can."""
+    if build.has_transformer_engine():
+        return (
+            f"the kernels of Transformer Engine do not compute packed sequences in {dtype}"
+            if dtype == torch.float32
+            else None
+        )
+    if sizes.cp > 1:
+        return None
+    reason = attention.why_not_varlen(config)
+    if reason is None and (dtype == torch.float32 or not device.supports_varlen_attention()):
+        return f"the kernel in PyTorch does not compute {dtype} on this GPU"
+    return reason
+
+
 @dataclass(slots=True)
 class Outputs:
     """What the last stage computes from its hidden states.
@@ -200,6 +224,7 @@ class Outputs:
         part: this rank's part of the vocabulary.
         why_whole: why logits cannot be computed by chunks of tokens, from hidden states; None if they can.
         fused: whether statistics of tokens are.
+        chunk_size: tokens at a time in what is computed from logits; None: as many as compute fast on the device.
     """
 
     chunk: nn.Module
@@ -208,9 +233,20 @@ class Outputs:
     sequence_parallel: bool
     why_whole: str | None
     fused: bool = False
+    chunk_size: int | None = None
     _current: tuple[RankLayout, Wanted] | None = field(default=None, init=False)
     _weight: torch.Tensor | None = field(default=None, init=False)
     _head: Any = field(default=None, init=False)
+
+    @classmethod
+    def of(
+        cls, chunk: nn.Module, state: ParallelState, plan: build.Blueprint, sequence_parallel: bool, fused: bool
+    ) -> Outputs:
+        """The outputs of the last chunk of a model; `fused` has an effect where logits can be computed by chunks."""
+        part = Part.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
+        language = plan.model_type == "language_model"
+        reason = why_not_fused(chunk) if language else "a value model has no logits"
+        return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None)
 
     def __post_init__(self) -> None:
         head: Any = self.chunk.output_layer
@@ -281,13 +317,14 @@ class Outputs:
         elif self._reads_hidden(wanted):
             hidden = self.hidden(output)
             if names:
-                found = parallel_linear_statistics(hidden.states, hidden.weight, labels, temperature, names, self.part)
+                options = temperature, names, self.part, self.chunk_size
+                found = parallel_linear_statistics(hidden.states, hidden.weight, labels, *options)
             for function, other in compared:
                 inputs = {name: layout.own(layout.inputs[name]) for name in function.fields}
                 found |= chunked_function(function, hidden, inputs, temperature, other, SharedVocabulary(self.part))
         else:
             logits = output.reshape(-1, output.shape[-1])
-            found = parallel_statistics(logits, labels, temperature, names, self.part)
+            found = parallel_statistics(logits, labels, temperature, names, self.part, self.chunk_size)
         if layout.owned is None:
             return found
         return {name: self._over_context(own, layout.owned) for name, own in found.items()}

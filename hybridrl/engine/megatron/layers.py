@@ -136,8 +136,14 @@ class CausalAttention(nn.Module):
             if self.window:
                 mask &= seen > last - self.window
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+        return self._kernel(q, k, v, mask).permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+    def _kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All tensors `[b, heads, S, D]`; without a mask, attention is causal."""
+        causal = mask is None
+        return scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=self.scale, enable_gqa=True)
 
 
 def own_positions(length: int, size: int, rank: int) -> torch.Tensor:

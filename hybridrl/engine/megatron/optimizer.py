@@ -111,8 +111,8 @@ class ShardedOptimizer:
 
     def __init__(self, wrapped: Sequence[Any], state: ParallelState, optim: Any, distributed: bool) -> None:
         optim = usable_settings(optim)
-        self._wrapped, self._state, self._config, self._distributed = wrapped, state, optim, distributed
-        self.shards = list(self._make_shards())
+        self._wrapped, self._config, self._distributed = wrapped, optim, distributed
+        self.shards = list(shards_of(wrapped, state, distributed))
         self.optimizer = build_optimizer([shard.master for shard in self.shards], optim)
         self.schedule = build_schedule(self.optimizer, optim)
 
@@ -173,44 +173,49 @@ class ShardedOptimizer:
         ]
 
     def gradient_buffers(self) -> list[torch.Tensor]:
-        """The flat gradients, which all views of gradients share their memory with."""
-        buffers = [*(b for c in self._wrapped for b in (*c.buffers, *c.expert_parallel_buffers))]
-        return [buffer.grad_data for buffer in buffers]
+        return gradient_buffers(self._wrapped)
 
     def first_step_bytes(self) -> int:
         return state_bytes([shard.master for shard in self.shards], self._config)
 
-    # ------------------------------------------------------------------ building
 
-    def _make_shards(self) -> Iterator[Shard]:
-        for number, chunk in enumerate(self._wrapped):
-            names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
-            for buffers, expert in ((chunk.buffers, False), (chunk.expert_parallel_buffers, True)):
-                for buffer in buffers:
-                    for bucket in buffer.buckets:
-                        for parameter in bucket.params_list:
-                            bounds = self._own_range(parameter, bucket, buffer)
-                            if bounds is not None:
-                                counted = self._counts(parameter, expert, buffer.data_parallel_group)
-                                yield _make_shard(number, names[id(parameter)], parameter, *bounds, counted)
+def shards_of(wrapped: Sequence[Any], state: ParallelState, distributed: bool) -> Iterator[Shard]:
+    """The ranges of all parameters that this rank updates; see `ShardedOptimizer`."""
+    for number, chunk in enumerate(wrapped):
+        names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+        for buffers, expert in ((chunk.buffers, False), (chunk.expert_parallel_buffers, True)):
+            for buffer in buffers:
+                for bucket in buffer.buckets:
+                    for parameter in bucket.params_list:
+                        bounds: tuple[int, int] | None = (0, parameter.numel())
+                        if distributed:
+                            bounds = _own_range(parameter, bucket, buffer)
+                        if bounds is not None:
+                            counted = _counts(parameter, expert, buffer.data_parallel_group, state, distributed)
+                            yield _make_shard(number, names[id(parameter)], parameter, *bounds, counted)
 
-    def _own_range(self, parameter: nn.Parameter, bucket: Any, buffer: Any) -> tuple[int, int] | None:
-        """The range of the flattened parameter that this rank updates; None if it updates nothing of it."""
-        if not self._distributed:
-            return 0, parameter.numel()
-        group = buffer.data_parallel_group
-        # Not `bucket.param_to_index`, which does not count the gaps that align parameters.
-        begin, end = (index - bucket.offset for index in buffer.param_index_map[parameter][:2])
-        share = bucket.grad_data.numel() // group.size()
-        start, stop = max(begin, share * group.rank()), min(end, share * (group.rank() + 1))
-        return (start - begin, stop - begin) if start < stop else None
 
-    def _counts(self, parameter: Any, expert: bool, group: Any) -> bool:
-        if getattr(parameter, "shared", False):  # the last stage's copy of the first stage's embedding
-            return False
-        if not self._distributed and group.rank() > 0:
-            return False
-        return expert or bool(getattr(parameter, "tensor_model_parallel", False)) or self._state.tp_rank == 0
+def gradient_buffers(wrapped: Sequence[Any]) -> list[torch.Tensor]:
+    """The flat gradients of chunks in `DistributedDataParallel`, whose memory all views of gradients share."""
+    return [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _own_range(parameter: nn.Parameter, bucket: Any, buffer: Any) -> tuple[int, int] | None:
+    """The range of the flattened parameter that this rank updates; None if it updates nothing of it."""
+    group = buffer.data_parallel_group
+    # Not `bucket.param_to_index`, which does not count the gaps that align parameters.
+    begin, end = (index - bucket.offset for index in buffer.param_index_map[parameter][:2])
+    share = bucket.grad_data.numel() // group.size()
+    start, stop = max(begin, share * group.rank()), min(end, share * (group.rank() + 1))
+    return (start - begin, stop - begin) if start < stop else None
+
+
+def _counts(parameter: Any, expert: bool, group: Any, state: ParallelState, distributed: bool) -> bool:
+    if getattr(parameter, "shared", False):  # the last stage's copy of the first stage's embedding
+        return False
+    if not distributed and group.rank() > 0:
+        return False
+    return expert or bool(getattr(parameter, "tensor_model_parallel", False)) or state.tp_rank == 0
 
 
 def _make_shard(chunk: int, name: str, parameter: nn.Parameter, start: int, stop: int, counted: bool) -> Shard:

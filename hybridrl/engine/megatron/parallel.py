@@ -123,7 +123,7 @@ class ParallelSizes:
         groups, layers = facts.get("num_query_groups") or facts["num_attention_heads"], facts["num_layers"]
         if not facts.get("multi_latent_attention"):
             self._divides("tp", groups, "heads of keys and values")
-        if not _uneven_stages(facts):
+        if not _sets_stages(facts):
             self._check_stages(layers, [name for name in _COUNTED_AS_LAYERS if facts.get(name)])
         if self.vpp > 1 and self.pp == 1:
             raise ModelError(f"{KEYS['vpp']}={self.vpp} needs {KEYS['pp']} of 2 or more; it is 1")
@@ -171,7 +171,13 @@ class ParallelSizes:
 _COUNTED_AS_LAYERS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
-def _uneven_stages(facts: Mapping[str, Any]) -> bool:
+def stages_differ(facts: Mapping[str, Any]) -> bool:
+    """Whether stages may have different numbers or kinds of layers."""
+    counted, kinds = any(facts.get(name) for name in _COUNTED_AS_LAYERS), facts.get("moe_layer_freq")
+    return counted or _sets_stages(facts) or (isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1)
+
+
+def _sets_stages(facts: Mapping[str, Any]) -> bool:
     names = (
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",

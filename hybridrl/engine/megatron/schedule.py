@@ -115,7 +115,7 @@ class Schedule:
             numbered = next(iterator)
             return self._forward(model, numbered[1], wanted), lambda output, **rest: finish(output, numbered, **rest)
 
-        rows, width = shape or arranged[0][1].input_ids.shape
+        rows, width = shape or self.arranger.shape(layouts)
         iterators = [iter(arranged) for _ in models]
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -134,7 +134,7 @@ class Schedule:
             "input_ids": layout.input_ids,
             "position_ids": layout.position_ids,
             "attention_mask": None,
-            "packed_seq_params": packed_parameters(layout),
+            "packed_seq_params": self._packed_parameters(layout),
         }
         if self.outputs is None or getattr(model, "module", model) is not self.outputs.chunk:
             hidden: torch.Tensor = model(**arguments)
@@ -142,6 +142,9 @@ class Schedule:
         with self.outputs.selecting(layout, wanted):
             output: torch.Tensor = model(**arguments)
         return output
+
+    def _packed_parameters(self, layout: RankLayout) -> Any:
+        return packed_parameters(layout)
 
 
 def _dummy_like(layout: Layout) -> Layout:

@@ -54,7 +54,12 @@ class Part(NamedTuple):
 
 
 def parallel_statistics(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, outputs: Collection[str], part: Part
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    outputs: Collection[str],
+    part: Part,
+    chunk_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """`log_probs`, `entropy`, `sum_pi_squared` of softmax(logits / temperature), float32 `[N]`, the same on each rank.
 
@@ -62,11 +67,12 @@ def parallel_statistics(
         logits: `[N, padded vocabulary / ranks]`; the backward pass may overwrite them.
         labels: `[N]`.
         outputs: which of the three.
+        chunk_size: tokens at a time on one rank with the whole vocabulary; by default as many as compute fast.
     """
     logits = logits[:, : part.size]
     if part.group.size() == 1:
         options = _options(labels, temperature, outputs)
-        return token_statistics(logits, **options, inplace_backward=True)
+        return token_statistics(logits, **options, inplace_backward=True, chunk_size=chunk_size)
     return _named(_ParallelStatistics.apply(logits, labels, _scale(temperature), part), outputs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.served import ServedModel
+from hybridrl.config.strategies import unread_by
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
@@ -30,14 +31,26 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     ("critic.model.enable_gradient_checkpointing", True),
     (f"{_MODEL}.recompute_granularity", "full"),
     ("critic.model.recompute_granularity", "full"),
+    (f"{_ACTOR}.megatron.sequence_parallel", True),
+    ("critic.megatron.sequence_parallel", True),
+    (f"{_ACTOR}.megatron.use_distributed_optimizer", True),
+    ("critic.megatron.use_distributed_optimizer", True),
     (f"{_ROLLOUT}.gpu_memory_utilization", "what is left"),
+    (f"{_ACTOR}.megatron.grad_offload", True),
+    ("critic.megatron.grad_offload", True),
     (f"{_ACTOR}.fsdp_config.optimizer_offload", True),
-    ("actor_rollout_ref.ref.fsdp_config.param_offload", True),
-    ("distillation.fsdp_config.param_offload", True),
-    ("reward.reward_model.fsdp_config.param_offload", True),
+    (f"{_ACTOR}.megatron.optimizer_offload", True),
+    *(
+        (f"{role}.{group}.param_offload", True)
+        for role in ("actor_rollout_ref.ref", "distillation", "reward.reward_model")
+        for group in ("fsdp_config", "megatron")
+    ),
     ("critic.fsdp.optimizer_offload", True),
+    ("critic.megatron.optimizer_offload", True),
     (f"{_ACTOR}.fsdp_config.param_offload", True),
+    (f"{_ACTOR}.megatron.param_offload", True),
     ("critic.fsdp.param_offload", True),
+    ("critic.megatron.param_offload", True),
 )
 _LEAST_UTILIZATION = 0.1
 
@@ -204,6 +217,8 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
         if key.startswith("distillation.") and not config.distillation.enabled:
             continue
         if key.startswith("reward.") and not config.reward.reward_model.enable:
+            continue
+        if unread_by(config, key):
             continue
         if value == "a sequence":
             if get_key(config, key) > sequence:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PairsDataConfig, SupervisedConfig
+from hybridrl.config.strategies import unread_by
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
@@ -21,6 +22,10 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     ("data.max_token_len_per_gpu", "a row"),
     ("model.enable_gradient_checkpointing", True),
     ("model.recompute_granularity", "full"),
+    ("engine.sequence_parallel", True),
+    ("engine.use_distributed_optimizer", True),
+    ("engine.grad_offload", True),
+    ("engine.param_offload", True),
     ("engine.offload_policy", True),
 )
 
@@ -66,6 +71,8 @@ def changes_that_fit(config: SupervisedConfig, total: float, compute: ForModel =
 
 def _candidates(config: SupervisedConfig) -> Iterator[tuple[str, Any]]:
     for key, value in _CHANGES:
+        if unread_by(config, key):
+            continue
         if value == "a row":
             longest = config.data.max_length * (2 if isinstance(config.data, PairsDataConfig) else 1)
             if get_key(config, key) > longest:

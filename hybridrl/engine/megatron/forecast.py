@@ -1,0 +1,282 @@
+"""The memory that `MegatronEngine` will take: one rank's part of the model on the meta device, and its schedule.
+
+A process of its own computes it (`hybridrl.engine.megatron.forecast_process`), because it is a rank of a group that
+does not exist, and does not use a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybridrl.engine.forecast import Forecast, Workload, layer_rows, logits_rows, peak_of
+from hybridrl.engine.megatron import build, forecast_process
+from hybridrl.engine.megatron.forward import Outputs, why_not_packed
+from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usable_settings
+from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
+from hybridrl.engine.megatron.schedule import Comparison
+from hybridrl.engine.micro_batched import OUTPUTS, Wanted
+from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
+from hybridrl.engine.optim.optimizer import state_bytes
+from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.models import loading
+from hybridrl.models.kinds import KINDS
+from hybridrl.registry import import_external_lib
+from hybridrl.utils import device
+
+_DISPATCHER = "alltoall"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is known of the device that the model will be on.
+
+    Attributes:
+        kind: `cuda` or `cpu`.
+        triton: whether it runs the kernels of this package.
+        engine: whether layers are those of Transformer Engine.
+        packed: whether sequences share a row.
+    """
+
+    kind: str
+    triton: bool
+    engine: bool
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to compute: the arguments of `Engine.forecast`, with a dtype that does not depend on the device."""
+
+    model_type: str
+    model: Any
+    engine: Any
+    optim: Any
+    ranks: int
+    work: Workload
+    target: Target
+
+
+def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast | None:
+    """What one of `ranks` ranks takes: the one of the pipeline stage that takes the most.
+
+    It is computed in another process; see `compute`.
+
+    Raises:
+        ModelError: the model, its layout or a setting cannot be used.
+    """
+    found: Forecast | None = forecast_process.call(request_for(model_type, model, engine, optim, ranks, work))
+    return found
+
+
+def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Request:
+    """The request of a process with a device of the kind that the model will be on."""
+    dtype = build.dtype_of(engine)
+    packed = bool(model.use_remove_padding) and device.is_gpu()
+    if packed:
+        config = loading.load_model_config(
+            model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
+        )
+        packed = why_not_packed(ParallelSizes.of(engine), dtype, config) is None
+    target = Target(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
+    engine = replace(engine, dtype=str(dtype).removeprefix("torch."))
+    return Request(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
+
+
+def compute(request: Request) -> Forecast | None:
+    """The forecast, in a process without a process group and without a GPU.
+
+    Returns:
+        None if tokens reach experts in a way that cannot be computed without values.
+
+    Raises:
+        ModelError: the model, its layout or a setting cannot be used.
+    """
+    model, trains = request.model, request.optim is not None
+    import_external_lib(model.external_lib)
+    import_parallel_state()
+    plan = build.plan_of(model, request.engine, request.model_type, trains, here=False)
+    sizes = ParallelSizes.of(request.engine)
+    sizes.check(request.ranks, plan.facts)
+    if plan.facts.get("moe_token_dispatcher_type", _DISPATCHER) != _DISPATCHER:
+        return None
+    found = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.facts)]
+    peaks = [one.update if trains else one.without_gradients for one in found]
+    largest = found[peaks.index(max(peaks))]
+    without_gradients = max(one.without_gradients for one in found)
+    module = KINDS[request.model_type].build(plan.hf_config, build.dtype_of(request.engine), model.trust_remote_code)
+    return replace(
+        largest,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        # Another stage may take more in a pass.
+        pass_activations=largest.pass_activations + without_gradients - largest.without_gradients,
+    )
+
+
+def _largest_stages(sizes: ParallelSizes, facts: Any) -> list[int]:
+    """The stages of which one takes the most.
+
+    Of stages with the same layers, those in between hold fewer micro-batches than the first, and neither the
+    embedding nor logits.
+    """
+    return list(range(sizes.pp)) if stages_differ(facts) else sorted({0, sizes.pp - 1})
+
+
+class _Stage:
+    """One rank of a pipeline stage."""
+
+    def __init__(self, request: Request, plan: build.Blueprint, sizes: ParallelSizes, stage: int) -> None:
+        self._request, self._plan, self._sizes, self._stage = request, plan, sizes, stage
+        self._kind = request.target.kind
+
+    def forecast(self) -> Forecast:
+        from hybridrl.engine.megatron.on_meta import on_meta, rank_alone
+
+        request = self._request
+        with rank_alone(self._rank(), request.ranks):
+            self._state = ParallelState(self._sizes)
+            with self._state.activate(), on_meta(int(self._plan.facts.get("moe_router_topk") or 0)):
+                self._build()
+                activations, logits = self._of_update() if request.optim is not None else (0, 0)
+                inferred = 0 if request.work.infer is None else self._peak(request.work.infer, training=False)
+            masters, states, copied = self._of_optimizer()
+        engine, gradients = request.engine, sum(one.nbytes for one in self._gradients)
+        weights = sum(one.nbytes() for one in {p.untyped_storage() for p in self._parameters})
+        return Forecast(
+            parameters=0,
+            weights=weights,
+            masters=masters,
+            states=states,
+            gradients=gradients,
+            gathered=0,
+            activations=max(activations, copied - logits),  # one after the other
+            logits=logits,
+            pass_activations=inferred,
+            kept_weights=0 if engine.param_offload else weights,
+            kept_states=0 if engine.optimizer_offload else states + masters,
+            kept_gradients=0 if engine.grad_offload else gradients,
+        )
+
+    def _rank(self) -> int:
+        """A rank of the stage; of those that share sequences, one that predicts as many response tokens as any."""
+        work, sizes = self._request.work, self._sizes
+        part = 0 if 2 * work.response <= work.prompt + work.response else sizes.cp - 1
+        return self._stage * (self._request.ranks // sizes.pp) + part * sizes.tp
+
+    def _build(self) -> None:
+        from hybridrl.engine.megatron.on_meta import MetaArranger, MetaSchedule, prepare
+
+        request, target, state = self._request, self._request.target, self._state
+        settings = request.engine
+        config = build.transformer_config(self._plan, self._sizes, settings.sequence_parallel, build.dtype_of(settings))
+        config.deallocate_pipeline_outputs = self._kind == "cuda"
+        config.variable_seq_lengths = False  # which stages would tell each other
+        if target.engine:
+            config.bias_activation_fusion = self._plan.facts.get("bias_activation_fusion", True)
+        self._chunks = build.build_chunks(self._plan, config, state)
+        self._wrapped: list[Any] = []
+        if request.optim is not None:
+            distributed, overrides = settings.use_distributed_optimizer, settings.override_ddp_config
+            self._wrapped = build.wrap_chunks(self._chunks, config, distributed, overrides)
+        if not self._wrapped:
+            for chunk in self._chunks:
+                chunk.requires_grad_(False)
+        prepare(self._chunks, self._kind == "cuda", target.engine)
+        self._parameters = [one for chunk in self._chunks for one in chunk.parameters()]
+        self._gradients = gradient_buffers(self._wrapped)
+        outputs, split = None, config.sequence_parallel
+        if self._chunks[-1].post_process:
+            fused = bool(request.model.use_fused_kernels)
+            outputs = Outputs.of(self._chunks[-1], state, self._plan, split, fused)
+        self._schedule = MetaSchedule(state, config, MetaArranger(state, split, target.packed), outputs)
+
+    def _of_update(self) -> tuple[int, int]:
+        """Activations of an update without logits, and what logits add to the peak."""
+        micro = self._request.work.update
+        assert micro is not None
+        everything = self._peak(micro, training=True)
+        if self._schedule.outputs is None:
+            return everything, 0
+        body = min(self._peak(micro, training=True, response=1), everything)
+        return body, everything - body
+
+    def _peak(self, micro: MicroBatching, training: bool, response: int | None = None) -> int:
+        """Bytes of a pass over the micro-batches that are on the way at once; if `training`, forward and backward.
+
+        Args:
+            response: response tokens per row whose outputs are computed; None for all.
+        """
+        work, outputs = self._request.work, OUTPUTS[self._plan.model_type]
+        if self._plan.model_type == "language_model":
+            outputs = ("log_probs", "entropy") if work.entropy else ("log_probs",)
+        wanted, comparison = Wanted(outputs, 1.0), Comparison()
+        layouts = self._layouts(micro, work.response if response is None else response, training)
+        self._set_chunk_size(len(layouts[0].selected))
+        for chunk in self._chunks:
+            chunk.train(training)
+
+        def run() -> None:
+            if training:
+                self._schedule.forward_backward(self._wrapped, layouts, wanted, _sum_of, comparison)
+            else:
+                self._schedule.forward_only(self._chunks, layouts, wanted, comparison)
+
+        try:
+            buffers = [one for chunk in self._chunks for one in chunk.buffers()]
+            return peak_of(run, *self._parameters, *buffers, *self._gradients)
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._state.release_buffers()
+
+    def _layouts(self, micro: MicroBatching, response: int, training: bool) -> list[Layout]:
+        """So many of the largest micro-batch that a rank has as many at once as it ever has."""
+        work, sizes, packed = self._request.work, self._sizes, self._request.target.packed
+        length = work.prompt + work.response
+        shard = work.rows * sizes.tp * sizes.pp * sizes.cp  # rows of all ranks with the same part of a batch
+        rows = min(shard, micro.size or shard)
+        if micro.max_tokens:
+            rows = min(rows, micro.max_tokens * sizes.cp // length)
+        if not packed:
+            rows = min(rows, PREFERRED_CELLS[self._kind] // length)
+        rows = max(1, rows)
+        # Stage s of p begins the backward passes after p - s forward passes. Without gradients, what a micro-batch
+        # returned is there until the next one has returned.
+        at_once = sizes.pp - self._stage if training else 2
+        count = min(-(-shard // rows), at_once)
+        if sizes.vpp > 1:  # all stages get further micro-batches, so that each group of them is complete
+            count = 2 * sizes.pp
+        ids, positions = torch.zeros(rows, length, dtype=torch.int64), torch.arange(length).expand(rows, length)
+        starts = torch.arange(rows)[:, None] * length + length - 1
+        selected = (starts - response + torch.arange(response)).reshape(-1)
+        labels, lengths = torch.zeros_like(selected), [length] * rows if packed else None
+        if packed:
+            ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+        return [Layout(ids, positions, selected, labels, lengths)] * count
+
+    def _set_chunk_size(self, tokens: int) -> None:
+        outputs = self._schedule.outputs
+        if outputs is None or self._plan.model_type != "language_model":
+            return
+        words = len(self._chunks[-1].shared_embedding_or_output_weight())  # type: ignore[operator]
+        triton = self._request.target.triton and self._sizes.tp == 1
+        if outputs.fused:
+            outputs.chunk_size = layer_rows(self._kind, triton, words)
+        else:
+            outputs.chunk_size = logits_rows(self._kind, triton, tokens, self._plan.vocabulary)
+
+    def _of_optimizer(self) -> tuple[int, int, int]:
+        """Bytes of separate master weights, of the optimizer's state, and of the gradients that a step converts."""
+        if self._request.optim is None:
+            return 0, 0, 0
+        shards = list(shards_of(self._wrapped, self._state, self._request.engine.use_distributed_optimizer))
+        masters = [shard.master for shard in shards]
+        separate = sum(one.master.nbytes for one in shards if one.master.dtype != one.parameter.dtype)
+        copied = sum(one.master.nbytes for one in shards if one.gradient.dtype != one.master.dtype)
+        return separate, state_bytes(masters, usable_settings(self._request.optim)), copied
+
+
+def _sum_of(_: int, found: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.sum() for part in found.values()]).sum()
