@@ -7,6 +7,7 @@ no other with it. All that an agent starts ends with it, and with the run.
 import array
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import math
@@ -100,6 +101,8 @@ def main(control_fd: int) -> None:
     except Exception as error:
         control.sendall(f"failed {error}".encode())
         return
+    _prepare_clients()
+    gc.freeze()  # agents need not look at what they share, which would also copy it
     control.sendall(b"ready")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 2)
@@ -111,6 +114,18 @@ def main(control_fd: int) -> None:
             _run_agent(run, connection_fd, life_fd)
         os.close(connection_fd)
         os.close(life_fd)
+
+
+def _prepare_clients() -> None:
+    """Import what the clients that the program has imported import when they are first used; agents find it done."""
+    openai, anthropic = (sys.modules.get(name) for name in ("openai", "anthropic"))
+    with contextlib.suppress(Exception):  # a client that cannot be made here says so in the agent that makes it
+        if openai is not None:
+            client = openai.OpenAI(base_url="http://localhost/v1", api_key="none")
+            _ = client.chat.completions, client.responses
+    with contextlib.suppress(Exception):
+        if anthropic is not None:
+            _ = anthropic.Anthropic(base_url="http://localhost", api_key="none").messages
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -259,6 +259,22 @@ if row["wanted"] is not None:
 """
 
 
+def test_agents_find_their_clients_imported(tmp_path: Path) -> None:
+    """What a client imports when it is first used costs each agent as much as a session, and is the same for all."""
+    (tmp_path / "agent.py").write_text(
+        "import sys\nimport anthropic\nimport openai\n\n\n"
+        "def solve(base_url, api_key, row):\n"
+        "    before = len(sys.modules)\n"
+        "    openai.OpenAI().chat.completions, anthropic.Anthropic().messages\n"
+        "    return len(sys.modules) - before\n"
+    )
+    host = AgentHost(Program(function=f"{tmp_path / 'agent.py'}:solve"))
+    try:
+        assert asyncio.run(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {}))) == 0
+    finally:
+        host.close()
+
+
 def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent.py").write_text(SCRIPT)
     monkeypatch.setenv("NO_PROXY", "kept.example")
