@@ -134,6 +134,7 @@ def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, m
 
     with pytest.raises(ConnectionClosedError, match="close"):
         asyncio.run(die())
+    server._process.wait(60)  # its connections close before it has ended
     port = server.port()
     assert answers(port)
     rollout.close()
