@@ -318,6 +318,15 @@ def forked() -> Iterator[str]:
         yield python
 
 
+@pytest.fixture
+def joined(ray_session: None, forked: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Like `forked`, of programs that join the Ray that all tests of the session share, and start none."""
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    return forked
+
+
 @pytest.fixture(scope="session")
 def started_engines(ray_session: None) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """In a block of it, processes of inference engines start by themselves, as a user's do (tests/README.md)."""

@@ -75,8 +75,9 @@ def test_results_are_the_same_with_any_number_of_workers(started, ray_session, m
 
 
 def test_a_killed_process_spoils_its_own_sessions_and_starts_again(
-    started, ray_session, model, tmp_path, capfd
+    started, ray_session, model, tmp_path, capfd, monkeypatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     rollout, _ = started(settings(model, 2, f"{ROLLOUT}.agent.retries=0"), ROWS)
     prompts = prompts_of(rollout, 6, agent_name=["dies"] * 6, mark=[str(tmp_path)] * 6, most=[6] * 6)
     batch = rollout.generate(prompts)
@@ -95,6 +96,7 @@ def test_a_killed_process_spoils_its_own_sessions_and_starts_again(
         pids |= set(again.non_tensor_batch["pid"].tolist())
         assert len(again) == 6 and int(process_of["0-0"]) not in pids
     processes = [psutil.Process(pid) for pid in pids]
+    assert {process.cwd() for process in processes} == {str(tmp_path)}  # relative paths mean there what they mean here
     rollout.close()
     assert not psutil.wait_procs(processes, timeout=30)[1]
 

@@ -66,8 +66,8 @@ def test_extras_of_the_installation_exist(repository: Path) -> None:
 
 
 @pytest.mark.slow
-def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
-    outputs = run_snippets("README.md", tmp_path, finish, "run", python=forked)
+def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+    outputs = run_snippets("README.md", tmp_path, finish, "run", python=joined)
     assert (tmp_path / "demo/sft/global_step_4/model").is_dir()
     assert "step 4/4" in outputs[0]
     first, last = map(float, re.search(r"mean reward ([\d.]+) -> ([\d.]+), model in", outputs[-2]).groups())  # type: ignore[union-attr]
@@ -76,8 +76,8 @@ def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any], 
 
 
 @pytest.mark.slow
-def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
-    run_snippets("docs/first_reward.md", tmp_path, finish, "run", python=forked)
+def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+    run_snippets("docs/first_reward.md", tmp_path, finish, "run", python=joined)
     run = records(tmp_path / "first/run")
     scores = [record["critic/score/mean"] for record in run if "critic/score/mean" in record]
     assert len(scores) == 15
@@ -87,8 +87,8 @@ def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[
 
 
 @pytest.mark.slow
-def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
-    run_snippets("docs/first_data.md", tmp_path, finish, "run", python=forked)
+def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+    run_snippets("docs/first_data.md", tmp_path, finish, "run", python=joined)
     run = records(tmp_path / "letters/grpo")
     accuracy = [record["val-core/my/last_letter/acc/mean@1"] for record in run if "training/epoch" not in record]
     assert len(accuracy) == 3, "before the first step, and after steps 10 and 20"
@@ -98,8 +98,8 @@ def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], f
 
 
 @pytest.mark.parametrize("page", ["docs/dpo.md", "docs/reward_models.md"])
-def test_training_on_pairs_runs_as_shown(page: str, tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
-    run_snippets(page, tmp_path, finish, "run", python=forked)
+def test_training_on_pairs_runs_as_shown(page: str, tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+    run_snippets(page, tmp_path, finish, "run", python=joined)
     folder = tmp_path / "demo" / ("dpo" if "dpo" in page else "rm")
     validations = [record for record in records(folder) if "val/accuracy" in record]
     assert len(validations) == 2 and validations[-1]["val/margin"] > 0

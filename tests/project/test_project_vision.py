@@ -12,8 +12,8 @@ from snippets import run_snippets
 
 
 @pytest.mark.slow
-def test_the_run_of_the_page(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
-    run_snippets("docs/vision.md", tmp_path, finish, "run", python=forked)
+def test_the_run_of_the_page(tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+    run_snippets("docs/vision.md", tmp_path, finish, "run", python=joined)
     rows = [json.loads(line) for line in (tmp_path / "demo" / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "actor/grad_norm" in row]
     assert len(steps) == 4

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -35,7 +36,8 @@ from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 
 
-def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model) -> None:
+def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     asked = requests(30, "e", first=SLOW, sampling=SamplingParams(True, 1.0, 1.0, -1, 40, ignore_eos=True))
     first, before = pool.replicas[0].info.pid, pool.restarts
     with ThreadPoolExecutor(1) as thread:
@@ -47,6 +49,7 @@ def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool
     assert all(len(answer.token_ids) == 40 for answer in answers) and pool.rerun
     until_ready(pool)
     assert pool.restarts == before + 1 and pool.replicas[0].info.pid != first
+    assert psutil.Process(pool.replicas[0].info.pid).cwd() == str(tmp_path)
     for request, answer in zip(requests(20, "f"), pool.generate(requests(20, "f")), strict=True):
         # the new process has the trainer's weights, not the folder's
         torch.testing.assert_close(

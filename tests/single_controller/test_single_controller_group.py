@@ -78,6 +78,7 @@ class Doubler(Worker):
         )
         return {key: os.environ.get(key) for key in keys} | {
             "pid": os.getpid(),
+            "folder": os.getcwd(),
             "threads": torch.get_num_threads(),
             "master": self.get_master_addr_port(),
         }
@@ -388,6 +389,13 @@ def test_asynchronous_methods_overlap(start: Any) -> None:
     waiting = group.wait()
     group.release()
     assert waiting.get() == ["released 0", "released 1"]
+
+
+def test_workers_work_in_the_folder_of_the_program(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster that the program joins as well, whose own processes run where `ray start` was called."""
+    monkeypatch.chdir(tmp_path)
+    (place,) = start(Doubler, 1).place()
+    assert place["folder"] == str(tmp_path)
 
 
 def test_groups_share_a_slot_and_threads_are_explicit(start: Any) -> None:

@@ -15,6 +15,7 @@ from hybridrl.agents.agents import Agents
 from hybridrl.agents.session import Attempt, Task, run_attempt
 from hybridrl.agents.workers.setup import Setup, agents_of
 from hybridrl.rollout.request import Completion, Request
+from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.verdict import NoVerdict, Reason
 
@@ -43,12 +44,17 @@ class SessionWorker:
         self._told: list[Message] = []
         self._news = asyncio.Event()
 
-    async def start(self, setup: Setup) -> int:
+    async def start(self, setup: Setup, folder: str | None = None) -> int:
         """Make what the sessions share; returns the id of this process.
+
+        Args:
+            setup: what to make it from.
+            folder: working folder of the run's program; see `hybridrl.utils.work_folder`.
 
         Raises:
             RolloutError: something cannot be made here.
         """
+        work_folder.enter(folder)
         self._agents = agents_of(setup)
         return os.getpid()
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -193,7 +194,7 @@ class SessionPool:
             kind = ray.remote(SessionWorker).options(max_concurrency=_MOST_CONCURRENT, **options)
             worker.actor, worker.is_sending = kind.remote(), False
             try:
-                worker.pid = await worker.actor.start.remote(self._setup)
+                worker.pid = await worker.actor.start.remote(self._setup, os.getcwd())
                 if worker.outbox:
                     self._start(self._flush(worker))
                 while not self._closing:

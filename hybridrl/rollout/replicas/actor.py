@@ -22,6 +22,7 @@ from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, Infer
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, Reading, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
@@ -75,11 +76,18 @@ class Replica:
         spec: what the engine is started with.
         environment: variables that have to be set before the engine's library is imported.
         log_file: where this process and the engine's write; None leaves it to Ray.
+        folder: working folder of the run's program; see `hybridrl.utils.work_folder`.
     """
 
     def __init__(
-        self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
+        self,
+        engine_name: str,
+        spec: EngineSpec,
+        environment: dict[str, str],
+        log_file: str | None = None,
+        folder: str | None = None,
     ) -> None:
+        work_folder.enter(folder)
         os.environ.update(environment)
         keep_exit_codes()
         self._log_file = None if log_file is None else Path(log_file)

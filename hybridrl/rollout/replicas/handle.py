@@ -1,5 +1,6 @@
 """One replica as its pool sees it: where it runs, how it is started, and its state."""
 
+import os
 import uuid
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -128,7 +129,7 @@ class ReplicaHandle:
         }
         actor = ray.remote(Replica).options(**{name: value for name, value in options.items() if value is not None})
         log_file = None if self.log_file is None else str(self.log_file)
-        self.actor = actor.remote(settings.engine_name, spec, placement.environment, log_file)
+        self.actor = actor.remote(settings.engine_name, spec, placement.environment, log_file, os.getcwd())
         return self.actor.start.remote()
 
     def wait_started(self, ref: Any, timeout_s: float) -> None:

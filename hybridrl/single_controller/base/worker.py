@@ -35,6 +35,7 @@ class WorkerSettings:
         role: the group's name in messages.
         threads: number of compute threads in this process; 0 shares the node's cores evenly among `node_workers`.
         node_workers: number of worker processes on this node, including those of other groups.
+        folder: working folder of the program that started the group; see `hybridrl.utils.work_folder`.
     """
 
     role: str
@@ -46,6 +47,7 @@ class WorkerSettings:
     threads: int = 0
     node_workers: int = 1
     env: dict[str, str] = field(default_factory=dict)
+    folder: str | None = None
 
 
 class PortReservation:

@@ -25,6 +25,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
 from hybridrl.single_controller.ray.images import with_images
+from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import keep_exit_codes
 
 # Positional and keyword arguments of the user's constructor.
@@ -100,6 +101,7 @@ class WorkerHost:
                 os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything the worker starts
             if settings.use_gpu:
                 os.environ["CUDA_VISIBLE_DEVICES"] = assigned_gpus()
+            work_folder.enter(settings.folder)
             set_up_process(settings, *master)
             keep_exit_codes()
             _keep_stacks_readable()

@@ -187,6 +187,7 @@ class RayWorkerGroup(WorkerGroup):
                 threads=self.threads or 0,
                 node_workers=max(node_workers[rank], local_sizes[rank]),
                 env=self.worker_env,
+                folder=os.getcwd(),
             )
             self._shared.building.append(worker._host_build.remote(settings, master, arguments))
 
