@@ -112,6 +112,19 @@ def measure(rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], dict
         (folder / "measured").write_bytes(pickle.dumps(found))
 
 
+def logits_of_one_micro_batch_are_held(rank: int, folder: Path) -> None:
+    """The peak of a pass over three micro-batches is that over one."""
+    engine = make_megatron(folder / "untied", "language_model", model=PLAIN)
+
+    def peak(rows: int) -> int:
+        batch = full_batch(rows)
+        return peak_of(lambda: engine.infer(batch, MICRO, 1.0, ("log_probs",)), *engine.chunks[0].parameters())
+
+    peak(2)
+    logits = 2 * RESPONSE * 2000 * 4
+    assert peak(6) - peak(2) < 0.1 * logits
+
+
 def compare(rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
     distributed.destroy_process_group()  # a forecast is that of a rank of a group that does not exist
     wrong = []
@@ -153,6 +166,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_takes_what_was_forecast(models: Path, ranks: int) -> None:
     spawn(measure, ranks, models, CASES[ranks], preload="megatron_preload")
     spawn(compare, 1, models, CASES[ranks], preload="megatron_preload")
+
+
+@pytest.mark.slow(5)
+def test_a_pass_holds_the_logits_of_one_micro_batch(models: Path) -> None:
+    spawn(logits_of_one_micro_batch_are_held, 1, models, preload="megatron_preload")
 
 
 def compute_families(rank: int, folder: Path) -> None:

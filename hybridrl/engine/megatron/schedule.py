@@ -54,13 +54,13 @@ class Schedule:
     ) -> list[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, on the last stage; None on others."""
 
-        def finish(output: torch.Tensor, numbered: Numbered, **_: Any) -> dict[str, torch.Tensor]:
+        def finish(output: torch.Tensor, numbered: Numbered) -> Any:
             assert self.outputs is not None
             number, layout = numbered
-            return self.outputs.compute(output, layout, wanted, comparison.of(number))
+            return _instead_of_logits(output, self.outputs.compute(output, layout, wanted, comparison.of(number)))
 
         with torch.no_grad():
-            found = self._run(chunks, layouts, wanted, finish, forward_only=True, collect_non_loss_data=True)
+            found = self._run(chunks, layouts, wanted, finish, forward_only=True)
         return found[: len(layouts)] if self.state.is_last_stage else None
 
     def hidden(self, chunks: Sequence[nn.Module], layouts: Sequence[Layout]) -> list[Hidden] | None:
@@ -145,6 +145,13 @@ class Schedule:
 
     def _packed_parameters(self, layout: RankLayout) -> Any:
         return packed_parameters(layout)
+
+
+def _instead_of_logits(logits: torch.Tensor, found: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """What a pass without gradients found, in the form of a loss: that is kept until the next micro-batch has passed,
+    where Megatron-core would keep the logits otherwise.
+    """
+    return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), found
 
 
 def _dummy_like(layout: Layout) -> Layout:
