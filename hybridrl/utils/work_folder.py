@@ -4,6 +4,14 @@ import contextlib
 import os
 
 
+def of_program() -> str | None:
+    """Return the folder that this process works in; None if it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
 def enter(folder: str | None) -> None:
     """Make the folder of the run's program that of this worker, so that relative paths mean the same in both.
 

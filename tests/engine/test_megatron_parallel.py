@@ -33,11 +33,11 @@ OPTIM = {"override_optimizer_config": {"eps": 1e-5}}
 OUTPUTS = {"language_model": ("log_probs", "entropy", "sum_pi_squared"), "value_model": ("values",)}
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 4000}
 FUSED = {"use_fused_kernels": True}
-STEPS = 2
+STEPS = 3
 
 
 def run(engine: Any, model_type: str, rows: slice = slice(None)) -> dict[str, Any]:
-    """What two steps compute and change, as plain tensors and numbers."""
+    """What three steps compute and change, as plain tensors and numbers."""
     batch, micro = make_batch(FIELDS, rows), MicroBatching(size=2)
     loss = policy_loss if model_type == "language_model" else value_loss
     before = weights(engine)

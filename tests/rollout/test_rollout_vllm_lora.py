@@ -39,7 +39,7 @@ def _adapter(model: Path) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(adapted)
 
 
-def test_log_probs_are_the_trainers_with_each_adapter(ray_session, tiny_model, tmp_path) -> None:
+def test_log_probs_are_the_trainers_with_each_adapter(ray_session, tiny_model, tmp_path, started_engines) -> None:
     config = settings(
         tiny_model, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.lora_transfer=adapter"
     )
@@ -48,7 +48,8 @@ def test_log_probs_are_the_trainers_with_each_adapter(ray_session, tiny_model, t
     try:
         policy = RayWorkerGroup(pool, RayClassWithInitArgs(Policy, config=config, role="actor_rollout"), threads=1)
         policy.init_model()
-        rollout = start_rollout(config, policy, threads=1, log_folder=tmp_path)
+        with started_engines():
+            rollout = start_rollout(config, policy, threads=1, log_folder=tmp_path)
         prompts, answers, effects = prompts_of(4, n=2), [], []
         for version in range(3):
             sent = rollout.update_weights(version)

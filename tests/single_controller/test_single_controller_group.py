@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 LAST = register_dispatch_mode("last_rank", dispatch_one_to_all, lambda group, output: output[-1])
+
+
+class Folder(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def files(self) -> list[str]:
+        return sorted(os.listdir())
 
 
 class Doubler(Worker):
@@ -396,6 +403,17 @@ def test_workers_work_in_the_folder_of_the_program(start: Any, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     (place,) = start(Doubler, 1).place()
     assert place["folder"] == str(tmp_path)
+    (tmp_path / "copied").mkdir()
+    (tmp_path / "copied" / "mine.txt").touch()
+    archive = shutil.make_archive(str(tmp_path / "copied"), "zip", tmp_path, "copied")
+    worker_class = RayClassWithInitArgs(Folder)
+    worker_class.update_options({"runtime_env": {"working_dir": f"file://{archive}"}})
+    pool = RayResourcePool([1], use_gpu=False)
+    try:
+        (found,) = RayWorkerGroup(pool, worker_class).files()
+    finally:
+        pool.release()
+    assert found == ["mine.txt"], "Ray's copy of a working_dir stays the folder of the worker"
 
 
 def test_groups_share_a_slot_and_threads_are_explicit(start: Any) -> None:

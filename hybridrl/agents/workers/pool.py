@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import Request
+from hybridrl.utils import work_folder
 from hybridrl.verdict import NoVerdict, Reason
 
 _COLLECT_S = 10.0
@@ -194,7 +194,7 @@ class SessionPool:
             kind = ray.remote(SessionWorker).options(max_concurrency=_MOST_CONCURRENT, **options)
             worker.actor, worker.is_sending = kind.remote(), False
             try:
-                worker.pid = await worker.actor.start.remote(self._setup, os.getcwd())
+                worker.pid = await worker.actor.start.remote(self._setup, work_folder.of_program())
                 if worker.outbox:
                     self._start(self._flush(worker))
                 while not self._closing:

@@ -242,8 +242,8 @@ class _Stage:
         if not packed:
             rows = min(rows, PREFERRED_CELLS[self._kind] // length)
         rows = max(1, rows)
-        # Stage s of p begins the backward passes after p - s forward passes. Without gradients, what a micro-batch
-        # returned is there until the next one has returned.
+        # Stage s of p begins the backward passes after p - s forward passes. Without gradients, what a stage
+        # sends on is there until the next micro-batch has passed.
         at_once = sizes.pp - self._stage if training else 2
         count = min(-(-shard // rows), at_once)
         if sizes.vpp > 1:  # all stages get further micro-batches, so that each group of them is complete

@@ -74,7 +74,10 @@ def call(request: Any) -> Any:
 def _start() -> subprocess.Popen[bytes]:
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-W", "ignore", "-m", __name__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
+    # Ctrl-C does not reach it; it ends with its standard input.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, start_new_session=True
+    )
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:

@@ -1,6 +1,5 @@
 """One replica as its pool sees it: where it runs, how it is started, and its state."""
 
-import os
 import uuid
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -15,6 +14,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.actor import Replica, ReplicaInfo, end_of_log
 from hybridrl.rollout.request import Request
+from hybridrl.utils import work_folder
 from hybridrl.weight_sync.send import Target
 
 
@@ -129,7 +129,8 @@ class ReplicaHandle:
         }
         actor = ray.remote(Replica).options(**{name: value for name, value in options.items() if value is not None})
         log_file = None if self.log_file is None else str(self.log_file)
-        self.actor = actor.remote(settings.engine_name, spec, placement.environment, log_file, os.getcwd())
+        folder = work_folder.of_program()
+        self.actor = actor.remote(settings.engine_name, spec, placement.environment, log_file, folder)
         return self.actor.start.remote()
 
     def wait_started(self, ref: Any, timeout_s: float) -> None:

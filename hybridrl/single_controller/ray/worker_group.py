@@ -22,6 +22,7 @@ from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, h
 from hybridrl.single_controller.ray.images import with_references
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
+from hybridrl.utils import work_folder
 from hybridrl.utils.spans import Span, kept
 
 # A call that takes longer counts as hanging, unless the group has its own `timeout_s`.
@@ -187,7 +188,7 @@ class RayWorkerGroup(WorkerGroup):
                 threads=self.threads or 0,
                 node_workers=max(node_workers[rank], local_sizes[rank]),
                 env=self.worker_env,
-                folder=os.getcwd(),
+                folder=work_folder.of_program(),
             )
             self._shared.building.append(worker._host_build.remote(settings, master, arguments))
 
