@@ -2,6 +2,7 @@
 
     python benchmarks/trl_step.py                 # the quickstart's model: 0.33 M parameters, prompts of 19, 8 new
     python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, responses of mean 64, limit 256
+    python benchmarks/trl_step.py --rounds 1      # each side once: the speed of a shared machine changes by the minute
     python benchmarks/trl_step.py actor_rollout_ref.model.share_prefixes=True     # further settings of our side
 
 Both sides have the same model, prompts, samples per prompt, learning rate and number of threads, one update per
@@ -10,13 +11,15 @@ step to the next, with everything in it: data, generation, reward, update, metri
 vocabulary has 64 tokens and the weights are random, so every token ends a response with a probability of about 1/64;
 the number of tokens that each side generated is printed.
 
-The last lines are the ratio, ours over TRL's, and the share of the controller and Ray in our step: (wall - slowest
-rank inside worker methods - reward) / wall.
+Both sides run in turn, each in a process of its own per round. The last lines are the ratio, ours over TRL's, as the
+median over rounds, and the share of the controller and Ray in our step, likewise: (wall - slowest rank inside worker
+methods - reward) / wall.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -251,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="quickstart")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of our side")
     parser.add_argument("--side", choices=("trl", "hybridrl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -263,28 +267,36 @@ def main() -> None:
             result = measure_hybridrl(case, arguments.folder, arguments.threads, arguments.overrides)
         print("RESULT " + json.dumps(result))
         return
+    ratios, shares = [], []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        build(case, folder)
-        results = {}
-        for side in ("trl", "hybridrl"):
-            command = [sys.executable, __file__, "--case", arguments.case, "--threads", str(arguments.threads)]
-            environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "TOKENIZERS_PARALLELISM": "false"}
-            done = subprocess.run(
-                [*command, "--side", side, "--folder", str(folder), *arguments.overrides],
-                capture_output=True,
-                text=True,
-                env=environment,
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if not lines:
-                sys.exit(f"{side} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-            results[side] = json.loads(lines[0].removeprefix("RESULT "))
-            print(f"{side:9s} {results[side]}", flush=True)
-    ratio = results["hybridrl"]["median_s"] / results["trl"]["median_s"]
+        build(case, Path(name))
+        for _ in range(arguments.rounds):
+            trl, ours = (one_side(side, Path(name), arguments) for side in ("trl", "hybridrl"))
+            ratios.append(ours["median_s"] / trl["median_s"])
+            shares.append(ours["overhead"])
+            print(f"ratio {ratios[-1]:.2f}, controller and Ray {shares[-1]:.1%}", flush=True)
     what = " ".join([arguments.case, *arguments.overrides])
-    print(f"{what}, {arguments.threads} thread(s): hybridrl / TRL = {ratio:.2f}")
-    print(f"controller and Ray: {results['hybridrl']['overhead']:.1%} of hybridrl's step")
+    print(f"{what}, {arguments.threads} thread(s): hybridrl / TRL = {statistics.median(ratios):.2f}")
+    print(f"controller and Ray: {statistics.median(shares):.1%} of hybridrl's step")
+
+
+def one_side(side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure one side in a process of its own, in a folder of its own, and print what it found."""
+    command = [sys.executable, __file__, "--case", arguments.case, "--threads", str(arguments.threads)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [*command, "--side", side, "--folder", str(folder), *arguments.overrides],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    shutil.rmtree(folder / side, ignore_errors=True)  # else the next round would resume it
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        sys.exit(f"{side} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    found: dict[str, float] = json.loads(lines[0].removeprefix("RESULT "))
+    print(f"{side:9s} {found}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

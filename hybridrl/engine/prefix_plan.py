@@ -103,14 +103,16 @@ class PrefixPlan(BatchPlan):
         ids = np.empty(tree.tokens, dtype=np.int64)
         parents = np.zeros(tree.tokens, dtype=np.int64)
         positions = np.empty((tree.tokens, self._positions.shape[-1]), dtype=np.int64)
+        own_ids, own_positions = self._ids.numpy(), self._positions.numpy()
         for row, path in zip(order.rows, tree.paths, strict=True):
-            ids[path] = self._ids[row, : len(path)].numpy()
-            positions[path] = self._positions[row, : len(path)].numpy()
+            ids[path] = own_ids[row, : len(path)]
+            positions[path] = own_positions[row, : len(path)]
             parents[path[1:]] = path[:-1]
         path_of = dict(zip(order.rows, tree.paths, strict=True))
         start = self.width - self.response_width
         # A response token's node; the token before it on the path predicts it.
-        nodes = [path_of[row][self.ranks[row, start:][self.response_mask[row]].numpy()] for row in rows]
+        ranks, mask = self.ranks[:, start:].numpy(), self.response_mask.numpy()
+        nodes = [path_of[row][ranks[row][mask[row]]] for row in rows]
         found, taken = np.unique(np.concatenate(nodes), return_inverse=True)
         kinds = torch.from_numpy(positions).T[:, None]  # [k, 1, L]
         return TreeLayout(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -116,13 +117,15 @@ class Paths:
         if name not in self._masks:
             ends = list(itertools.accumulate(self.pieces[piece] for piece in pieces))
             columns = dict(zip(pieces, zip([0, *ends], ends, strict=False), strict=True))
-            seen = torch.zeros(runs[-1].stop - runs[0].start, ends[-1], dtype=torch.bool)
+            hidden = np.ones((runs[-1].stop - runs[0].start, ends[-1]), dtype=bool)
             for run in runs:
-                path = torch.cat([torch.arange(*columns[piece]) for piece in run.pieces])
-                own = torch.ones(run.stop - run.start, len(path), dtype=torch.bool).tril(run.before)
-                own = own.triu(run.before - window + 1) if window else own
-                seen[run.start - runs[0].start : run.stop - runs[0].start, path] = own
-            scores = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
+                path = np.concatenate([np.arange(*columns[piece]) for piece in run.pieces])
+                queries = run.stop - run.start
+                seen = np.tri(queries, len(path), run.before, dtype=bool)
+                if window:
+                    seen ^= np.tri(queries, len(path), run.before - window, dtype=bool)
+                hidden[run.start - runs[0].start : run.stop - runs[0].start, path] = ~seen
+            scores = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
             self._masks[name] = scores.to(like.device)
         return pieces, self._masks[name]
 

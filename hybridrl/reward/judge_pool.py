@@ -78,9 +78,15 @@ class JudgePool:
         future.add_done_callback(self._forget)
         return future
 
+    def submit_all(
+        self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format
+    ) -> list[Future[Outcome]]:
+        """Ask about samples; see `RewardPool.submit_all`."""
+        return [self.submit(sample, describe(number)) for number, sample in enumerate(samples)]
+
     def run(self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format) -> list[Outcome]:
         """Ask about samples; see `RewardPool.run`. After a failure those that are not judged yet are given up."""
-        futures = [self.submit(sample, describe(number)) for number, sample in enumerate(samples)]
+        futures = self.submit_all(samples, describe)
         try:
             return [future.result() for future in futures]
         finally:

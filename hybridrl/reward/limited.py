@@ -110,19 +110,26 @@ class LimitedPool:
 
     def submit(self, sample: Sample, name: str = "a sample") -> Future[Outcome]:
         """Score one sample when its turn has come; see `RewardPool.submit`."""
-        future: Future[Outcome] = Future()
+        return self.submit_all([sample], lambda _: name)[0]
+
+    def submit_all(
+        self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format
+    ) -> list[Future[Outcome]]:
+        """Score samples, each when its turn has come; see `RewardPool.submit_all`."""
+        futures: list[Future[Outcome]] = [Future() for _ in samples]
+        names = map(describe, range(len(samples)))
         with self._changed:
-            self._waiting.append((sample, name, future))
+            self._waiting.extend(zip(samples, names, futures, strict=False))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="reward-rate", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return future
+        return futures
 
     def run(self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format) -> list[Outcome]:
         """Score samples; see `RewardPool.run`. After a failure those that have not begun are given up."""
         _ = self.calls
-        futures = [self.submit(sample, describe(number)) for number, sample in enumerate(samples)]
+        futures = self.submit_all(samples, describe)
         try:
             return [future.result() for future in futures]
         finally:

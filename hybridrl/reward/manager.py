@@ -265,17 +265,18 @@ class RewardManager:
         lengths = response_lengths(batch)
         samples = self.samples(batch, lengths)
         given = given_rewards(batch)
-        self._check([sample for sample, reward in zip(samples, given, strict=True) if reward is None])
-        futures, parts = [], _is_part(batch, given)
-        for number, (sample, reward, length) in enumerate(zip(samples, given, lengths.tolist(), strict=True)):
-            if reward is None:
-                outcome = self.pool.submit(sample, describe(batch, sample, number))
-            else:
-                outcome = Future()
-                outcome.set_result(_given(reward))
-            score = _as_given if parts[number] else partial(self._scored, sample=sample, length=length)
-            futures.append(_then(outcome, score))
-        return futures
+        asked = [number for number, reward in enumerate(given) if reward is None]
+        self._check([samples[number] for number in asked])
+        submitted = self.pool.submit_all(
+            [samples[number] for number in asked], lambda number: describe(batch, samples[asked[number]], asked[number])
+        )
+        of_asked = dict(zip(asked, submitted, strict=True))
+        outcomes = [of_asked.get(number) or _known(_given(reward)) for number, reward in enumerate(given)]
+        rows = zip(outcomes, samples, lengths.tolist(), _is_part(batch, given), strict=True)
+        return [
+            _then(outcome, _as_given if part else partial(self._scored, sample=sample, length=length))
+            for outcome, sample, length, part in rows
+        ]
 
     def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
         """What `__call__` returns with `return_dict`, of rows that are scored.
@@ -536,6 +537,13 @@ def _of_rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     if scores is None:
         scores = {"user_turn_rewards": list(row["turn_rewards"])} if row.get("turn_rewards") else {}
     return {"num_turns": turns, "rollout_reward_scores": scores}
+
+
+def _known(outcome: Outcome) -> Future[Outcome]:
+    """A future that is done."""
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
 
 
 def _then(outcome: Future[Outcome], function: Callable[[Outcome], Scored]) -> Future[Scored]:

@@ -64,7 +64,19 @@ class WeightedPools:
 
     def submit(self, sample: Sample, name: str = "a sample") -> Future[Outcome]:
         """Score one sample as soon as processes are free; see `RewardPool.submit`."""
-        futures = {part: pool.submit(sample, name) for part, pool in self.pools.items()}
+        return self.submit_all([sample], lambda _: name)[0]
+
+    def submit_all(
+        self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format
+    ) -> list[Future[Outcome]]:
+        """Score samples; see `RewardPool.submit_all`."""
+        found = {part: pool.submit_all(samples, describe) for part, pool in self.pools.items()}
+        return [
+            self._future_sum({part: futures[number] for part, futures in found.items()}, describe(number))
+            for number in range(len(samples))
+        ]
+
+    def _future_sum(self, futures: Mapping[str, Future[Outcome]], name: str) -> Future[Outcome]:
         result: Future[Outcome] = Future()
         waiting, lock = set(futures), threading.Lock()
 

@@ -3,7 +3,8 @@
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -149,18 +150,15 @@ def batch_of(
     rows = len(trajectories)
     before = _width("prompt_ids", "prompt_width", prompt_width, trajectories)
     after = _width("token_ids", "response_width", response_width, trajectories)
-    input_ids = torch.full((rows, before + after), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros((rows, before + after), dtype=torch.int64)
-    response_mask = torch.zeros((rows, after), dtype=torch.int64)
-    log_probs = torch.zeros((rows, after), dtype=torch.float32)
-    versions = torch.full((rows, after), NO_VERSION, dtype=torch.int32)
+    prompt_places = np.arange(before) >= before - _lengths(one.prompt_ids for one in trajectories)
+    places = np.arange(after) < _lengths(one.token_ids for one in trajectories)
+    prompts = _placed((one.prompt_ids for one in trajectories), prompt_places, np.int64, pad_token_id)
+    responses = _placed((one.token_ids for one in trajectories), places, np.int64, pad_token_id)
+    response_mask = _placed((one.mask for one in trajectories), places, np.int64, 0)
+    log_probs = _placed((one.log_probs for one in trajectories), places, np.float32, 0.0)
+    attention_mask = torch.from_numpy(np.concatenate([prompt_places, places], axis=1).astype(np.int64))
+    versions = np.full((rows, after), NO_VERSION, dtype=np.int32)
     for row, one in enumerate(trajectories):
-        start, count = before - len(one.prompt_ids), len(one.token_ids)
-        input_ids[row, start:before] = torch.tensor(one.prompt_ids, dtype=torch.int64)
-        input_ids[row, before : before + count] = torch.tensor(one.token_ids, dtype=torch.int64)
-        attention_mask[row, start : before + count] = 1
-        response_mask[row, :count] = torch.tensor(one.mask, dtype=torch.int64)
-        log_probs[row, :count] = torch.tensor(one.log_probs, dtype=torch.float32)
         first = 0
         for version, tokens in one.versions:
             versions[row, first : first + tokens] = version
@@ -169,15 +167,15 @@ def batch_of(
         prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
     counted = torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1)
     tensors = {
-        "prompts": input_ids[:, :before].clone(),
-        "responses": input_ids[:, before:].clone(),
-        "input_ids": input_ids,
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         # Padding on the right counts on, so that the positions of a row do not depend on its length.
         "position_ids": _given_positions(trajectories, before, after, counted),
         "response_mask": response_mask,
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
-        "weight_versions": versions,
+        "weight_versions": torch.from_numpy(versions),
     }
     if any(one.turn_ends is not None for one in trajectories):
         tensors |= _turns(trajectories, after)
@@ -186,6 +184,18 @@ def batch_of(
     if any(one.routed_experts is not None for one in trajectories):
         tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
     return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
+
+
+def _lengths(lists: Iterable[Sequence[Any]]) -> np.ndarray:
+    """The length of each list, [B, 1]."""
+    return np.fromiter(map(len, lists), dtype=np.int64)[:, None]
+
+
+def _placed(lists: Iterable[Sequence[Any]], places: np.ndarray, dtype: Any, fill: Any) -> torch.Tensor:
+    """The entries of each list at the places of its row, [B, W]; `fill` elsewhere."""
+    found = np.full(places.shape, fill, dtype=dtype)
+    found[places] = np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype)
+    return torch.from_numpy(found)
 
 
 def _given_positions(

@@ -122,14 +122,15 @@ def _inverted(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     they are those over all tokens.
     """
     rows, width = probs.shape
-    masses = _as_integers(pad(probs, [0, -width % _BLOCK])).view(rows, -1, _BLOCK)
+    size = min(_BLOCK, width)
+    masses = _as_integers(pad(probs, [0, -width % size])).view(rows, -1, size)
     blocks = masses.sum(dim=-1).cumsum(dim=-1)
     # `right=True` finds the first whose cumulative mass exceeds the target: never one of zero probability.
     target = (uniform.to(blocks.device) * blocks[:, -1]).long().unsqueeze(-1)
     block = torch.searchsorted(blocks, target, right=True).clamp_(max=blocks.shape[-1] - 1)
     within = masses[torch.arange(rows, device=block.device), block.squeeze(-1)]
     before = blocks.gather(-1, block) - within.sum(dim=-1, keepdim=True)
-    token = block * _BLOCK + torch.searchsorted(within.cumsum(dim=-1), target - before, right=True)
+    token = block * size + torch.searchsorted(within.cumsum(dim=-1), target - before, right=True)
     return token.clamp_(max=width - 1)
 
 

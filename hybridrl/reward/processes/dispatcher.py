@@ -51,13 +51,14 @@ class Dispatcher:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
-        self._changed = threading.Condition()  # guards the next five
+        self._changed = threading.Condition()  # guards the next six
         self._new: list[Job] = []
         self._ready: Ready | None = None
         self._load_errors: list[RewardError] = []
         self._end_reason = RewardError("the reward pool was closed")
         self._keep = False
         self._stopping = False
+        self._abandoned = False  # whether jobs were, since the thread last looked
         # used by the thread only
         self._children: list[ChildProcess] = []
         self._pending: deque[Job] = deque()
@@ -113,6 +114,7 @@ class Dispatcher:
         with self._changed:
             for job in jobs:
                 job.abandoned = True
+            self._abandoned = True
             self._wake()
 
     def stop(self) -> None:
@@ -152,7 +154,9 @@ class Dispatcher:
             self._pending.extend(self._new)
             self._new = []
             wanted = self._keep or bool(self._pending)
-        self._drop_abandoned()
+            abandoned, self._abandoned = self._abandoned, False
+        if abandoned:
+            self._drop_abandoned()
         try:
             while wanted and len(self._children) < self.num_workers:
                 self._children.append(ChildProcess(self.function, self.timeout_s))
@@ -179,7 +183,7 @@ class Dispatcher:
             self._finish(self._pending.popleft(), error)
 
     def _drop_abandoned(self) -> None:
-        self._pending = deque(job for job in self._pending if not (job.abandoned or job.future.cancelled()))
+        self._pending = deque(job for job in self._pending if not job.abandoned)
         for child in list(self._children):
             if child.working_on and all(job.abandoned for job in child.working_on.values()):
                 self._end(child)
@@ -217,7 +221,12 @@ class Dispatcher:
         else:
             fair = math.ceil(len(self._pending) / (2 * len(self._children)))
             size = min(fair, int(_CHUNK_S / max(self._mean_s, 1e-6)))
-        return [self._pending.popleft() for _ in range(min(len(self._pending), max(1, size)))]
+        chunk: list[Job] = []
+        while self._pending and len(chunk) < max(1, size):
+            job = self._pending.popleft()
+            if not job.future.cancelled():
+                chunk.append(job)
+        return chunk
 
     def _receive(self, patience: float) -> bool:
         """Take in what has arrived; False if no process sent anything within `patience` seconds."""

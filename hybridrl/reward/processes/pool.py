@@ -85,9 +85,20 @@ class RewardPool:
             unless the pool tolerates it; and `RewardError` where it cannot be loaded, takes a whole batch, or hangs on
             the very first samples that it is given, twice in every process. Later timeouts have no verdict.
         """
-        job = self._job(sample, name)
-        self._running().add([job])
-        return job.future
+        return self.submit_all([sample], lambda _: name)[0]
+
+    def submit_all(
+        self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format
+    ) -> list[Future[Outcome]]:
+        """Score samples, as `submit` scores one, and hand them to the processes together.
+
+        Args:
+            samples: what to score.
+            describe: names the i-th sample in messages.
+        """
+        jobs = [self._job(sample, describe(number)) for number, sample in enumerate(samples)]
+        self._running().add(jobs)
+        return [job.future for job in jobs]
 
     def run(self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format) -> list[Outcome]:
         """Score samples; the i-th outcome belongs to the i-th sample. A function that takes a batch is called once.
