@@ -20,7 +20,7 @@ from hybridrl.utils import device
 
 EPS = 1e-8
 # exp of it is exactly 0 in float64 too, so it can replace a log-probability of -inf in products with the probability.
-_LOWEST_LOG_P = -1e4
+LOWEST_LOG_P = -1e4
 # Elements per float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 # Elements per block of rows in masked statistics, so that temporaries stay in a CPU's cache.
@@ -157,12 +157,17 @@ class _Options(NamedTuple):
 
 
 def _entropy_gradient(
-    logp: Tensor, entropy: Tensor, g_entropy: Tensor, labels: Tensor | None, g_lp: Tensor | None
+    logp: Tensor,
+    entropy: Tensor,
+    g_entropy: Tensor,
+    labels: Tensor | None,
+    g_lp: Tensor | None,
+    buffer: Tensor | None = None,
 ) -> Tensor:
     """Gradient of sum(g_H H + g_lp lp) with respect to the scaled logits, [n, V]; `logp` is overwritten."""
-    p = logp.exp()
+    p = torch.exp(logp, out=buffer)
     # -p (g_lp + g_H (log p + H)), where log p is kept finite if p is zero.
-    step = logp.clamp_(min=_LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
+    step = logp.clamp_(min=LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
     if g_lp is not None:
         step.add_(g_lp.unsqueeze(-1))
     step.mul_(p).neg_()
@@ -188,7 +193,7 @@ def chunk_statistics(
             square = (p * p).sum(-1)
         if entropy:
             # A token excluded by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
-            found_entropy = -p.mul_(logp.clamp_(min=_LOWEST_LOG_P)).sum(-1)
+            found_entropy = -p.mul_(logp.clamp_(min=LOWEST_LOG_P)).sum(-1)
     return lp, found_entropy, square
 
 
@@ -204,15 +209,21 @@ def statistics_gradient(
 
 
 def tile_gradient(
-    logp: Tensor, labels: Tensor | None, entropy: Tensor | None, g_lp: Tensor | None, g_entropy: Tensor | None
+    logp: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor | None,
+    g_lp: Tensor | None,
+    g_entropy: Tensor | None,
+    buffer: Tensor | None = None,
 ) -> Tensor:
     """What `statistics_gradient` computes, for some words of the vocabulary only; `logp` [n, v] is overwritten.
 
     Args:
         labels: [n], as places among these words; below 0 or from v on for those of other words.
+        buffer: [n, v], for the probabilities; None allocates it.
     """
     if g_entropy is not None and entropy is not None:
-        step = _entropy_gradient(logp, entropy, g_entropy, None, g_lp)
+        step = _entropy_gradient(logp, entropy, g_entropy, None, g_lp, buffer)
     elif g_lp is None:
         return logp.zero_()
     else:

@@ -9,14 +9,14 @@ Legend: N tokens, H features, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hybridrl.algorithms.functional import chunk_statistics, joined, kernels_for, tile_gradient, working_dtype
+from hybridrl.algorithms.functional import LOWEST_LOG_P, joined, kernels_for, tile_gradient, working_dtype
 from hybridrl.errors import AlgorithmError
 
 #: least logits of a chunk: enough tokens for an efficient matrix product. On a CPU in float32 they are the 32 MiB from
@@ -47,14 +47,14 @@ class _LinearStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor | None, options: _Options
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        elements = options.rows * weight.shape[0]
+        elements, memory = options.rows * weight.shape[0], _TileMemory()
         found: list[tuple[Tensor | None, ...]] = []
         for part, tiles in tiles_of(hidden.shape[0], weight.shape[0], elements):
             y = None if labels is None else labels[part]
             of_tiles = []
             for words in tiles:
-                logits = linear(hidden[part], weight[words], None if bias is None else bias[words])
-                of_tiles.append(_tile_statistics(logits, None if y is None else y - words.start, options))
+                logits = _tile_logits(hidden[part], weight[words], None if bias is None else bias[words], memory)
+                of_tiles.append(_tile_statistics(logits, None if y is None else y - words.start, options, memory))
                 del logits  # before the next tile is allocated
             found.append(_of_all_words(of_tiles))
         lp, entropy, square, normalizers = (joined(parts) for parts in zip(*found, strict=True))
@@ -71,42 +71,96 @@ class _LinearStatistics(torch.autograd.Function):
         options: _Options = ctx.options
         g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
 
+        memory = _TileMemory()
+
         def of_tile(part: slice, words: slice) -> Tensor:
-            logits = linear(hidden[part], weight[words], None if bias is None else bias[words])
+            logits = _tile_logits(hidden[part], weight[words], None if bias is None else bias[words], memory)
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
             near = None if y is None else y - words.start
             if (kernels := kernels_for(logits)) is not None:
                 found: Tensor = kernels.gradient(logits, near, options.scale, normalizer[part], h, g, gh, logits)
                 return found
-            log_p = _scaled(logits, options.scale).sub_(normalizer[part].unsqueeze(-1))
-            return tile_gradient(log_p, near, h, g, gh).mul_(options.scale)
+            log_p = _scaled(logits, options.scale, memory).sub_(normalizer[part].unsqueeze(-1))
+            step = tile_gradient(log_p, near, h, g, gh, memory.like(log_p))
+            return step if options.scale == 1.0 else step.mul_(options.scale)
 
         wants = ctx.needs_input_grad[:3]
         elements = options.rows * weight.shape[0]
         return (*tiled_gradients(hidden, weight, bias, wants, elements, of_tile), None, None)
 
 
-def _scaled(logits: Tensor, scale: float) -> Tensor:
+class _TileMemory:
+    """Memory that a CPU uses again for each tile. Fresh memory of this size is mapped page by page when it is first
+    written, which takes longer than the softmax of a tile. A GPU's allocator keeps memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def of(self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """A tile of this shape, not initialized; None where each gets memory of its own. The first is the largest."""
+        if device.type != "cpu":
+            return None
+        size = math.prod(shape)
+        if (name, dtype) not in self._kept:
+            self._kept[name, dtype] = torch.empty(size, dtype=dtype)
+        return self._kept[name, dtype][:size].view(*shape)
+
+    def like(self, tile: Tensor) -> Tensor | None:
+        """A second one like a tile, for its probabilities."""
+        return self.of("probabilities", tile.shape, tile.device, tile.dtype)
+
+
+def _tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, memory: _TileMemory) -> Tensor:
+    """The logits of some tokens [n, H] for some words [v, H]."""
+    out = memory.of("logits", (hidden.shape[0], weight.shape[0]), hidden.device, hidden.dtype)
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _scaled(logits: Tensor, scale: float, memory: _TileMemory) -> Tensor:
     """The logits times `scale`, in at least float32; the memory of float32 logits is used again."""
-    return logits.to(working_dtype(logits.dtype)).mul_(scale)
+    dtype = working_dtype(logits.dtype)
+    if logits.dtype != dtype:
+        out = memory.of("scaled", logits.shape, logits.device, dtype)
+        logits = logits.to(dtype) if out is None else out.copy_(logits)
+    return logits if scale == 1.0 else logits.mul_(scale)
 
 
-def _tile_statistics(logits: Tensor, labels: Tensor | None, options: _Options) -> tuple[Tensor | None, ...]:
+def _tile_statistics(
+    logits: Tensor, labels: Tensor | None, options: _Options, memory: _TileMemory
+) -> tuple[Tensor | None, ...]:
     """`chunk_statistics` and the normalizer of the softmax over some words, whose logits [n, v] may be overwritten.
+
+    With m = max z and e_j = exp(z_j - m), of the scaled logits z:
+
+        normalizer = m + log sum e      H = log sum e - sum e_j (z_j - m) / sum e      sum p^2 = sum e^2 / (sum e)^2
 
     Args:
         labels: [n], as places among these words; the log-probability of one of other words is -inf.
     """
     near = None if labels is None else labels.clamp(0, logits.shape[-1] - 1)
+    lp = entropy = square = None
     if (kernels := kernels_for(logits)) is not None:
         lp, entropy, square, normalizer = kernels.statistics(
             logits, near, options.scale, options.entropy, options.sum_pi_squared
         )
     else:
-        logits = _scaled(logits, options.scale)
-        normalizer = torch.logsumexp(logits, -1)
-        log_p = logits.sub_(normalizer.unsqueeze(-1))
-        lp, entropy, square = chunk_statistics(log_p, near, options.entropy, options.sum_pi_squared)
+        logits = _scaled(logits, options.scale, memory)
+        largest = logits.amax(-1, keepdim=True)
+        largest.masked_fill_(largest == -torch.inf, 0.0)  # of excluded words alone
+        e = torch.exp(logits.sub_(largest), out=memory.like(logits))
+        total = e.sum(-1)
+        log_total = total.log()
+        normalizer = largest.squeeze(-1) + log_total
+        if near is not None:
+            lp = logits.gather(-1, near.unsqueeze(-1)).squeeze(-1) - log_total
+        if options.sum_pi_squared:
+            square = e.square().sum(-1) / total.square()
+        if options.entropy:
+            # A word excluded by a logit of -inf has e = 0 and contributes nothing; 0 * -inf would be NaN.
+            entropy = log_total - e.mul_(logits.clamp_(min=LOWEST_LOG_P)).sum(-1) / total
     if lp is not None and near is not None and labels is not None:
         lp = lp.masked_fill(near != labels, -torch.inf)
     return lp, entropy, square, normalizer

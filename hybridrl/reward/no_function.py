@@ -25,6 +25,12 @@ class NoFunction:
         result.set_result(Outcome(0.0, {}, 0.0))
         return result
 
+    def submit_all(
+        self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format
+    ) -> list[Future[Outcome]]:
+        """Return the outcome 0 for each sample."""
+        return [self.submit(sample) for sample in samples]
+
     def run(self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format) -> list[Outcome]:
         """Return the outcome 0 for each sample."""
         return [Outcome(0.0, {}, 0.0) for _ in samples]
