@@ -346,14 +346,18 @@ def ray_session() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    with fork_server.running(Path(os.environ["RAY_TMPDIR"])):
-        start_ray(
-            address="local",  # another's cluster on this machine is none of ours
-            num_cpus=16,
-            include_dashboard=False,
-            object_store_memory=256 * 1024**2,
-            log_to_driver=True,
-            logging_level="ERROR",
-        )
+    with_engines = group(os.environ["PYTEST_CURRENT_TEST"]) == "engines"
+    with fork_server.running(Path(os.environ["RAY_TMPDIR"]), with_engines):
+        with pytest.MonkeyPatch.context() as patch:
+            # Ray's process for logs looks for new files twice a second, among those of all workers that ever ran.
+            patch.setenv("LOG_NAME_UPDATE_INTERVAL_S", "1.5")
+            start_ray(
+                address="local",  # another's cluster on this machine is none of ours
+                num_cpus=16,
+                include_dashboard=False,
+                object_store_memory=256 * 1024**2,
+                log_to_driver=True,
+                logging_level="ERROR",
+            )
         yield
         ray.shutdown()

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -76,6 +76,13 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "pydantic.v1",
+    "pydantic.main",
+    "pydantic.types",
+    "pydantic.deprecated.class_validators",
+    "starlette.datastructures",
+    "peft",
+    "pyarrow.json",
+    "pytest",  # workers whose class is in a file of tests
     "hybridrl.engine.fsdp.engine",
 )
 # Programs and their workers, which import the rest themselves.
@@ -101,6 +108,9 @@ OF_CONTROLLERS = (
     "hybridrl.trainer.ppo.run_ppo",
     "hybridrl.trainer.ppo.build",
     "hybridrl.workers.actor_rollout_ref",
+    "hybridrl.observe.figures",
+    "matplotlib.backends.backend_agg",
+    "ray.dag.compiled_dag_node",
     "pandas",
     "pyarrow.dataset",
     "pyarrow.parquet",
@@ -119,6 +129,8 @@ DAEMONS_OF_RAY = (
 WITHOUT_COMPILER = {"TORCH_COMPILE_DISABLE": "1"}
 #: milliseconds after which a process of vLLM that waits for another looks again, were it not woken
 LOOKS_AGAIN_MS = 20
+# What a replica imports before it starts the processes of vLLM; SGLang's host imports it itself.
+OF_REPLICAS = ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "hybridrl.rollout.vllm.engine")
 # What the processes of an engine import, with the environment of the first.
 OF_ENGINES = {
     "vllm": (
@@ -126,6 +138,9 @@ OF_ENGINES = {
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.executor.multiproc_executor",
+        "vllm.model_executor.model_loader.base_loader",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm._aiter_ops",
         "vllm.model_executor.models.qwen2",
         "hybridrl.rollout.vllm.engine",
     ),
@@ -140,15 +155,18 @@ OF_ENGINES = {
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[None]:
+def running(folder: Path, with_engines: bool = False) -> Iterator[None]:
     """Ray, started in the block, has its workers from a server, whose socket is in `folder` (a short path).
 
     Who connects waits until the imports are done. The server ends with the block, or with this process.
+
+    Args:
+        with_engines: workers may be replicas, and have what those import before they start an engine.
     """
     from ray._private import ray_constants, workers  # the server itself imports Ray later
 
     workers_of, engines_of = folder / f"fork-{os.getpid()}", folder / f"engines-{os.getpid()}"
-    with _server("workers", workers_of), _server("engines", engines_of):
+    with _server("replicas" if with_engines else "workers", workers_of), _server("engines", engines_of):
         os.environ[ADDRESS] = str(workers_of)
         os.environ[ENGINES] = _stand_in(folder / f"bin-{os.getpid()}", ENGINES_STAND_IN, {ADDRESS: str(engines_of)})
         os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
@@ -184,7 +202,7 @@ def started_engines(folder: Path) -> Iterator[None]:
 
 def _stand_in(folder: Path, text: str, settings: dict[str, str]) -> str:
     """Write the Python of a server, and return its path."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     python = folder / "python"
     facts = {"python": sys.executable, "client": CLIENT, "started": folder.parent / STARTED}
     words = " ".join(f"{name}={value}" for name, value in settings.items())
@@ -247,8 +265,9 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
     """Fork for every client, until the standard input is closed.
 
     Args:
-        kind: "workers" of one Ray, which is imported with its first worker's environment; "engines" of its replicas,
-            likewise; or "programs", each of which imports Ray with its own, and so do its workers.
+        kind: "workers" of one Ray, which is imported with its first worker's environment, or "replicas", if some of
+            them start engines; "engines" of its replicas, likewise; or "programs", each of which imports Ray with its
+            own, and so do its workers.
         listener: where clients connect.
         second: where programs connect whose settings of Ray are this process's; Ray is imported for them.
 
@@ -257,8 +276,7 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
     """
     own = os.getpid()
     if kind != "engines":  # few tests need them
-        for name in (*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())):
-            importlib.import_module(name)
+        _import((*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())))
         _import_megatron()
     if kind == "programs":
         assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
@@ -293,8 +311,10 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                 request = _received(client)
                 if request is None:
                     continue
-                if kind == "workers":
+                if kind in ("workers", "replicas"):
                     _finish_imports(request, "ray", WITH_RAYS_ENVIRONMENT)
+                    if kind == "replicas" and importlib.util.find_spec("vllm"):
+                        _finish_imports(request, "vllm", OF_REPLICAS)
                 elif kind == "engines":
                     engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
                     _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine]))
@@ -348,11 +368,19 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
         os.environ.update(WITHOUT_COMPILER)
     elif package == "sglang":
         importlib.import_module("hybridrl.rollout.sglang.compat").use_stand_ins()
-    for name in names:
-        importlib.import_module(name)
+    _import(names)
     if package == "vllm":
         _wait_without_spinning()
     _settle()
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import modules, without a thread of Arrow's allocator."""
+    os.environ.update(WITHOUT_ARROWS_THREAD)
+    for name in names:
+        importlib.import_module(name)
+    for name in WITHOUT_ARROWS_THREAD:
+        del os.environ[name]
 
 
 def _import_megatron() -> None:
@@ -386,9 +414,7 @@ def _wait_without_spinning() -> None:
 def _import_ray() -> None:
     """Import what programs, their workers and Ray's own processes import, and have all of them forked."""
     before = dict(os.environ)
-    os.environ.update(WITHOUT_ARROWS_THREAD)
-    for name in (*OF_CONTROLLERS, *DAEMONS_OF_RAY):
-        importlib.import_module(name)
+    _import((*OF_CONTROLLERS, *DAEMONS_OF_RAY))
     from ray._private import ray_constants, services
 
     own = Path(services.RAY_PATH) / "_private" / "workers" / ray_constants.SETUP_WORKER_FILENAME
@@ -401,8 +427,6 @@ def _import_ray() -> None:
 
     services.start_ray_process = start_forked
     services._build_python_executable_command_memory_profileable = lambda *_, **__: [daemons]
-    for name in WITHOUT_ARROWS_THREAD:
-        del os.environ[name]
     SET_BY_IMPORTS.update({name: value for name, value in os.environ.items() if name not in before})
     SET_BY_IMPORTS[SETUP_WORKER] = str(own)
     _settle()

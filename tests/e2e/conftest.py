@@ -1,9 +1,11 @@
 """Fixtures of the end-to-end tests."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 from e2e_tools import Job
 
@@ -18,6 +20,21 @@ def start_real(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def start(tmp_path: Path, forked: str) -> Iterator[Callable[..., Job]]:
     """Starts jobs that end with the test; the processes of a job are forked, with their imports done."""
     yield from _jobs(forked, tmp_path / "job")
+
+
+@pytest.fixture
+def start_apart(tmp_path: Path, forked_apart: str) -> Iterator[Callable[..., Job]]:
+    """Like `start`; all processes have another hash seed than those of `start`."""
+    yield from _jobs(forked_apart, tmp_path / "apart")
+
+
+@pytest.fixture(scope="module")
+def forked_apart() -> Iterator[str]:
+    """Like `forked`, with servers of its own: what they fork has the hash seed with which they were started."""
+    folder = Path(os.environ["RAY_TMPDIR"]) / "apart"
+    folder.mkdir(exist_ok=True)
+    with fork_server.programs(folder) as python:
+        yield python
 
 
 def _jobs(python: str, log: Path) -> Iterator[Callable[..., Job]]:

@@ -117,16 +117,16 @@ def equal_runs(whole: Path, killed: Path, step: int, *kinds: str) -> dict[str, t
     return first
 
 
-@pytest.mark.slow(85)
+@pytest.mark.slow(60)
 @pytest.mark.parametrize(("words", "kills"), [((), 2), (MEGATRON, 1)], ids=["fsdp2", "megatron"])
 def test_killed_and_resumed_equals_never_killed(
-    start, start_real, sort_run, tmp_path, monkeypatch, words: tuple[str, ...], kills: int
+    start, start_apart, sort_run, tmp_path, monkeypatch, words: tuple[str, ...], kills: int
 ) -> None:
     """The first run's processes have other hash seeds than those of the others."""
     (tmp_path / "held.py").write_text(HELD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     model = build_tiny_model(tmp_path / "model", hidden=32, heads=2, kv_heads=2)
-    job = start_real(*overrides([*sort_run, *words], model, whole))
+    job = start_apart(*overrides([*sort_run, *words], model, whole))
     assert job.wait() == 0, job.output[-4000:]
 
     # In the middle of step 4 and of an epoch: step 3, after the checkpoint, has to be undone ...
@@ -151,9 +151,9 @@ def test_killed_and_resumed_equals_never_killed(
     assert any("optimizer" in name for name in first) and any("critic" in name for name in first)
 
 
-@pytest.mark.slow(35)
+@pytest.mark.slow(20)
 def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
-    start, start_real, sort_run, tmp_path, monkeypatch
+    start, start_apart, sort_run, tmp_path, monkeypatch
 ) -> None:
     """The model of the process rewards learns along with the policy, and the frozen ones are found again."""
     (tmp_path / "held.py").write_text(HELD)
@@ -180,7 +180,7 @@ def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
         "reward.timeout_s=600",
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    job = start_real(*words, f"trainer.default_local_dir={whole}")
+    job = start_apart(*words, f"trainer.default_local_dir={whole}")
     assert job.wait() == 0, job.output[-4000:]
 
     monkeypatch.setenv("HOLD_AT", "4")
