@@ -317,7 +317,9 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                         _finish_imports(request, "vllm", OF_REPLICAS)
                 elif kind == "engines":
                     engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
-                    _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine]))
+                    if _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine])) and engine == "vllm":
+                        _wait_without_spinning()
+                        _hold_little()
                 pid = os.fork()
                 if pid == 0:
                     for file in (listener, selector, client, *(child.client for child in children.values())):
@@ -359,19 +361,18 @@ def _received(client: socket.socket) -> Request | None:
     return Request(**json.loads(text), files=files)
 
 
-def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> None:
-    """Import modules as the first process would that asks for one."""
+def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> bool:
+    """Import modules as the first process would that asks for one; whether they had not been imported before."""
     if package in sys.modules:
-        return
+        return False
     os.environ.update(request.environment)
     if package == "vllm":
         os.environ.update(WITHOUT_COMPILER)
     elif package == "sglang":
         importlib.import_module("hybridrl.rollout.sglang.compat").use_stand_ins()
     _import(names)
-    if package == "vllm":
-        _wait_without_spinning()
     _settle()
+    return True
 
 
 def _import(names: Iterable[str]) -> None:
@@ -409,6 +410,16 @@ def _wait_without_spinning() -> None:
 
     queues.SpinCondition.__init__ = start_asleep
     queues.SHM_READER_RECHECK_INTERVAL_MS = LOOKS_AGAIN_MS
+
+
+def _hold_little() -> None:
+    """Give engines 64 MiB for keys and values in place of the GiB that is the least one can set, all of it written at
+    the start; and let them end without a search for garbage among all that was imported, which copies its memory.
+    """
+    worker = importlib.import_module("vllm.v1.worker.cpu_worker").CPUWorker
+    least = worker.determine_available_memory
+    worker.determine_available_memory = lambda self: min(least(self), 64 << 20)
+    gc.unfreeze = lambda: None
 
 
 def _import_ray() -> None:

@@ -104,7 +104,7 @@ def test_in_bfloat16(micro_model: Path) -> None:
 
 
 class Rows(TorchFunctionMode):
-    """The most rows of logits that a linear layer returns at once."""
+    """The most rows of logits that an output layer returns at once."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Rows(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and result.shape[-1] == self.vocabulary:
+        if func in (torch.nn.functional.linear, torch.mm, torch.addmm) and result.shape[-1] == self.vocabulary:
             self.most = max(self.most, result.numel() // self.vocabulary)
         return result
 
@@ -207,7 +207,8 @@ def test_generation_in_place_still_has_logits(micro_model: Path) -> None:
 
 def steps(folder: Path, fused: bool, rows: slice) -> dict[str, torch.Tensor]:
     """The weights after two steps."""
-    engine = make_engine(folder, optim={"lr_warmup_steps": 0}, model={"use_fused_kernels": fused})
+    optim = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}  # less would magnify rounding errors
+    engine = make_engine(folder, optim=optim, model={"use_fused_kernels": fused})
     for _ in range(2):
         engine.train_batch(make_batch(FIELDS, rows), MicroBatching(size=2), policy_loss, TEMPERATURE, entropy=True)
     return weights(engine)
@@ -224,6 +225,7 @@ def on_two_ranks(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_with_shards(tmp_path: Path) -> None:
     """FSDP2 gathers the output layer for the forward pass, and reduces its gradient, as with whole logits."""
+    torch.manual_seed(0)
     for kind in ("plain", "tied"):
         AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path / kind)
         torch.save(steps(tmp_path / kind, False, slice(None)), tmp_path / f"{kind}.pt")
