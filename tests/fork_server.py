@@ -396,6 +396,8 @@ def _import_megatron() -> None:
         warnings.simplefilter("ignore")  # about packages that are not installed
         for name in ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing"):
             importlib.import_module(name)
+    importlib.import_module("torch._dynamo.repro.after_dynamo")  # of the first function that is compiled
+    importlib.import_module("hybridrl.engine.megatron.engine")
     importlib.import_module("hybridrl.engine.megatron.checkpoint")
 
 
