@@ -407,6 +407,35 @@ def test_a_submitted_sample_that_fails_fails_alone(user_file, fault):
         assert [future.result(timeout=120).score for future in futures] == [0, 1, 3, 4, 5]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_are_submitted_together_are_answered_one_by_one(user_file, tmp_path, workers):
+    """In their order and by their names; one that is cancelled before its turn is not computed."""
+    gate, seen = tmp_path / "gate", tmp_path / "seen"
+    path = user_file(
+        f"""
+        import os, time
+        def f(solution_str, ground_truth, extra_info):
+            while not os.path.exists({str(gate)!r}):
+                time.sleep(0.01)
+            with open({str(seen)!r}, "a") as file:
+                file.write(f"{{extra_info['i']}}\\n")
+            if extra_info["i"] == 3:
+                raise ValueError("bad")
+            return extra_info["i"]
+        """
+    )
+    with pool(path, workers, timeout_s=600.0) as p:
+        p.start(wait_for_one=True)
+        futures = p.submit_all(samples(9), "no. {}".format)
+        assert futures[7].cancel() and not any(future.done() for future in futures[:7])
+        gate.touch()
+        with pytest.raises(RewardError, match=r"no\. 3"):
+            futures[3].result(timeout=120)
+        kept = [number for number in range(9) if number not in (3, 7)]
+        assert [futures[number].result(timeout=120).score for number in kept] == kept
+    assert sorted(map(int, seen.read_text().split())) == [0, 1, 2, 3, 4, 5, 6, 8]
+
+
 def test_a_failed_run_ends_what_it_started_and_nothing_of_other_callers(user_file, tmp_path):
     gate, started = tmp_path / "gate", tmp_path / "started"
     path = user_file(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -262,3 +263,11 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
     asyncio.run(host.release(["kv_cache"]))
     asyncio.run(host.release(["weights", "kv_cache"]))
     assert calls == ["idle", ("kv_cache",), "idle", ("weights",)]
+
+
+def test_processes_of_sglang_import_nothing_of_a_trainer() -> None:
+    """Each of them imports the host's module, because it is the main module of the process that starts them."""
+    heavy = "{'torch', 'ray', 'transformers', 'tensordict'}"
+    code = f"import sys, hybridrl.rollout.sglang.host; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
