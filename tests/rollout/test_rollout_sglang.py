@@ -446,6 +446,13 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.join(10)
 
 
+@pytest.fixture
+def forked_engine(ray_session, monkeypatch) -> None:
+    """The processes of an engine that a test starts itself are forked, as those of a replica are (tests/README.md)."""
+    monkeypatch.setattr(sys, "executable", os.environ[fork_server.ENGINES])
+
+
+@pytest.mark.usefixtures("forked_engine")
 @pytest.mark.parametrize(("family", "processes"), [("qwen2", 1), ("qwen3", 2)])
 def test_scores_are_those_of_transformers(loop, tmp_path, family: str, processes: int) -> None:
     """Texts of all lengths at once, also as long as the engine takes; the head has no bias, and SGLang's has one."""
@@ -560,12 +567,6 @@ def routed_model(tmp_path_factory) -> Path:
         parameter.data.mul_(3)
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def forked_engine(ray_session, monkeypatch) -> None:
-    """The processes of an engine that a test starts itself are forked, as those of a replica are (tests/README.md)."""
-    monkeypatch.setattr(sys, "executable", os.environ[fork_server.ENGINES])
 
 
 @pytest.mark.usefixtures("forked_engine")
