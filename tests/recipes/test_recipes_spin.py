@@ -40,12 +40,10 @@ def run(spin: Any, ray_session: None, micro_model: Path, sort_data: Path) -> Cal
     return call
 
 
-def gives_back(before: float) -> bool:
-    """Whether as many CPUs are free as before, or more: Ray learns of ended workers, also those of the test before this
-    one, a moment later.
-    """
+def all_are_free() -> bool:
+    """Whether no CPU of Ray is in use; Ray learns of ended workers a moment later."""
     for _ in range(100):
-        if ray.available_resources()["CPU"] >= before:
+        if ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]:
             return True
         time.sleep(0.1)
     return False
@@ -67,7 +65,6 @@ def test_the_weights_of_both_answers_are_the_gradient_of_the_loss(spin: Any) -> 
 
 @pytest.mark.slow
 def test_it_learns_and_goes_on_where_it_ended_and_releases_its_processes(run, tmp_path: Path) -> None:
-    before = ray.available_resources()["CPU"]
     whole = run(tmp_path / "whole", "--iterations", "2")
     assert [line["iteration"] for line in whole] == [1] * 4 + [2] * 4
     for start in (0, 4):  # the reference is the policy at the start of the iteration
@@ -85,19 +82,17 @@ def test_it_learns_and_goes_on_where_it_ended_and_releases_its_processes(run, tm
     again = (tmp_path / "parts" / "metrics.jsonl").stat().st_mtime_ns
     run(tmp_path / "parts", "--iterations", "2")
     assert (tmp_path / "parts" / "metrics.jsonl").stat().st_mtime_ns == again
-    assert gives_back(before)
+    assert all_are_free()
 
 
 def test_an_error_releases_its_processes_too(run, spin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = ray.available_resources()["CPU"]
-
     def fails(*_: Any) -> None:
         raise RuntimeError("in the middle")
 
     monkeypatch.setattr(spin, "train", fails)
     with pytest.raises(RuntimeError, match="in the middle"):
         run(tmp_path)
-    assert gives_back(before)
+    assert all_are_free()
     with pytest.raises(DataError, match=r"64 conversations fit, fewer than --batch 65"):
         run(tmp_path, "--batch", "65")
     with pytest.raises(SystemExit):

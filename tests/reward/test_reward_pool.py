@@ -436,6 +436,30 @@ def test_samples_that_are_submitted_together_are_answered_one_by_one(user_file, 
     assert sorted(map(int, seen.read_text().split())) == [0, 1, 2, 3, 4, 5, 6, 8]
 
 
+def test_what_a_failed_run_left_hanging_ends_with_the_last_sample_that_is_waited_for(user_file, tmp_path):
+    """The process also works for another caller when the run fails."""
+    gate = tmp_path / "gate"
+    path = user_file(
+        """
+        import asyncio, os
+        async def f(solution_str, ground_truth, extra_info):
+            if extra_info["file"] == "raises":
+                raise ValueError("bad")
+            while not os.path.exists(extra_info["file"]):
+                await asyncio.sleep(0.01)
+            return os.getpid()
+        """
+    )
+    with pool(path, 1, timeout_s=600.0) as p:
+        p.start(wait_for_one=True)
+        other = p.submit(Sample("", "", "", {"file": str(gate)}))
+        with pytest.raises(RewardError, match="bad"):
+            p.run([Sample("", "", "", {"file": file}) for file in ("never", "raises")])
+        assert not other.done()
+        gate.touch()
+        assert gone_within(int(other.result(timeout=120).score), 5)
+
+
 def test_a_failed_run_ends_what_it_started_and_nothing_of_other_callers(user_file, tmp_path):
     gate, started = tmp_path / "gate", tmp_path / "started"
     path = user_file(

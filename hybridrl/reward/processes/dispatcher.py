@@ -156,7 +156,8 @@ class Dispatcher:
             wanted = self._keep or bool(self._pending)
             abandoned, self._abandoned = self._abandoned, False
         if abandoned:
-            self._drop_abandoned()
+            self._pending = deque(job for job in self._pending if not job.abandoned)
+        self._end_abandoned()
         try:
             while wanted and len(self._children) < self.num_workers:
                 self._children.append(ChildProcess(self.function, self.timeout_s))
@@ -182,8 +183,8 @@ class Dispatcher:
         while self._pending:
             self._finish(self._pending.popleft(), error)
 
-    def _drop_abandoned(self) -> None:
-        self._pending = deque(job for job in self._pending if not job.abandoned)
+    def _end_abandoned(self) -> None:
+        """End processes that work on nothing that somebody waits for."""
         for child in list(self._children):
             if child.working_on and all(job.abandoned for job in child.working_on.values()):
                 self._end(child)
@@ -224,7 +225,7 @@ class Dispatcher:
         chunk: list[Job] = []
         while self._pending and len(chunk) < max(1, size):
             job = self._pending.popleft()
-            if not job.future.cancelled():
+            if not (job.abandoned or job.future.cancelled()):
                 chunk.append(job)
         return chunk
 
