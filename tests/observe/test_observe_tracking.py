@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -374,6 +375,8 @@ def test_run_folder_keeps_settings_and_versions(tmp_path: Path) -> None:
     assert (saved["lr"], saved["nothing"], saved["files"]) == (1e-3, None, ["a", "b"])
     versions = json.loads((tmp_path / "run" / "versions.json").read_text())
     assert versions["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    installed = {one.metadata["Name"] for one in metadata.distributions() if one.metadata["Name"]}
+    assert versions["packages"] == {name: metadata.version(name) for name in installed}
     assert versions["python"] == sys.version.split()[0]
     assert versions["device"]["kind"] in ("cpu", "cuda")
 
