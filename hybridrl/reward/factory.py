@@ -292,44 +292,53 @@ def _binds(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
 def ask(manager: Callable[..., Any], batch: DataProto) -> dict[str, Any]:
     """Have a manager score a batch; returns what `RewardManager.__call__` describes.
 
-    A manager with a `__call__` of its own may leave out `reward_extra_info`, `metrics`, `failed` and `missing`. A row
-    that failed and has no entry in `missing` has the reason `grading`, unless `reward.on_error` is `zero`.
+    Raises:
+        RewardError: it returns something else; see `complete`.
+    """
+    name = getattr(manager, "__name__", type(manager).__name__)
+    return complete(manager(batch, return_dict=True), batch, f"the reward manager {name}")
+
+
+def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> dict[str, Any]:
+    """Return the result of scoring a batch with all of its entries; see `RewardManager.__call__`.
+
+    `reward_extra_info`, `metrics`, `failed` and `missing` may be left out. A row that failed and has no entry in
+    `missing` has the reason `grading`, unless `reward.on_error` is `zero`.
+
+    Args:
+        result: what was returned.
+        batch: what was scored.
+        source: what returned it, for errors.
 
     Raises:
-        RewardError: it returns something else.
+        RewardError: it is something else.
     """
-    result = manager(batch, return_dict=True)
-    name = getattr(manager, "__name__", type(manager).__name__)
     rewards = result.get("reward_tensor") if isinstance(result, Mapping) else None
     if rewards is None:
         found = (
             f"a dict with {', '.join(map(str, result)) or 'nothing'}" if isinstance(result, Mapping) else type(result)
         )
         raise RewardError(
-            f"the reward manager {name} returned {found} for return_dict=True; it must return a dict with "
+            f"{source} returned {found} for return_dict=True; it must return a dict with "
             "'reward_tensor' [B, T], and may add 'reward_extra_info', 'metrics' and 'failed' (docs/reward.md)"
         )
     shape = batch.batch["responses"].shape
     is_tensor = isinstance(rewards, torch.Tensor)
     if not is_tensor or rewards.shape != shape:
         raise RewardError(
-            f"the reward manager {name} returned rewards of "
+            f"{source} returned rewards of "
             f"{f'shape {list(rewards.shape)}' if is_tensor else f'type {type(rewards).__name__}'} for responses "
             f"{list(shape)}; it must return a tensor of their shape"
         )
     for key in ("failed", "missing"):
         found_of_key = result.get(key)
         if found_of_key is not None and len(found_of_key) not in (0, len(batch)):
-            raise RewardError(
-                f"the reward manager {name} returned {len(found_of_key)} values of {key!r} for {len(batch)} responses"
-            )
+            raise RewardError(f"{source} returned {len(found_of_key)} values of {key!r} for {len(batch)} responses")
     missing = result.get("missing") or [None] * len(batch)
     if strange := [one for one in missing if not (one is None or isinstance(one, NoVerdict))]:
-        raise RewardError(f"the reward manager {name} returned {strange[0]!r} in 'missing'; use NoVerdict or None")
+        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use NoVerdict or None")
     extra = dict(result.get("reward_extra_info") or {})
     for column, values in extra.items():
         if len(values) != len(batch):
-            raise RewardError(
-                f"the reward manager {name} returned {len(values)} values of {column!r} for {len(batch)} responses"
-            )
+            raise RewardError(f"{source} returned {len(values)} values of {column!r} for {len(batch)} responses")
     return {"metrics": {}, **result, "reward_extra_info": extra, "missing": list(missing)}

@@ -101,7 +101,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def trained(engine: Any, loss: Any = policy_loss, micro: MicroBatching | None = None) -> dict[str, Any]:
     """Outputs before, the metrics and gradients of each step, and the weights after the last one."""
     batch, language = own_batch(engine), loss is not value_loss
-    micro = micro or MicroBatching(size=2)
+    micro = micro or MicroBatching(size=3)
     outputs = ("log_probs", "entropy", "sum_pi_squared") if language else ("values",)
     record: dict[str, Any] = {"outputs": collected(engine, engine.infer(batch, micro, TEMPERATURE, outputs))}
     record["metrics"], record["gradients"] = [], []
@@ -230,7 +230,7 @@ def check_distillation(model: Path, work: Path) -> None:
         torch.testing.assert_close(tensor, fields[name][rows], atol=2e-5, rtol=1e-4)
     for name, expected in record["norms"].items():
         engine = make_engine(model, optim=OPTIM, ulysses_sequence_parallel_size=2)
-        found = distilled(engine, teacher, fields, MicroBatching(size=2), own=rows, loss_mode=name)
+        found = distilled(engine, teacher, fields, MicroBatching(size=3), own=rows, loss_mode=name)
         assert found["grad_norm"] == pytest.approx(expected, rel=1e-3), name
 
 

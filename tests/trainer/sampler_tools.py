@@ -99,11 +99,11 @@ def reward(batch: DataProto, return_dict: bool = False):
     return {"reward_tensor": scores, "reward_extra_info": {"acc": samples}, "metrics": {"reward/timeouts": 1.0}}
 
 
-def sampler_of(rollout: Rollout, *words: str) -> Sampler:
+def sampler_of(rollout: Rollout, *words: str, kind: type[Sampler] = Sampler) -> Sampler:
     config = load_config(
         "ppo_trainer",
         ["algorithm.adv_estimator=grpo", "data.train_batch_size=3", "actor_rollout_ref.rollout.n=2", *words],
     )
     loader = PromptLoader(Rows(), config.data.gen_batch_size or 3)
     pool = PromptPool(config.algorithm.filter_groups, 3, 2, len(Rows()), PAD)
-    return Sampler(config, rollout, reward, loader, pool)  # type: ignore[arg-type]
+    return kind(config, rollout, reward, loader, pool)  # type: ignore[arg-type]

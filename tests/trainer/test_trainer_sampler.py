@@ -1,5 +1,7 @@
 """The sampler with rollouts and rewards of the test's own: what it hands out, asks for and refuses."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,11 @@ from sampler_tools import OwnRollout, prompts_of, reward, same, sampler_of
 
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.sampler import respond
+from hybridrl.reward import RewardManager
+from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.sampler import Sampler, respond
+from hybridrl.verdict import NoVerdict
 
 
 def test_what_a_rollout_returns_is_kept_and_what_prompts_carry_reaches_it() -> None:
@@ -179,3 +185,43 @@ def test_a_step_that_failed_can_be_taken_back() -> None:
     found = sampler.next().batch
     assert found.non_tensor_batch["uid"].tolist() == expected.non_tensor_batch["uid"].tolist()
     assert sampler.step == 2 and torch.equal(found.batch["token_level_scores"], expected.batch["token_level_scores"])
+
+
+class OwnPhases(Sampler):
+    """Asks for the rows backwards, and scores by the length of responses, without the reward function."""
+
+    def generate(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
+        return super().generate(asked.select_idxs(list(range(len(asked)))[::-1]), timer, attempt)
+
+    def score(self, batch: DataProto, timer: PhaseTimer, reward_fn: RewardManager | EarlyScores) -> dict[str, Any]:
+        lengths = batch.batch["response_mask"].sum(dim=-1)
+        rewards = torch.zeros(batch.batch["responses"].shape)
+        rewards[:, 0] = lengths
+        verdicts = [NoVerdict("grading", "too short") if length == 1 else None for length in lengths]
+        return {"reward_tensor": rewards, "reward_extra_info": {"length": lengths.tolist()}, "missing": verdicts}
+
+
+def test_phases_of_a_subclass_take_the_place_of_ours() -> None:
+    """Two generation batches per step, and samples without a verdict, which are generated again."""
+    sampler = sampler_of(rollout := OwnRollout(same), "data.gen_batch_size=2", kind=OwnPhases)
+    for _ in range(2):
+        sampled = sampler.next()
+        batch = sampled.batch
+        lengths = batch.batch["response_mask"].sum(dim=-1)
+        assert batch.batch["token_level_scores"].sum(dim=-1).tolist() == lengths.tolist() and lengths.min() > 1
+        assert batch.non_tensor_batch["length"].tolist() == lengths.tolist()
+        assert sampled.reward_columns == ("length",) and sampled.metrics["missing/grading"] > 0
+    assert rollout.asked[0].non_tensor_batch["uid"].tolist() == ["0-1", "0-1", "0-0", "0-0"]
+    baselines = sampler_of(OwnRollout(same), "algorithm.adv_estimator=remax", kind=OwnPhases).next()
+    assert baselines.batch.batch["reward_baselines"].min() > 1, "greedy responses are scored by it, too"
+
+
+def test_what_a_phase_of_a_subclass_forgets_is_named() -> None:
+    class Nothing(OwnPhases):
+        def score(self, *arguments: Any) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(RewardError, match=r"Sampler\.score returned a dict with nothing.*'reward_tensor'"):
+        sampler_of(OwnRollout(same), kind=Nothing).next()
+    with pytest.raises(RewardError, match=r"reward\.on_error=drop.*'failed'"):
+        sampler_of(OwnRollout(same), "reward.on_error=drop", kind=OwnPhases).next()

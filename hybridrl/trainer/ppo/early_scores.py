@@ -132,7 +132,11 @@ class EarlyScores:
             self._error = error
 
     def _submit(self, trajectories: Sequence[Trajectory]) -> None:
+        """Begin with the trajectories of samples that were asked for; a phase of one's own may generate others."""
         assert self._asked is not None
+        trajectories = [one for one in trajectories if (one.uid, str(one.sample)) in self._rows]
+        if not trajectories:
+            return
         pad = self.manager.tokenizer.pad_token_id
         batch = batch_of([replace(one, routed_experts=None) for one in trajectories], 0 if pad is None else pad)
         rows = [self._rows[one.uid, str(one.sample)] for one in trajectories]

@@ -3,10 +3,8 @@
 Shapes: B rows, T response width.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,23 @@ import torch
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
-from hybridrl.errors import RewardError, RolloutError
-from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.missing import MissingSample
+from hybridrl.errors import RolloutError
+from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ATTEMPT, MISSING_SAMPLES, MULTI_MODAL_INPUTS, PROMPT_IMAGES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.attempts import Attempts, Judged, counts_of, merged
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
 from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.memory import memory_advice
-from hybridrl.trainer.ppo.missing import DROP, REFILL, Lost, MissingSamples, MissingStatistics
+from hybridrl.trainer.ppo.missing import MissingSamples
+from hybridrl.trainer.ppo.missing_statistics import MissingStatistics
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
-
-_COUNTS = ("reward/timeouts", "reward/errors")
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,7 @@ class Sampler:
         self.missing = MissingSamples(config, pool.pad_token_id)
         settings = config.algorithm.missing
         self.missing_statistics = MissingStatistics(settings.window, settings.significance)
-        self._result: Mapping[str, Any] = {}
         self._fruitless = 0
-        self._early: EarlyScores | None = None
-        self._columns: frozenset[str] = frozenset()  # of the prompts that were asked last
         self._prompts = _endless(loader)
 
     def next(self) -> Sampled:
@@ -108,41 +102,50 @@ class Sampler:
         self.step += 1
         timer = PhaseTimer(memory_advice())
         metrics: dict[str, float] = {}
+        columns: frozenset[str] = frozenset()
         while self.pool.wanted:
             with timer.phase("data"):
                 prompts = next(self._prompts)
             asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
-            self._columns = frozenset(asked.non_tensor_batch)
-            judged = self.missing.judge(asked, partial(self._attempt, timer=timer, metrics=metrics))
+            columns = frozenset(asked.non_tensor_batch)
+            judged = self._judged(asked, timer, self.generate)
             self.missing_statistics.add(judged)
-            batch = self.missing.without_small_groups(judged)
+            metrics = merged(metrics, judged.metrics)
+            batch = judged.batch
+            if batch is not None:
+                self.reward_columns = judged.columns
+                batch = self.missing.without_small_groups(batch, judged.left_out)
             if batch is not None and self.needs.reward_baselines:
-                batch = self.add_baselines(batch, prompts, timer, metrics)
+                batch, of_baselines = self.add_baselines(batch, prompts, timer)
+                metrics = merged(metrics, of_baselines)
             if batch is not None:
                 self.pool.add(batch)
             self._check_progress(len(prompts), batch)
         batch, of_pool = self.pool.take()
         metrics |= self.missing_statistics.end_step()
         parts = part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
-        probe = self.probe(batch) if self.step == 1 else None
+        probe = self.probe(batch, columns) if self.step == 1 else None
         return Sampled(batch, metrics | parts | of_pool, dict(timer.seconds), self.reward_columns, probe)
 
-    def _attempt(
-        self, asked: DataProto, number: int, *, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> tuple[DataProto, list[Lost], list[MissingSample]]:
-        """Have samples generated and scored; see `MissingSamples.judge`."""
-        batch = self.generate(asked, timer, number)
-        lost, repeated = self.missing.of_rollout(batch)
-        if len(batch):
-            columns = self.reward_columns if number else ()
-            found = self.score(batch, timer)
-            lost += self.missing.of_rewards(batch, self._result)
-            self.reward_columns = tuple(dict.fromkeys([*columns, *self.reward_columns]))
-            if number:  # a few samples: their means say nothing
-                found = {name: found[name] for name in _COUNTS if name in found}
-            metrics.update(_merged(metrics, found))
-        batch.meta_info.pop(ATTEMPT, None)
-        return batch, lost, repeated
+    def _judged(
+        self, asked: DataProto, timer: PhaseTimer, generate: Callable[[DataProto, PhaseTimer, int], DataProto]
+    ) -> Judged:
+        """Have samples generated and scored, and those without a verdict again, as `algorithm.missing` says.
+
+        Args:
+            asked: a row per sample.
+            timer: measures the phases.
+            generate: has rows answered: `generate` or `generate_greedy`.
+        """
+        attempts = Attempts(self.missing, asked)
+        while (rows := attempts.rows) is not None:
+            early = EarlyScores(self.reward_fn, self.rollout)
+            with early.listening(rows):
+                answer = generate(rows, timer, attempts.number)
+            self.unscored = answer
+            attempts.add(answer, self.score(answer, timer, early) if len(answer) else None)
+            self.unscored = None
+        return attempts.judged
 
     def _check_progress(self, prompts: int, batch: DataProto | None) -> None:
         """End a run that would draw prompts for ever, because all samples are left out."""
@@ -164,55 +167,44 @@ class Sampler:
         with timer.phase("gen"):
             return self.respond(asked, **self._recorded, **_attempt_meta(attempt))
 
-    def score(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Add `token_level_scores` [B, T], each response's reward on its last token, and the function's columns.
+    def generate_greedy(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
+        """Generate the most likely response to each row, for the baselines of ReMax; `gen_max` is measured."""
+        with timer.phase("gen_max"):
+            return self.respond(asked, do_sample=False, **_attempt_meta(attempt))
+
+    def score(self, batch: DataProto, timer: PhaseTimer, reward_fn: RewardManager | EarlyScores) -> dict[str, Any]:
+        """Score responses: by the reward function, and by the models of roles that score.
+
+        Args:
+            batch: the responses.
+            timer: measures `reward`, and the phases of the roles.
+            reward_fn: the reward manager of the run. It has begun with responses that finished before others.
 
         Returns:
-            The metrics of the reward manager.
+            What `RewardManager.__call__` returns: `reward_tensor` [B, T], each response's reward on its last token;
+            and, if there are any, `reward_extra_info` (columns of the batch), `metrics`, `failed` and `missing`.
         """
-        result = self._ask(batch, timer)
-        self._result = result
-        batch.batch["token_level_scores"] = result["reward_tensor"]
-        for name, values in result["reward_extra_info"].items():
-            batch.non_tensor_batch[name] = object_array(values)
-        self.reward_columns = tuple(result["reward_extra_info"])
-        metrics: dict[str, float] = result["metrics"]
-        return metrics
+        return self.scorer(reward_fn, batch, timer)
 
     def add_baselines(
-        self, batch: DataProto, prompts: DataProto, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> DataProto | None:
+        self, batch: DataProto, prompts: DataProto, timer: PhaseTimer
+    ) -> tuple[DataProto | None, dict[str, float]]:
         """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax).
 
         A greedy response without a verdict is asked for again, as other samples are. A prompt that has none in the end
         is left out, because its advantages would be whole scores.
 
-        Args:
-            metrics: the mean, and the manager's counts of time-outs and errors, are added to it.
-
         Returns:
-            The batch; None where nothing of it is left.
+            The batch, None where nothing of it is left; and the mean of the baselines, with the counts of time-outs and
+            errors.
         """
-
-        def attempt(asked: DataProto, number: int) -> tuple[DataProto, list[Lost], list[MissingSample]]:
-            with timer.phase("gen_max"):
-                greedy = self.respond(asked, do_sample=False, **_attempt_meta(number))
-            lost, repeated = self.missing.of_rollout(greedy)
-            if len(greedy):
-                result = self._ask(greedy, timer)
-                greedy.batch["token_level_scores"] = result["reward_tensor"]
-                lost += self.missing.of_rewards(greedy, result)
-                counts = {name: result["metrics"].get(name, 0.0) for name in _COUNTS}
-                metrics.update(_merged(metrics, counts))
-            greedy.meta_info.pop(ATTEMPT, None)
-            return greedy, lost, repeated
-
         uids = set(batch.non_tensor_batch["uid"].tolist())
         rows = [row for row, uid in enumerate(prompts.non_tensor_batch["uid"].tolist()) if uid in uids]
-        judged = self.missing.judge(repeat_for_sampling(prompts.select_idxs(rows), 1), attempt)
+        judged = self._judged(repeat_for_sampling(prompts.select_idxs(rows), 1), timer, self.generate_greedy)
         self.missing_statistics.add(judged, scores=False)  # greedy samples are not those that training sees
+        metrics = counts_of(judged.metrics)
         if judged.batch is None:
-            return None
+            return None, metrics
         uids_of = judged.batch.non_tensor_batch["uid"]
         sums = Groups(uids_of, torch.device("cpu")).sum(judged.batch.batch["token_level_scores"].sum(dim=-1))
         baseline_of = dict(zip(dict.fromkeys(uids_of.tolist()), sums.tolist(), strict=True))
@@ -220,30 +212,14 @@ class Sampler:
         batch = batch if len(kept) == len(batch) else batch.select_idxs(kept)
         found = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
         batch.batch["reward_baselines"] = torch.tensor(found, dtype=sums.dtype)
-        metrics["critic/reward_baselines/mean"] = sums.mean().item()
-        return batch
+        return batch, metrics | {"critic/reward_baselines/mean": sums.mean().item()}
 
-    def _ask(self, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
-        """Return what the reward manager and the roles that score make of a batch.
-
-        Raises:
-            RewardError: it does not return which rows failed, and `reward.on_error` needs that.
-        """
-        self.unscored = batch
-        early, self._early = self._early, None
-        result = self.scorer(early or self.reward_fn, batch, timer)
-        self.unscored = None
-        chosen = self.config.reward.on_error
-        if chosen in (DROP, REFILL) and len(result.get("failed", ())) != len(batch):
-            raise RewardError(
-                f"reward.on_error={chosen}: the reward manager {type(self.reward_fn).__name__} does not return which "
-                "rows failed ('failed', one bool per row); return what RewardManager.__call__ returns, or set "
-                "on_error=zero"
-            )
-        return result
-
-    def probe(self, batch: DataProto) -> DataProto | None:
+    def probe(self, batch: DataProto, columns: Collection[str]) -> DataProto | None:
         """Generate a few responses without top-p and top-k, to compare sampler and trainer on them.
+
+        Args:
+            batch: the responses of the step.
+            columns: names of the columns of prompts.
 
         Returns None if no probe is wanted, or if the batch itself was sampled this way. With top-p or top-k, sampler
         and trainer are expected to differ by the probability mass that was kept.
@@ -251,25 +227,17 @@ class Sampler:
         wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
         if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch, self._columns), scored=False, **self._recorded, **UNTRUNCATED)
+        return self.respond(probe_prompts(batch, columns), **self._recorded, **UNTRUNCATED)
 
     @property
     def _recorded(self) -> dict[str, bool]:
         """What asks the rollout for the experts of the tokens that the trainer computes."""
         return {ROUTED_EXPERTS: True} if self.needs.sampled_experts else {}
 
-    def respond(self, prompts: DataProto, scored: bool = True, **sampling: Any) -> DataProto:
-        """Generate responses to the rows of `prompts` for training; see `respond`.
-
-        Args:
-            prompts: what to answer.
-            scored: they are scored next, each as soon as it is complete.
-            sampling: settings of this call.
-        """
+    def respond(self, prompts: DataProto, **sampling: Any) -> DataProto:
+        """Generate responses to the rows of `prompts` for training, with settings of this call; see `respond`."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        self._early = EarlyScores(self.reward_fn, self.rollout) if scored else None
-        with self._early.listening(prompts) if self._early is not None else contextlib.nullcontext():
-            return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
+        return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
 
     def position(self) -> dict[str, Any]:
         """Return where the next batch begins, for `rewind`."""
@@ -304,12 +272,6 @@ class Sampler:
         self.pool.load(folder)
         if "missing" in state:  # checkpoints of earlier versions have none
             self.missing_statistics.load(state["missing"])
-
-
-def _merged(metrics: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with those of a further call of the reward manager; counts are added."""
-    counts = {name: metrics.get(name, 0.0) + more.get(name, 0.0) for name in _COUNTS if name in {**metrics, **more}}
-    return {**metrics, **more, **counts}
 
 
 def _attempt_meta(attempt: int) -> dict[str, Any]:

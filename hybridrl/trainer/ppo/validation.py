@@ -6,15 +6,15 @@ from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.observe.metrics import validation_metrics
-from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ATTEMPT
 from hybridrl.reward import RewardManager
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.attempts import Attempts
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.trainer.ppo.early_scores import EarlyScores
-from hybridrl.trainer.ppo.missing import Lost, MissingSamples
+from hybridrl.trainer.ppo.missing import MissingSamples
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.sampler import respond
 from hybridrl.trainer.ppo.samples import Samples
@@ -51,31 +51,23 @@ def validate(
     scorer = scorer or Scorer({})
     columns: dict[str, None] = {}
 
-    def attempt(asked: DataProto, number: int) -> tuple[DataProto, list[Lost], list[MissingSample]]:
-        again = {ATTEMPT: number} if number else {}
-        early = EarlyScores(reward_fn, rollout)
-        with early.listening(asked):
-            answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True, **again)
-        lost, repeated = missing.of_rollout(answered)
-        if len(answered):
-            result = scorer(early, answered, PhaseTimer())
-            lost += missing.of_rewards(answered, result)
-            answered.batch["token_level_scores"] = result["reward_tensor"]
-            for name, values in result["reward_extra_info"].items():
-                answered.non_tensor_batch[name] = object_array(values)
-                columns[name] = None
-        answered.meta_info.pop(ATTEMPT, None)
-        return answered, lost, repeated
-
     asked_for = left_out = 0
     for batch in prompts:
-        judged = missing.judge(repeat_for_sampling(batch, settings.val_kwargs.n), attempt)
+        attempts = Attempts(missing, repeat_for_sampling(batch, settings.val_kwargs.n))
+        while (rows := attempts.rows) is not None:
+            early = EarlyScores(reward_fn, rollout)
+            again = {ATTEMPT: attempts.number} if attempts.number else {}
+            with early.listening(rows):
+                answer = respond(rollout, rows, settings.temperature, global_steps=step, validate=True, **again)
+            attempts.add(answer, scorer(early, answer, PhaseTimer()) if len(answer) else None)
+        judged = attempts.judged
+        columns |= dict.fromkeys(judged.columns)
         asked_for, left_out = asked_for + judged.asked, left_out + len(judged.left_out)
         if (found := judged.batch) is not None:
             extra = {name: found.non_tensor_batch[name].tolist() for name in columns if name in found.non_tensor_batch}
             scores = found.batch["token_level_scores"].sum(dim=-1)
             sessions = split_sessions(found.non_tensor_batch, len(found))
-            if sessions is not None:  # one answer a session: its last trajectory, with the reward of all of them
+            if sessions is not None:  # one answer per session: its last trajectory, with the reward of all of them
                 found, scores = found.select_idxs(sessions.last), sessions.sum(scores)
                 extra = {name: sessions.pick(values).tolist() for name, values in extra.items()}
             samples.add(found, scores.tolist(), extra)
