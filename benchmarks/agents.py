@@ -89,18 +89,6 @@ class ScriptedRollout(Rollout):
     def update_weights(self, version: int) -> dict[str, float]:
         raise NotImplementedError
 
-    def pause(self) -> None:
-        raise NotImplementedError
-
-    def unpause(self) -> None:
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        raise NotImplementedError
-
-    def health(self) -> list[str]:
-        return ["ready"]
-
 
 def prompts_of(tokenizer: Any, schemas: Sequence[Any], count: int) -> DataProto:
     """The same prompt for each session."""

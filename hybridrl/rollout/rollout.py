@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import RolloutConfig
+from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
@@ -100,17 +101,26 @@ class Rollout(ABC):
     def lend_cache(self) -> None:  # noqa: B027
         """Return the memory of the KV cache, with unchanged weights, until there is something to generate."""
 
-    @abstractmethod
     def pause(self) -> None:
-        """Stop generating; requests in flight keep their tokens."""
+        """Stop generating; requests in flight keep their tokens.
 
-    @abstractmethod
+        The trainers do not call it, nor `unpause` and `abort`: they are for dataflows in which others generate as well.
+
+        Raises:
+            RolloutError: requests cannot be held.
+        """
+        raise self._undefined("pause")
+
     def unpause(self) -> None:
         """Continue generating."""
+        raise self._undefined("unpause")
 
-    @abstractmethod
     def abort(self) -> None:
         """End requests in flight: `generate` returns the tokens generated so far."""
+        raise self._undefined("abort")
+
+    def _undefined(self, method: str) -> RolloutError:
+        return RolloutError(f"{type(self).__name__} cannot hold or end requests: it defines no {method}()")
 
     @abstractmethod
     def client(self) -> GenerationClient:
@@ -119,9 +129,9 @@ class Rollout(ABC):
         Requests wait while training changes the weights, and go on after the next `update_weights`.
         """
 
-    @abstractmethod
     def health(self) -> list[str]:
-        """The state of each replica or worker in one word, such as `ready`."""
+        """The state of each replica or worker in one word, such as `ready`; empty if it has none."""
+        return []
 
     def metrics(self) -> dict[str, float]:
         """Metrics accumulated since the previous call."""

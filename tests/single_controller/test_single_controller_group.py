@@ -88,6 +88,7 @@ class Doubler(Worker):
             "folder": os.getcwd(),
             "threads": torch.get_num_threads(),
             "master": self.get_master_addr_port(),
+            "devices": self.get_cuda_visible_devices(),
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -226,6 +227,7 @@ def test_ranks_know_their_place_and_meet(pair: RayWorkerGroup) -> None:
     places = pair.place()
     assert [place["RANK"] for place in places] == ["0", "1"] == [place["LOCAL_RANK"] for place in places]
     assert {place["WORLD_SIZE"] for place in places} == {"2"} == {place["LOCAL_WORLD_SIZE"] for place in places}
+    assert {place["devices"] for place in places} <= {"", "not set"}, "there are no GPUs to see"
     assert {place["master"] for place in places} == {(pair.master_address, pair.master_port)}
     assert {(place["threads"], place["OMP_NUM_THREADS"], place["NOTE"]) for place in places} == {(1, "1", "here")}
     assert len({place["pid"] for place in places}) == 2
@@ -297,7 +299,8 @@ def test_lists_of_results_can_be_waited_for_later(pair: RayWorkerGroup) -> None:
     assert ray.get(pending) == [0, 1] == pending.get()
     assert pair.execute_all_sync("unregistered", 7) == [(0, 7), (1, 7)]
     assert pair.execute_all_sync("unregistered", ["a", "b"]) == [(0, "a"), (1, "b")]
-    assert ray.get(pair.execute_all_async("unregistered", 7)) == [(0, 7), (1, 7)]
+    for start in (pair.execute_all_async, pair.execute_all):  # the same, by both of verl's names
+        assert ray.get(start("unregistered", 7)) == [(0, 7), (1, 7)]
     assert pair.execute_rank_zero_sync("unregistered", [7, 8]) == (0, [7, 8])
     assert ray.get(pair.execute_rank_zero("unregistered", 7)) == (0, 7)
     assert ray.get(pair.workers[1].unregistered.remote(9)) == (1, 9)
@@ -350,9 +353,14 @@ def test_unknown_mesh_is_explained(start: Any) -> None:
 
 def test_roles_share_processes() -> None:
     classes = {"doubler": RayClassWithInitArgs(Doubler, factor=7), "other": RayClassWithInitArgs(ray.remote(Other))}
-    pool = RayResourcePool([2], use_gpu=False)
+    resource = "node:__internal_head__"  # one that every Ray has
+    classes["other"].set_additional_resource({resource: 1e-4})
+    with pytest.raises(PlacementError, match=f"ask for {resource} .* holds CPU.*accelerator_type"):
+        RayWorkerGroup(RayResourcePool([2], use_gpu=False), create_colocated_worker_cls(classes))
+    pool = RayResourcePool([2], use_gpu=False, accelerator_type=resource)
     group = RayWorkerGroup(pool, create_colocated_worker_cls(classes))
     spawned = group.spawn(prefix_set={"doubler", "other"})
+    assert group.spawn_fused({"other"})["other"] is spawned["other"]
     assert spawned["other"].whoami("x") == ["other 0 x", "other 1 x"] == group.other_whoami("x")
     assert spawned["doubler"].double(rows(3)).batch["x"].tolist() == [0, 7, 14]
     assert spawned["other"].neighbour_factor() == [7, 7]

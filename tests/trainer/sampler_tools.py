@@ -63,15 +63,6 @@ class OwnRollout(Rollout):
     def update_weights(self, version: int) -> dict[str, float]:
         return {}
 
-    def pause(self) -> None: ...
-
-    def unpause(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def health(self) -> list[str]:
-        return []
-
 
 def same(answer: DataProto, prompts: DataProto) -> DataProto:
     return answer

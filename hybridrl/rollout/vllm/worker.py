@@ -3,7 +3,6 @@
 Methods are called by name through `collective_rpc`. Their names start with `hybridrl_` to avoid vLLM's own.
 """
 
-import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,9 +88,6 @@ class WeightReceiverExtension:
         """The context in which vLLM's loaders work."""
         with compat.engine_config(self), torch.device(self.device), torch.no_grad():
             yield
-
-    def hybridrl_pid(self) -> int:
-        return os.getpid()
 
 
 end_with_owner()

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridrl.errors import WorkerError
+from hybridrl.errors import PlacementError, WorkerError
 from hybridrl.single_controller.base.decorator import PADDING_KEY, finish_output
 from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSettings
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
@@ -56,7 +56,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.role_classes: dict[str, type] = dict(getattr(cls, "role_classes", {}))
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Set custom Ray resources that each actor takes in addition to its slot."""
+        """Set custom Ray resources that each actor takes of its slot.
+
+        A slot holds such a resource if the pool has it as `accelerator_type`, 1e-4 of it.
+        """
         self.additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -157,6 +160,12 @@ class RayWorkerGroup(WorkerGroup):
     # --- starting
 
     def _start(self, pool: RayResourcePool, worker_class: RayClassWithInitArgs, strategy: str) -> None:
+        held = pool.bundle_resources()
+        if strange := {name for name in worker_class.additional_resource if name not in held}:
+            raise PlacementError(
+                f"{self.role}: its workers ask for {', '.join(sorted(strange))} (set_additional_resource), and a slot "
+                f"of their pool holds {', '.join(held)}. RayResourcePool(..., accelerator_type=...) puts one there"
+            )
         pool.get_placement_groups(strategy)
         slots = pool.slots()
         share = 1.0 / pool.max_colocate_count
