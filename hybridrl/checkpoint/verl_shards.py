@@ -47,7 +47,7 @@ class VerlShards(ScatteredBoxes):
                 if not isinstance(tensor, DTensor):
                     self._add(name, tuple(tensor.shape), whole(tuple(tensor.shape)), _Tensors(state), name)
                     continue
-                box, shape = _box(tensor, rank, f"{name} in {path}"), tuple(tensor.shape)
+                box, shape = _known_box(tensor, rank, f"{name} in {path}"), tuple(tensor.shape)
                 if box.elements or not shape:
                     self._add(name, shape, box, _Tensors(state), name)
 
@@ -78,13 +78,33 @@ def _files(folder: Path) -> list[Path]:
     return [path for _, (_, path) in sorted(found.items())]
 
 
+def _known_box(tensor: DTensor, rank: int, where: str) -> Box:
+    """`_box`, or a `CheckpointError` for a tensor that this version of torch reads but does not understand."""
+    try:
+        return _box(tensor, rank, where)
+    except CheckpointError:
+        raise
+    except Exception as error:  # attributes of torch's classes differ between its versions
+        raise CheckpointError(
+            f"{where}: torch {torch.__version__} cannot tell which elements a rank holds of it "
+            f"({type(error).__name__}: {error}); merge these shards with verl's model_merger and the torch of their run"
+        ) from error
+
+
+def _mesh(tensor: DTensor) -> torch.Tensor:
+    """The ranks of a tensor's mesh. Before torch 2.9 a mesh kept them as an attribute; now a property computes them."""
+    stored = vars(tensor.device_mesh).get("mesh")
+    return tensor.device_mesh.mesh if stored is None else stored
+
+
 def _box(tensor: DTensor, rank: int, where: str) -> Box:
     """The elements of a tensor that a rank holds, each dimension cut as `torch.chunk` does."""
-    at = (tensor.device_mesh.mesh == rank).nonzero().tolist()
+    mesh = _mesh(tensor)
+    at = (mesh == rank).nonzero().tolist()
     if len(at) != 1:
-        raise CheckpointError(f"{where}: rank {rank} is not in the mesh {tensor.device_mesh.mesh.tolist()}")
+        raise CheckpointError(f"{where}: rank {rank} is not in the mesh {mesh.tolist()}")
     start, stop = [0] * tensor.ndim, list(tensor.shape)
-    for index, parts, placement in zip(at[0], tensor.device_mesh.mesh.shape, tensor.placements, strict=True):
+    for index, parts, placement in zip(at[0], mesh.shape, tensor.placements, strict=True):
         if isinstance(placement, Replicate):
             continue
         if type(placement) is not Shard:

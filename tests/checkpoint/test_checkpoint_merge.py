@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
@@ -118,12 +118,29 @@ def _write_as_verl(model: Any, path: Path, folder: Path, shape: tuple[int, ...])
     AutoTokenizer.from_pretrained(path).save_pretrained(folder / "huggingface")
 
 
-@pytest.mark.parametrize(("shape", "experts"), [((3,), False), ((2, 2), False), ((2,), True)])
+def _state_of_older_torch(mesh: DeviceMesh) -> dict[str, Any]:
+    """What torch 2.6 to 2.8 pickles of a mesh: its ranks are an attribute, and there is no layout."""
+    return {
+        "device_type": mesh.device_type,
+        "mesh": mesh.mesh.clone(),
+        "mesh_dim_names": mesh.mesh_dim_names,
+        "_flatten_mesh_list": tuple(mesh.mesh.flatten().tolist()),
+        "_thread_id": None,
+        "_coordinate_on_dim": mesh.get_coordinate(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "older"),
+    [((3,), False, False), ((2, 2), False, False), ((2, 2), False, True), ((2,), True, False)],
+)
 def test_shards_of_verl_become_the_model_that_they_are(
-    micro_model: Path, tmp_path: Path, shape: tuple[int, ...], experts: bool
+    micro_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], experts, older
 ) -> None:
-    """Ranks with uneven and with empty shards, replicas, and a module that keeps all experts in one tensor."""
+    """Ranks with uneven and with empty shards, replicas, a module that keeps all experts in one tensor, older torch."""
     path = micro_model
+    if older:
+        monkeypatch.setattr(DeviceMesh, "__getstate__", _state_of_older_torch)
     if experts:
         path = tmp_path / "experts"
         torch.manual_seed(0)
@@ -144,7 +161,7 @@ def test_shards_of_verl_become_the_model_that_they_are(
 
 
 def test_shards_of_verl_that_cannot_be_read_are_refused(
-    micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "actor"
     _write_as_verl(AutoModelForCausalLM.from_pretrained(micro_model), micro_model, folder, (2,))
@@ -156,13 +173,24 @@ def test_shards_of_verl_that_cannot_be_read_are_refused(
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
     torch.save({"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(2, 2)}, last)
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceMesh, "__getstate__", lambda _: {"device_type": "cpu"})
+        _write_as_verl(AutoModelForCausalLM.from_pretrained(micro_model), micro_model, tmp_path / "other", (2,))
+    assert main([str(tmp_path / "other"), "--out", str(tmp_path / "out")]) == 2
     last.write_bytes(kept)
     (folder / "model_world_size_3_rank_2.pt").write_bytes(kept)
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
     (tmp_path / "mega" / "actor" / "dist_ckpt").mkdir(parents=True)
     assert main([str(tmp_path / "mega"), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err.splitlines()
-    parts = ("lacks model_world_size_2_rank_1.pt", "rank_1.pt cannot be read", "LoRA", "[2, 3] ranks", "Megatron")
+    parts = (
+        "lacks model_world_size_2_rank_1.pt",
+        "rank_1.pt cannot be read",
+        "LoRA",
+        "model_merger",
+        "[2, 3] ranks",
+        "Megatron",
+    )
     for line, part in zip((one for one in said if one.startswith("error")), parts, strict=True):
         assert part in line
     assert not list((tmp_path).glob("out/*.safetensors"))
