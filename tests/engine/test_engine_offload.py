@@ -14,11 +14,13 @@ import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
 from late_transfer import LateTransfer
 from ranks import spawn
+from torch.distributed.tensor import DTensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.offload import HostCopies, _plain_parts
+from hybridrl.engine.fsdp.offload import HostCopies, _plain_parts, _rebuilt
 from hybridrl.utils import device, distributed
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -223,6 +225,54 @@ def test_a_loaded_state_is_where_it_rests(
     moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
     assert len(moments) == 2 * len(engine._trainable)
     assert {part.device.type for moment in moments for part in _plain_parts(moment)} == {expected}
+
+
+@pytest.fixture
+def wide_rows(tmp_path: Path) -> Path:
+    """A model with matrices that are kept in 8 bits, and others that are not."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=263, hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "wide_rows")
+    return tmp_path / "wide_rows"
+
+
+def moments(engine: Any) -> dict[tuple[str, str, int], torch.Tensor]:
+    """The plain tensors of the optimizer's state, by parameter, name and number."""
+    return {
+        (name, key, number): part.clone()
+        for name, parameter in engine._trainable.items()
+        for key, value in engine.optimizer.state[parameter].items()
+        for number, part in enumerate(_plain_parts(value))
+    }
+
+
+@pytest.mark.skipif(len(OPTIMIZERS) == 1, reason="the extra torchao is not installed")
+@pytest.mark.parametrize("settings", [{"optimizer_offload": True}, {"offload_policy": True}], ids=str)
+def test_a_state_in_8_bits_is_read_into_main_memory(
+    world_of_one: None, wide_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """With a GPU, FSDP2's mesh is on it: `DTensor.from_local` copies a shard that is in main memory."""
+    monkeypatch.setattr(FSDPEngine, "_is_sharded", lambda _: True)
+    engine, resumed = (make_engine(wide_rows, optim=EIGHT_BIT, **settings) for _ in range(2))
+    for _ in range(2):
+        step(engine)
+    engine.save(tmp_path, ["model", "optimizer", "extra"])
+    wrapped = DTensor.from_local
+
+    def on_another_device(local: torch.Tensor, *others: Any, **named: Any) -> DTensor:
+        return wrapped(_rebuilt(local, lambda part: part.clone()), *others, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DTensor, "from_local", on_another_device)
+        resumed.load(tmp_path, ["model", "optimizer", "extra"])
+    expected, found = moments(engine), moments(resumed)
+    assert found.keys() == expected.keys()
+    assert sum(tensor.dtype == torch.uint8 and bool(tensor.any()) for tensor in expected.values()) > 10
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert step(resumed) == step(engine)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import load_model_config
 from hybridrl.models.value import load_value_model
+from hybridrl.utils import device
 
 
 def settings(kind: str, **others):  # type: ignore[no-untyped-def]
@@ -171,6 +173,26 @@ def test_eight_bit_adam_follows_the_full_one() -> None:
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
     with pytest.raises(ModelError, match=r"optim\.optimizer=AdamW4bit.*AdamW8bit or Adam8bit"):
         build_optimizer(weights.values(), OptimConfig(**{**low, "optimizer": "AdamW4bit"}))
+
+
+def test_a_step_in_8_bits_is_compiled_where_the_parameters_are_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that the process has says nothing: with `offload_policy`, parameters are in main memory."""
+    pytest.importorskip("torchao", reason="the extra torchao is not installed")
+    stances: list[str] = []
+
+    def compiled(function: Any, **_: Any) -> Any:
+        stances.append(torch._dynamo.eval_frame._stance.stance)
+        return lambda *arguments: None
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    config = OptimConfig(optimizer="AdamW8bit", optimizer_impl="torchao.optim")
+    for place in ("cpu", "meta"):  # meta stands for a GPU
+        parameter = torch.nn.Parameter(torch.zeros(64, 64, device=place))
+        optimizer = build_optimizer([parameter], config)
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert stances == ["force_eager", "default"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp.engine import FSDPEngine
+from hybridrl.engine.fsdp.offload import _plain_parts
 from hybridrl.utils import device
 
 pytestmark = pytest.mark.timeout(300)
@@ -90,6 +91,27 @@ def test_training_goes_on_after_a_checkpoint_is_loaded(
     for resumed in (engine, built(kind, tiny_model, **settings)):  # a rollback, and a new process
         resumed.load(tmp_path / "saved", ["model", "optimizer", "extra"])
         assert step(resumed, batch) == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [FSDPEngine, Sharded], ids=["one rank", "FSDP2"])
+@pytest.mark.parametrize("settings", [{"optimizer_offload": True}, {"offload_policy": True}, OFFLOAD, {}], ids=str)
+def test_moments_in_8_bits_are_those_of_the_checkpoint(
+    world_of_one, tiny_model: Path, tmp_path: Path, kind, settings: dict[str, Any]
+) -> None:
+    pytest.importorskip("torchao", reason="the extra torchao is not installed")
+    optim = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
+    batch = batch_of(lognormal(12, 20, 40), 200)
+    engine, resumed = (built(kind, tiny_model, optim, **settings) for _ in range(2))
+    step(engine, batch)
+    engine.save(tmp_path / "saved", ["model", "optimizer", "extra"])
+    resumed.load(tmp_path / "saved", ["model", "optimizer", "extra"])
+    places = {"cpu"} if resumed._keeps_state_in_main_memory else {"cpu", "cuda"}  # step counters stay in main memory
+    expected, found = _state(engine), _state(resumed)
+    assert found.keys() == expected.keys() and {tensor.device.type for tensor in found.values()} == places
+    assert sum(tensor.dtype == torch.uint8 and bool(tensor.any()) for tensor in expected.values()) > 10
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    assert step(resumed, batch) == pytest.approx(step(engine, batch), rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", [FSDPEngine, Sharded], ids=["one rank", "FSDP2"])
@@ -204,3 +226,13 @@ def test_deterministic_algorithms(tiny_model: Path) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _state(engine: Any) -> dict[tuple[str, str, int], torch.Tensor]:
+    """The plain tensors of the optimizer's state, by parameter, name and number."""
+    return {
+        (name, key, number): part
+        for name, parameter in engine._trainable.items()
+        for key, value in engine.optimizer.state[parameter].items()
+        for number, part in enumerate(_plain_parts(value))
+    }

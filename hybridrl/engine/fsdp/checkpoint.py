@@ -92,8 +92,7 @@ def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
     if engine.copy_of_model != 0:
         return
     if low_bit.keeps(engine.optimizer):
-        quantised = _quantised_state(engine)
-        yield from (part for _, part in parts_of(engine, quantised, _own_views(quantised)))
+        yield from _quantised_state(engine)
         return
     views = _views_to_write(engine)
     names: dict[str, list[str]] = {}
@@ -110,16 +109,18 @@ def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
                     yield SavedBox(f"{one}{SEPARATOR}{key}", (), Box((), ()), value)
 
 
-def _quantised_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer with moments of 8 bits, under names of the module."""
+def _quantised_state(engine: FSDPEngine) -> Iterator[SavedBox]:
+    """The state of an optimizer with moments of 8 bits, under names of the module."""
     assert engine.optimizer is not None
-    found: dict[str, torch.Tensor] = {}
     for name, parameter in engine._trainable.items():
+        held, _ = engine._shard(parameter)
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             full_name = f"{name}{SEPARATOR}{key}"
-            found |= dict(low_bit.stored_parts(parameter, full_name, value)) if value.ndim else {full_name: value}
-    return found
+            if value.ndim:
+                yield from low_bit.stored_parts(full_name, value, held)
+            elif distributed.get_rank() == 0:
+                yield SavedBox(full_name, (), Box((), ()), value)
 
 
 def _load_weights(engine: FSDPEngine, saved: SavedBoxes) -> None:
@@ -181,9 +182,9 @@ def _load_quantised(
     engine: FSDPEngine, saved: SavedBoxes, keys: Mapping[str, Sequence[str]], where: torch.device
 ) -> None:
     optimizer: Any = engine.optimizer
-    wanted: dict[str, torch.Tensor] = {}
     for name, found in keys.items():
         parameter = engine._trainable[name]
+        held, _ = engine._shard(parameter)
         for key in found:
             full_name = f"{name}{SEPARATOR}{key}"
             if not saved.shape(full_name):
@@ -192,9 +193,8 @@ def _load_quantised(
                 key = key.removesuffix(low_bit.CODES)
                 moment = optimizer.new_moment(parameter, signed=key in low_bit.SIGNED, where=where)
                 optimizer.state[parameter][key] = moment
-                wanted |= dict(low_bit.stored_parts(parameter, f"{name}{SEPARATOR}{key}", moment))
-    for _, part in parts_of(engine, wanted, _own_views(wanted)):
-        _read(part, saved)
+                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, held):
+                    _read(part, saved)
 
 
 def _scalar(engine: FSDPEngine, saved: SavedBoxes, name: str, where: torch.device) -> torch.Tensor:

@@ -8,15 +8,15 @@ result nor where a checkpoint can be resumed.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from hybridrl.engine.saved_boxes import SavedBox
 from hybridrl.errors import ModelError
-from hybridrl.utils import device
+from hybridrl.hybrid_engine.shards import Box
 
 KINDS = ("AdamW8bit", "Adam8bit")
 BLOCKS = (256, 128, 64)
@@ -47,8 +47,9 @@ def row_blocks(kind: Any) -> Any:
     class RowBlocks(kind):
         def step(self, closure: Any = None) -> Any:
             # torchao compiles its step, which on a CPU needs a C++ compiler and half a minute.
-            compiled: Any = contextlib.nullcontext()
-            with compiled if device.is_gpu() else torch.compiler.set_stance("force_eager"):
+            # With a GPU, too, parameters may be in main memory (`offload_policy`).
+            on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
                 return super().step(closure)
 
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -76,33 +77,40 @@ def keeps(optimizer: Any) -> TypeGuard[Any]:
     return hasattr(optimizer, "new_moment")
 
 
-def _like(parameter: torch.Tensor, local: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-    """A tensor of `shape` (default: the parameter's), sharded like the parameter; `local` is this rank's shard."""
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, sharded like it; `local` is this rank's shard.
+
+    It is on the device of the parameter's mesh: `DTensor.from_local` copies a shard that is on another one.
+    """
     if not isinstance(parameter, DTensor):
         return local
-    shape = shape or parameter.shape
-    stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
-def stored_parts(parameter: torch.Tensor, name: str, moment: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A moment as plain tensors that share its memory.
+def stored_parts(name: str, moment: torch.Tensor, held: Box) -> Iterator[SavedBox]:
+    """What this rank holds of a moment, as plain tensors that share its memory.
 
-    These are `<name>.codes`, uint8 with the parameter's shape, and `<name>.scale`, float32 [..., blocks per row]. A
+    These are `<name>.codes`, uint8 in the shape of the parameter, and `<name>.scale`, float32 [..., blocks per row]. A
     moment that is not quantised is yielded itself.
+
+    Args:
+        held: the elements of the parameter that are on this rank.
     """
-    block, shape = block_size(parameter.shape), parameter.shape
-    if block is None:
-        yield name, moment
+    if not held.elements:
         return
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment
-    blocks = torch.Size([*shape[:-1], shape[-1] // block])
-    if local.numel():
-        codes, scale = local.codes, local.scale.view(*local.shape[:-1], blocks[-1])
-    else:
-        codes = torch.empty(local.shape, dtype=torch.uint8)
-        scale = torch.empty([*local.shape[:-1], blocks[-1]])
-    yield name + CODES, _like(parameter, codes)
-    yield name + SCALE, _like(parameter, scale, blocks)
+    shape, block = tuple(moment.shape), block_size(moment.shape)
+    if block is None:
+        yield SavedBox(name, shape, held, local)
+        return
+    yield SavedBox(name + CODES, shape, held, local.codes)
+    blocks = shape[-1] // block
+    box = Box((*held.start[:-1], 0), (*held.stop[:-1], blocks))
+    yield SavedBox(name + SCALE, (*shape[:-1], blocks), box, local.scale.view(box.extents))
