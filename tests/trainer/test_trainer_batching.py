@@ -1,17 +1,23 @@
 """Cutting batches: mini-batches depend on the batch alone, and spreading over ranks loses and doubles nothing."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config
 
+from hybridrl.config import ModelConfig
+from hybridrl.models.work import Work, work_of
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.batching import (
     balanced_order,
     epochs_of_mini_batches,
     join_generated,
     repeat_for_sampling,
+    sequence_work,
     split_rows,
     spread_over_ranks,
     trim,
@@ -131,6 +137,37 @@ def test_balancing_evens_out_the_work() -> None:
     order = balanced_order(batch, 2)
     halves = [int(lengths[half].sum()) for half in order.chunk(2)]
     assert abs(halves[0] - halves[1]) <= 0.05 * sum(halves)
+
+
+def lengths_of(*lengths: int) -> DataProto:
+    """One row for each length, all of it a response after one token."""
+    attention = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
+    rows = torch.arange(len(lengths))
+    return DataProto.from_dict(tensors={"attention_mask": attention, "response_mask": attention[:, 1:], "key": rows})
+
+
+def test_the_models_own_ratio_of_attention_decides(tmp_path: Path) -> None:
+    """The longest row is beside rows with few tokens where attention is most of the work, as in a narrow model."""
+    batch = lengths_of(100, 700, 1000, 1400, 1500, 2000)
+    for size, expected in ((32, [0, 2, 5]), (4096, [0, 3, 5])):
+        config = Qwen2Config(hidden_size=size, intermediate_size=3 * size, num_hidden_layers=2, num_attention_heads=8)
+        config.save_pretrained(tmp_path / str(size))
+        work = sequence_work(ModelConfig(path=str(tmp_path / str(size))))
+        assert work == work_of(config)
+        spread, _ = spread_over_ranks(batch, [np.arange(6)], 2, work=work)
+        for order in (balanced_order(batch, 2, work=work).tolist(), spread.batch["key"].tolist()):
+            assert expected in (sorted(order[:3]), sorted(order[3:]))
+    big = Work(per_token=10**13, per_pair={0: 1})  # sums stay within 64 bits
+    spread, _ = spread_over_ranks(batch, [np.arange(6)], 2, work=big)
+    assert sorted(spread.batch["key"].tolist()) == [*range(6)]
+
+
+def test_work_that_is_not_known() -> None:
+    """Of a model whose configuration is not here, that of 7B parameters; of one without attention, its tokens."""
+    assert sequence_work(ModelConfig(path="/nowhere/model")) is None
+    batch = lengths_of(100, 700, 1000, 1400, 1500, 2000)
+    same = Work(per_token=24576, per_pair={0: 2})
+    assert torch.equal(balanced_order(batch, 2), balanced_order(batch, 2, work=same))
 
 
 def test_trim_cuts_only_what_no_row_uses() -> None:

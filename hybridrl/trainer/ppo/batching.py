@@ -12,9 +12,13 @@ import numpy as np
 import torch
 
 from hybridrl.algorithms.sessions import ORDER_KEY, SESSION_KEY
+from hybridrl.config import ModelConfig
+from hybridrl.errors import ModelError
+from hybridrl.models.info import config_of
+from hybridrl.models.work import Work, work_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen
-from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from hybridrl.utils.seqlen_balancing import LINEAR_WORK, calculate_workload, get_seqlen_balanced_partitions
 from hybridrl.workers.losses import SEQUENCE_IDS, SEQUENCE_TOKENS
 from hybridrl.workers.update_plan import MiniBatch
 
@@ -91,14 +95,38 @@ def padded_batch(batch: DataProto) -> DataProto:
     )
 
 
-def balanced_order(batch: DataProto, ranks: int, families: np.ndarray | None = None) -> torch.Tensor:
+def sequence_work(model: ModelConfig) -> Work | None:
+    """Return what a sequence costs this model, by its configuration; None if that cannot be read here.
+
+    Without attention it is in proportion to the length.
+    """
+    try:
+        config = config_of(model)
+    except ModelError:
+        return None
+    has_attention = getattr(config.get_text_config(), "num_attention_heads", None) is not None
+    return work_of(config) if has_attention else Work()
+
+
+def _workload(batch: DataProto, work: Work | None) -> list[int]:
+    """The work for each row, in arbitrary units; None is the work of a 7B model."""
+    lengths = batch.batch["attention_mask"].sum(dim=1)
+    if work is None:
+        return [int(each) for each in calculate_workload(lengths).tolist()]
+    unit = max(1, work.per_token // LINEAR_WORK)  # keeps sums within 64 bits
+    return [work.of(length) // unit for length in lengths.tolist()]
+
+
+def balanced_order(
+    batch: DataProto, ranks: int, families: np.ndarray | None = None, work: Work | None = None
+) -> torch.Tensor:
     """Return an order [B] of the rows in which `ranks` equal consecutive shards have about the same work.
 
     Args:
         families: for each row what it belongs to; see `split_rows`.
+        work: what a sequence costs the model; None: a model with 7B parameters.
     """
-    lengths = batch.batch["attention_mask"].sum(dim=1)
-    parts = split_rows(calculate_workload(lengths).tolist(), ranks, families)
+    parts = split_rows(_workload(batch, work), ranks, families)
     return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
 
 
@@ -161,6 +189,7 @@ def spread_over_ranks(
     families: np.ndarray | None = None,
     rows_together: int = 1,
     sessions: np.ndarray | None = None,
+    work: Work | None = None,
 ) -> tuple[DataProto, tuple[MiniBatch, ...]]:
     """Arrange a batch for one update call: by shard, and by mini-batch within each shard.
 
@@ -177,6 +206,7 @@ def spread_over_ranks(
             copies of all of them.
         sessions: for each row of the batch the sequence that it is a part of; a sequence is in one mini-batch. The
             batch gets the fields `sequence_ids` and `sequence_tokens` then. None: each row is a sequence.
+        work: what a sequence costs the model; None: a model with 7B parameters.
 
     Returns:
         The arranged batch, and its mini-batches for an `UpdatePlan`.
@@ -186,7 +216,6 @@ def spread_over_ranks(
     """
     if any(tensor.is_nested for tensor in _tensors(batch).values()):
         raise ValueError("spread_over_ranks was given a jagged batch; pass padded_batch(batch)")
-    lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
     sequence_of = np.arange(len(batch)) if sessions is None else np.unique(sessions, return_inverse=True)[1]
     if sessions is not None:
@@ -194,7 +223,7 @@ def spread_over_ranks(
         batch = batch.select()
         batch.batch[SEQUENCE_IDS] = torch.from_numpy(sequence_of)
         batch.batch[SEQUENCE_TOKENS] = torch.from_numpy(tokens[sequence_of])
-    workload = calculate_workload(lengths).numpy()
+    workload = np.asarray(_workload(batch, work), dtype=np.int64)
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     is_copy: list[list[bool]] = [[] for _ in range(dp_size)]
     planned = []

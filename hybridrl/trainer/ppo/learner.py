@@ -14,9 +14,10 @@ import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.algorithms.sessions import split_sessions
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import AlgorithmError, RolloutError
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE, share_saved
+from hybridrl.models.work import Work
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
@@ -35,6 +36,7 @@ from hybridrl.trainer.ppo.batching import (
     epochs_of_mini_batches,
     padded_batch,
     seed_of,
+    sequence_work,
     spread_over_ranks,
 )
 from hybridrl.trainer.ppo.correction import PROBE_ROWS, TRAINED_MASK, correct_rollout
@@ -103,6 +105,7 @@ class Learner:
         self.step = 0
         self.on_weights_change: list[Callable[[], None]] = []
         self._shares: dict[str, bool | None] = {}  # what the workers of a role answered
+        self._works: dict[str, Work | None] = {}
         self.adapter_probe = AdapterProbe() if config.actor_rollout_ref.model.adapted else None
 
     def init_models(self, total_steps: int) -> None:
@@ -193,6 +196,13 @@ class Learner:
             shares = share_saved(fields["input_ids"], fields["attention_mask"], prompts) > WORTHWHILE_SHARE
         return prompts if shares else None
 
+    def _work(self, spec: RoleSpec) -> Work | None:
+        """Return what a sequence costs the role's model; None if it is not known here."""
+        if spec.name not in self._works:
+            model = getattr(spec.config_of(self.config), "model", None)
+            self._works[spec.name] = sequence_work(model) if isinstance(model, ModelConfig) else None
+        return self._works[spec.name]
+
     def _balanced(
         self, inputs: DataProto, families: np.ndarray | None
     ) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
@@ -200,7 +210,7 @@ class Learner:
         ranks = self.policy.dp_size(ROLES[POLICY].mesh)
         if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
             return inputs, None, {}
-        order = balanced_order(inputs, ranks, families)
+        order = balanced_order(inputs, ranks, families, self._work(ROLES[POLICY]))
         lengths = inputs.batch["attention_mask"].sum(dim=1)
         shards = [shard.tolist() for shard in order.chunk(ranks)]
         metrics = log_seqlen_unbalance(lengths.tolist(), shards, prefix="global_seqlen")
@@ -358,6 +368,7 @@ class Learner:
                 seeds,
                 families,
                 sessions=None if sessions is None else sessions.groups.ids.numpy(),
+                work=self._work(spec),
             )
             yield UpdatePlan(
                 mini_batches=planned,

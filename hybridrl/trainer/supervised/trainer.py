@@ -16,7 +16,7 @@ from hybridrl.data import create_pair_loader, create_sft_loader
 from hybridrl.data.loader import PaddedLoader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
-from hybridrl.trainer.ppo.batching import spread_over_ranks
+from hybridrl.trainer.ppo.batching import sequence_work, spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.supervised.reference import CachedReference, Reference
 from hybridrl.trainer.supervised.rows import Totals, as_responses, as_scored, normalise
@@ -50,6 +50,7 @@ class SupervisedTrainer:
     ) -> None:
         self.config = config
         self.identity = identity or {}
+        self._work = sequence_work(config.model)
         self.objective = Objective(config.objective.loss_type, config.objective)
         data, trainer = config.data, config.trainer
         self.train_loader = self._loader(train_dataset, data.train_batch_size)
@@ -179,7 +180,9 @@ class SupervisedTrainer:
     def _arranged(self, batch: DataProto, totals: Totals) -> DataProto:
         """The batch arranged for the ranks, with a plan of one mini-batch that is normalised by the totals."""
         dp_size, together = self.group.dp_size(MESH), self.objective.rows_together
-        shards, (planned,) = spread_over_ranks(batch, [np.arange(len(batch))], dp_size, rows_together=together)
+        shards, (planned,) = spread_over_ranks(
+            batch, [np.arange(len(batch))], dp_size, rows_together=together, work=self._work
+        )
         mini_batch = replace(planned, tokens=totals.tokens, sequences=totals.sequences)
         skip = self.config.trainer.on_nonfinite == "skip"
         return UpdatePlan(mini_batches=(mini_batch,), dp_size=dp_size, updates=1, skip_nonfinite=skip).attach_to(shards)
