@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -79,6 +80,7 @@ class MicroBatchedEngine(Engine):
     work: Work = Work()
     shares_prefixes: bool | None = False
     _function: LogitsFunction | None = None  # within `computing` of an engine with `ComputesFromLogits`
+    _pass_metrics: Mapping[str, Metric] = MappingProxyType({})
 
     @functools.cached_property
     def _budgets(self) -> dict[str, int]:
@@ -139,10 +141,14 @@ class MicroBatchedEngine(Engine):
         self._check_outputs(outputs)
         function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
         wanted = Wanted(tuple(outputs), temperature, function)
+
+        def compute(plan: BatchPlan) -> tuple[Sequence[dict[str, torch.Tensor]] | None, dict[str, Metric]]:
+            layouts = self._layouts(plan, function)
+            return self.forward_only(layouts, wanted), _savings(plan, layouts)
+
         tree = self._may_be_tree(batch, micro, wanted)
-        plan, computed = self._within_memory(
-            "infer", batch, micro, lambda plan: self.forward_only(self._layouts(plan, function), wanted), tree
-        )
+        plan, (computed, savings) = self._within_memory("infer", batch, micro, compute, tree)
+        self._pass_metrics = merge_metrics([self._pass_metrics, savings])
         if computed is None:
             return {}
         found = {name: [part[name] for part in computed] for name in outputs}
@@ -150,6 +156,10 @@ class MicroBatchedEngine(Engine):
             name: plan.scatter_tokens(parts) if name == ROUTED_EXPERTS else plan.scatter(parts)
             for name, parts in found.items()
         }
+
+    def pop_pass_metrics(self) -> dict[str, Metric]:
+        found, self._pass_metrics = dict(self._pass_metrics), {}
+        return found
 
     def train_batch(
         self,
@@ -175,7 +185,9 @@ class MicroBatchedEngine(Engine):
         def add_gradients(plan: BatchPlan) -> _LossShares:
             shares = _LossShares(plan, batch, loss_fn)
             self.discard_gradients()
-            self.forward_backward(self._layouts(plan, self._function), wanted, shares)
+            layouts = self._layouts(plan, self._function)
+            self.forward_backward(layouts, wanted, shares)
+            shares.metrics.append(_savings(plan, layouts))
             return shares
 
         tree = self._may_be_tree(batch, micro, wanted)
@@ -194,8 +206,6 @@ class MicroBatchedEngine(Engine):
             "skipped_steps": Metric(float(problem is not None), kind="max"),
             **self.update_metrics(),
         }
-        if isinstance(plan, PrefixPlan) and plan.row_tokens:
-            own["shared_prefix_frac"] = Metric(plan.shared_tokens, plan.row_tokens)
         return merge_metrics([*shares.metrics, own])
 
     def _within_memory(
@@ -273,7 +283,7 @@ class MicroBatchedEngine(Engine):
         if micro.max_tokens is not None:
             micro = replace(micro, max_tokens=micro.max_tokens * self.geometry.cp_size)
         if tree and self.shares_prefixes is not False:
-            plan = PrefixPlan(fields(batch), micro)
+            plan = PrefixPlan(fields(batch), micro, self.work)
             if self.shares_prefixes or (self._pays(plan) and self.follows_paths()):
                 return plan
         return BatchPlan(fields(batch), micro, self.packed, self.work)
@@ -356,6 +366,20 @@ class _LossShares:
         self.losses.append(loss.detach())
         self.metrics.append(as_metrics(metrics, sum(self.plan.token_counts[row] for row in rows)))
         return loss
+
+
+def _savings(plan: BatchPlan, layouts: Sequence[Layout]) -> dict[str, Metric]:
+    """What a call saved by computing tokens once that rows share; nothing if its micro-batches are no prefix trees.
+
+    FLOPs are left out where those of the model's family are not known.
+    """
+    if not isinstance(plan, PrefixPlan) or not plan.row_tokens:
+        return {}
+    found = {"shared_prefix_frac": Metric(plan.shared_tokens, plan.row_tokens)}
+    if plan.work.is_exact:
+        computed, apart = plan.flops(layouts)
+        found["shared_flops_frac"] = Metric(1 - computed / apart, apart)
+    return found
 
 
 def _memory_error(error: Exception, tokens: int, others: bool) -> ModelError:

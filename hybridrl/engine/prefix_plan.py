@@ -16,8 +16,9 @@ import torch
 
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, Layout
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, even_partition, partition
 from hybridrl.models.tree_attention import Paths
+from hybridrl.models.work import Work
 from hybridrl.utils import device
 
 
@@ -62,15 +63,15 @@ class TreeLayout(Layout):
 class PrefixPlan(BatchPlan):
     """A plan whose micro-batches are prefix trees. Rows that share a prefix are in the same one where limits allow.
 
-    Both limits of `micro` hold; `max_tokens` counts the tokens of the tree.
+    Both limits of `micro` hold; `max_tokens` counts the tokens of the tree. The micro-batches are in the order of their
+    work, as those of packed rows are.
 
     Attributes:
-        shared_tokens: the share of the batch's tokens that are not computed, because another row's are the same.
         row_tokens: tokens of the rows in micro-batches.
-        computed_tokens: tokens of the trees of all micro-batches.
+        work: what they cost the model.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, work: Work | None = None):
         if micro.rows_together > 1:
             raise ValueError("rows that stay together cannot share prefixes (model.share_prefixes)")
         super().__init__(tensors, micro, packed=False)
@@ -85,13 +86,77 @@ class PrefixPlan(BatchPlan):
         words = self._ids if self.positions is None else torch.cat([self._ids[..., None], self._positions], -1)
         rows = [row for row, count in enumerate(self.token_counts) if count]
         self._order = PrefixOrder.of(words, self.lengths, rows)
+        self.work, self._size = work or Work(), micro.size or len(rows)
         kind = device.get_device_name()
-        self.groups = partition(
-            self._order, micro.size or len(rows), micro.max_tokens, PREFERRED_CELLS[kind], WORTHWHILE_PADDING[kind]
+        self._set_groups(
+            partition(
+                self._order,
+                self._size,
+                micro.max_tokens,
+                PREFERRED_CELLS[kind],
+                WORTHWHILE_PADDING[kind],
+                cost=self._cost,
+            )
         )
         self.row_tokens = sum(self._order.lengths)
-        self.computed_tokens = sum(map(self.tokens, self.groups))
-        self.shared_tokens = 1 - self.computed_tokens / self.row_tokens if self.row_tokens else 0.0
+
+    def _set_groups(self, groups: Sequence[list[int]]) -> None:
+        self.groups = sorted(groups, key=lambda rows: -self._cost_of(rows))
+
+    def _cost(self, length: int) -> float:
+        """What a row of so many tokens costs, in tokens without attention."""
+        return self.work.of(length) / self.work.per_token
+
+    def _cost_of(self, rows: Sequence[int]) -> float:
+        """What the tree of these rows costs."""
+        order = self._order.only(rows)
+        return sum(self._cost(n) - self._cost(shared) for n, shared in zip(order.lengths, order.shared, strict=True))
+
+    def balance(self, count: int) -> None:
+        """Cut the rows anew into at most `count` micro-batches, of which the most expensive one costs less.
+
+        This cuts families of rows, so tokens may be computed twice. It is done where the largest micro-batch gets
+        smaller by more than what is computed in addition.
+
+        Args:
+            count: at least the number of micro-batches that there are.
+        """
+        cut = even_partition(self._order, count, self._size, self._micro.max_tokens, self._cost)
+        if not cut or not self.groups:
+            return
+        before, after = ([self._cost_of(rows) for rows in groups] for groups in (self.groups, cut))
+        if max(before) - max(after) > sum(after) - sum(before):
+            self._set_groups(cut)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the trees of all micro-batches."""
+        return sum(map(self.tokens, self.groups))
+
+    @property
+    def shared_tokens(self) -> float:
+        """The share of the rows' tokens that are not computed, because another row's are the same."""
+        return 1 - self.computed_tokens / self.row_tokens if self.row_tokens else 0.0
+
+    def flops(self, layouts: Sequence[Layout]) -> tuple[float, float]:
+        """FLOPs of a forward pass over the micro-batches, and those of separate rows.
+
+        They are counted as `hybridrl.models.work` counts FLOPs; one whose tokens another row has computed needs none.
+
+        Args:
+            layouts: of the micro-batches, of which dummies do not count.
+        """
+        trees = [layout for layout in layouts if isinstance(layout, TreeLayout) and layout.taken is not None]
+        orders = [self._order.only(rows) for rows in self.groups]
+        lengths = [n for order in orders for n in order.lengths]
+        new = [n - shared for order in orders for n, shared in zip(order.lengths, order.shared, strict=True)]
+        nodes = sum(len(layout.selected) for layout in trees)
+        outputs = sum(len(layout.taken) for layout in trees if layout.taken is not None)
+        work = self.work
+        return (
+            2.0 * (work.of_squares(lengths, new) + nodes * work.per_output),
+            2.0 * (work.of_squares(lengths) + outputs * work.per_output),
+        )
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens of the prefix tree of these rows."""

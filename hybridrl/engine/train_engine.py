@@ -235,6 +235,10 @@ class Engine(ABC):
             called either.
         """
 
+    def pop_pass_metrics(self) -> dict[str, Metric]:
+        """This rank's metrics of the `infer` calls since the last call of this method."""
+        return {}
+
     @abstractmethod
     def train_batch(
         self,

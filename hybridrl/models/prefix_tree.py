@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -193,7 +193,14 @@ def _cut(ranges: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]
     return kept
 
 
-def partition(order: PrefixOrder, size: int, budget: int | None, preferred: int, overhead: int) -> list[list[int]]:
+def partition(
+    order: PrefixOrder,
+    size: int,
+    budget: int | None,
+    preferred: int,
+    overhead: int,
+    cost: Callable[[int], float] = float,
+) -> list[list[int]]:
     """Cut sorted rows into micro-batches, so that little is computed twice.
 
     A cut within a family of rows costs the tokens that they share. Of all ways to cut, this is the one with the least
@@ -204,24 +211,77 @@ def partition(order: PrefixOrder, size: int, budget: int | None, preferred: int,
         budget: the most tokens of its tree; a longer row gets a micro-batch of its own.
         preferred: tokens above which a larger micro-batch computes no faster; a family may exceed it.
         overhead: tokens that cost as much as another pass through the model.
+        cost: of a row of so many tokens, attention included, in the cost of a token without attention.
     """
     count = len(order.rows)
-    lengths, shared = np.array(order.lengths, dtype=np.float64), np.array(order.shared, dtype=np.float64)
-    new = np.concatenate([[0.0], (lengths - shared).cumsum()])
-    balance = 0.25 / max(1.0, lengths.sum()) ** 2  # the sum of squares breaks ties and decides nothing else
+    new, shared = _summed(order, float)
+    new_cost, shared_cost = _summed(order, cost)
+    balance = 0.25 / max(1.0, sum(map(cost, order.lengths))) ** 2  # the sum of squares only breaks ties
     best, begin = np.zeros(count + 1), [0] * (count + 1)
     for stop in range(1, count + 1):
         first = max(0, stop - size)
         # Tokens of rows [i, stop): the first row as a whole, of the others what is new.
         tokens = new[stop] - new[first:stop] + shared[first:stop]
-        cost = tokens + overhead + 0.25 * np.maximum(0.0, tokens - preferred) + balance * tokens**2 + best[first:stop]
+        costs = new_cost[stop] - new_cost[first:stop] + shared_cost[first:stop]
+        total = costs + overhead + 0.25 * np.maximum(0.0, tokens - preferred) + balance * costs**2 + best[first:stop]
         if budget is not None:
-            cost[:-1][tokens[:-1] > budget] = np.inf
-        chosen = int(cost.argmin())
-        best[stop], begin[stop] = cost[chosen], first + chosen
+            total[:-1][tokens[:-1] > budget] = np.inf
+        chosen = int(total.argmin())
+        best[stop], begin[stop] = total[chosen], first + chosen
     groups = []
     stop = count
     while stop:
         groups.append(order.rows[begin[stop] : stop])
         stop = begin[stop]
     return groups[::-1]
+
+
+def even_partition(
+    order: PrefixOrder, count: int, size: int, budget: int | None, cost: Callable[[int], float] = float
+) -> list[list[int]] | None:
+    """Cut sorted rows into at most `count` micro-batches, of which the most expensive one is as cheap as it can be.
+
+    Args:
+        size, budget, cost: see `partition`.
+
+    Returns:
+        The rows of each; None if limits do not allow so few.
+    """
+    of_rows = [*map(cost, order.lengths)]
+    low, high = max(of_rows, default=0.0), sum(of_rows)
+    found = _filled_up(order, size, budget, high, cost)
+    if len(found) > count:
+        return None
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        tried = _filled_up(order, size, budget, middle, cost)
+        if len(tried) > count:
+            low = middle
+        else:
+            found, high = tried, middle
+    return found
+
+
+def _filled_up(
+    order: PrefixOrder, size: int, budget: int | None, most: float, cost: Callable[[int], float]
+) -> list[list[int]]:
+    """Micro-batches that each take rows as long as they stay within the limits and cost no more than `most`."""
+    groups: list[list[int]] = []
+    tokens, spent = 0, 0.0
+    for row, length, shared in zip(order.rows, order.lengths, order.shared, strict=True):
+        new = cost(length) - cost(shared)
+        fits = budget is None or tokens + length - shared <= budget
+        if groups and len(groups[-1]) < size and fits and spent + new <= most:
+            groups[-1].append(row)
+            tokens, spent = tokens + length - shared, spent + new
+        else:
+            groups.append([row])
+            tokens, spent = length, cost(length)
+    return groups
+
+
+def _summed(order: PrefixOrder, cost: Callable[[int], float]) -> tuple[np.ndarray, np.ndarray]:
+    """What the new tokens of the rows before each place cost together, and what each row shares with the one before."""
+    shared = np.array([cost(length) for length in order.shared], dtype=np.float64)
+    own = np.array([cost(length) for length in order.lengths], dtype=np.float64)
+    return np.concatenate([[0.0], (own - shared).cumsum()]), shared

@@ -29,30 +29,42 @@ _NUMBERS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 @dataclass(frozen=True)
 class Work:
-    """Multiplications of a forward pass, without the output layer.
+    """Multiplications of a forward pass.
 
     Attributes:
         per_token: of the linear maps of all layers.
         per_pair: of attention, for each pair of a token and one that it attends to, by the size of the window; the
             window of layers without one is 0.
+        per_output: of the output layer, for each token that is predicted.
+        is_exact: whether these are the products of the model's family, and not an estimate.
     """
 
     per_token: int = 1
     per_pair: Mapping[int, int] = field(default_factory=dict)
+    per_output: int = 0
+    is_exact: bool = False
 
     def of(self, length: int) -> int:
-        """The work for a sequence of `length` tokens, with causal attention."""
+        """The work for a sequence of `length` tokens with causal attention, without the output layer."""
         attention = sum(factor * pairs(length, window) for window, factor in self.per_pair.items())
         return self.per_token * length + attention
 
-    def of_squares(self, lengths: Sequence[int]) -> int:
-        """The work for sequences whose attention computes each pair within its window, also of later tokens."""
+    def of_squares(self, lengths: Sequence[int], computed: Sequence[int] | None = None) -> int:
+        """The work for sequences whose attention computes each pair within its window, also of later tokens.
+
+        The output layer is left out.
+
+        Args:
+            lengths: tokens of each sequence.
+            computed: how many of them are computed, which attend to the others as well; all by default.
+        """
+        computed = lengths if computed is None else computed
         attention = sum(
-            factor * length * min(length, window or length)
+            factor * queries * min(length, window or length)
             for window, factor in self.per_pair.items()
-            for length in lengths
+            for length, queries in zip(lengths, computed, strict=True)
         )
-        return self.per_token * sum(lengths) + attention
+        return self.per_token * sum(computed) + attention
 
 
 def pairs(length: int, window: int = 0) -> int:
@@ -61,10 +73,13 @@ def pairs(length: int, window: int = 0) -> int:
     return inside * (inside + 1) // 2 + (length - inside) * inside
 
 
-def work_of(config: PreTrainedConfig) -> Work:
+def work_of(config: PreTrainedConfig, value_model: bool = False) -> Work:
     """The work of a transformer with this configuration, whose MLPs are gated.
 
     Of a mixture of experts, the router and the experts that a token passes count.
+
+    Args:
+        value_model: the output layer is a value head.
     """
     text = config.get_text_config()
     layers = text.num_hidden_layers
@@ -80,7 +95,12 @@ def work_of(config: PreTrainedConfig) -> Work:
         if kind in _ATTENTION:
             size = window if kind in _WINDOWED else 0
             per_pair[size] = per_pair.get(size, 0) + _of_a_pair(text, is_latent)
-    return Work(layers * projections + sum(_mlp(text, layer) for layer in range(layers)), per_pair)
+    return Work(
+        layers * projections + sum(_mlp(text, layer) for layer in range(layers)),
+        per_pair,
+        per_output=int(text.hidden_size * (1 if value_model else text.vocab_size)),
+        is_exact=text.model_type in _COUNTED,
+    )
 
 
 def forward_flops(
@@ -97,11 +117,10 @@ def forward_flops(
     Returns:
         The number, or None for a family whose products are not known here.
     """
-    text = config.get_text_config()
-    if text.model_type not in _COUNTED:
+    if config.get_text_config().model_type not in _COUNTED:
         return None
-    output = predicted * text.hidden_size * (1 if value_model else text.vocab_size)
-    return 2.0 * (output + work_of(config).of_squares(lengths))
+    work = work_of(config, value_model)
+    return 2.0 * (predicted * work.per_output + work.of_squares(lengths))
 
 
 def training_flops(

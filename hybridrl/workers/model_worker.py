@@ -45,6 +45,7 @@ class ModelWorker(Worker):
     def __init__(self, timeout_s: float) -> None:
         super().__init__()
         self._peaks: dict[str, float] = {}
+        self._pass_metrics: dict[str, dict[str, Metric]] = {}
         device.set_device(self.local_rank)
         address, port = self.get_master_addr_port()
         use_interface_of(ray.util.get_node_ip_address())
@@ -121,7 +122,7 @@ class ModelWorker(Worker):
 
     @contextmanager
     def loaded(self, method: str, optimizer: bool = False) -> Iterator[None]:
-        """`Engine.loaded`, with the peak of the device's memory recorded for `pop_memory_peaks`.
+        """`Engine.loaded`, with what is recorded for `pop_memory_peaks` and `pop_pass_metrics`.
 
         Args:
             method: the worker's method.
@@ -134,12 +135,20 @@ class ModelWorker(Worker):
         finally:
             peak = device.memory_stats()["max_memory_allocated_gb"]
             self._peaks[method] = max(peak, self._peaks.get(method, 0.0))
+            if found := self.engine.pop_pass_metrics():
+                self._pass_metrics[method] = merge_metrics([self._pass_metrics.get(method, {}), found])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pop_memory_peaks(self) -> dict[str, float]:
         """Return the peak of memory in GiB during each method since the last call; updates count as `update`."""
         peaks, self._peaks = self._peaks, {}
         return peaks
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pop_pass_metrics(self) -> dict[str, dict[str, Metric]]:
+        """Return the metrics of the passes without gradients since the last call, by method."""
+        found, self._pass_metrics = self._pass_metrics, {}
+        return found
 
     def place_in_mesh(self, mesh_name: str) -> None:
         """Register this rank's place in the meshes of the engine's geometry.

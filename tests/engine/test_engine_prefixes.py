@@ -25,6 +25,8 @@ from engine_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import spawn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hybridrl.config import load_config
@@ -32,10 +34,12 @@ from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, TrainEngines
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
+from hybridrl.engine.micro_batched import _savings
 from hybridrl.engine.microbatch import BatchPlan
 from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.errors import ModelError
 from hybridrl.models import tree_attention
+from hybridrl.models.work import Work
 from hybridrl.registry import POLICY_LOSSES
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
@@ -115,6 +119,7 @@ def assert_same_training(
     expected, others = gradients(apart, loss, micro, fields, **options)
     assert_close(found, expected)
     assert 0 < metrics.pop("shared_prefix_frac") < 1
+    metrics.pop("shared_flops_frac", None)
     assert metrics == pytest.approx(others, rel=1e-5, abs=1e-6)
 
 
@@ -282,6 +287,77 @@ def test_limits_count_the_tokens_of_the_tree() -> None:
     assert all(len(rows) == 1 or halved.tokens(rows) <= max(sizes) // 2 for rows in halved.groups)
     found, expected = (sorted(row for rows in one.groups for row in rows) for one in (halved, plan))
     assert found == expected
+
+
+def full_rows() -> dict[str, torch.Tensor]:
+    """Rows of equal length, so that separate rows need no padding; in each group of four one row is another's twin."""
+    fields = {**FIELDS, "attention_mask": torch.ones_like(FIELDS["attention_mask"])}
+    fields["response_mask"] = torch.ones_like(FIELDS["response_mask"])
+    fields["response_mask"][:, :3] = 0
+    fields["position_ids"] = fields["attention_mask"].cumsum(1) - 1
+    return fields
+
+
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_the_flops_that_sharing_saves_are_those_of_torchs_counter(
+    model_type: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each run of a path is one product, which is what the metric counts.
+    monkeypatch.setattr(tree_attention, "_BLOCK", 256)
+    monkeypatch.setattr(tree_attention, "_CALL", -(1 << 30))
+    counted, batch = {}, make_batch(full_rows())
+    output = "log_probs" if model_type == "language_model" else "values"
+    pair = engines(llama, model_type)
+    for engine in pair:
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            engine.infer(batch, MicroBatching(size=4), outputs=(output,))
+        counted[engine] = counter.get_total_flops()
+    shared, apart = pair
+    found = shared.pop_pass_metrics()
+    # The counter also sees the products that make the angles of position embeddings.
+    expected = 1 - counted[shared] / counted[apart]
+    assert expected > 0.2 and found["shared_flops_frac"].value == pytest.approx(expected, abs=2e-3)
+    if model_type == "language_model":  # whose output layer saves nothing
+        assert found["shared_prefix_frac"].value > expected + 0.01
+    assert not shared.pop_pass_metrics() and not apart.pop_pass_metrics()
+    loss = policy_loss if model_type == "language_model" else value_loss
+    metrics = shared.train_batch(batch, MicroBatching(size=4), loss)
+    assert metrics["shared_flops_frac"].value == pytest.approx(found["shared_flops_frac"].value)
+
+
+def test_flops_of_passes_add_up_and_those_of_unknown_families_are_left_out(llamas: tuple[Any, Any]) -> None:
+    shared, _ = llamas
+    shared.pop_pass_metrics()  # of other tests
+    parts = []
+    for rows in (slice(0, 4), slice(4, 12)):
+        shared.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
+        parts.append(shared.pop_pass_metrics())
+    for rows in (slice(0, 4), slice(4, 12)):
+        shared.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
+    assert shared.pop_pass_metrics() == merge_metrics(parts)
+    plan = PrefixPlan(FIELDS, MicroBatching(), Work(per_token=7))
+    assert set(_savings(plan, [plan.layout(rows) for rows in plan.groups])) == {"shared_prefix_frac"}
+
+
+def test_trees_are_in_the_order_of_their_work_and_balanced_where_it_pays() -> None:
+    """A rank with one family beside a rank with two micro-batches cuts it where the prompt is short."""
+
+    def family(prompt: int, response: int) -> PrefixPlan:
+        ids = torch.arange(8 * (prompt + response)).view(8, -1)
+        ids[:, :prompt] = torch.arange(prompt)
+        ones = torch.ones_like(ids)
+        fields = {"input_ids": ids, "attention_mask": ones, "response_mask": ones[:, prompt:]}
+        return PrefixPlan(fields, MicroBatching(max_tokens=1000), Work(per_token=10, per_pair={0: 1}))
+
+    short, long = family(4, 20), family(100, 5)
+    for plan in (short, long):
+        assert len(plan.groups) == 1
+        plan.balance(2)
+    assert [*map(len, short.groups)] == [4, 4] and short.computed_tokens == 2 * 4 + 8 * 20
+    assert [*map(len, long.groups)] == [8] and long.computed_tokens == 100 + 8 * 5
+    plan = PrefixPlan(FIELDS, MicroBatching(max_tokens=25), Work(per_token=10, per_pair={0: 1}))
+    of_nodes = [sum(10 + n for n in plan.layout(rows).position_ids[0].tolist()) for rows in plan.groups]
+    assert len(of_nodes) > 2 and of_nodes == sorted(of_nodes, reverse=True)
 
 
 def test_a_repeated_update_is_the_same_bit_for_bit(llama: Path) -> None:

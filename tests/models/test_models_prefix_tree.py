@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition, share_saved
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, even_partition, partition, share_saved
 
 # Few words, so that rows share prefixes; rows that are prefixes of others and equal rows occur often.
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -118,33 +118,80 @@ def test_tokens_at_other_positions_are_not_shared() -> None:
     assert PrefixOrder.of(torch.stack([ids, positions], -1), [3, 3]).shared == [0, 1]
 
 
-@pytest.mark.parametrize("budget", [None, 6, 14])
-@pytest.mark.parametrize("size", [1, 2, 9])
-@given(rows=ROWS)
-@settings(max_examples=60)
-def test_a_partition_is_within_its_limits_and_the_cheapest(
-    rows: list[list[int]], budget: int | None, size: int
-) -> None:
-    order = order_of(rows)
-    groups = partition(order, size, budget, preferred=1000, overhead=3)
-    assert [row for group in groups for row in group] == order.rows
-
-    def cost(parts: list[list[int]]) -> float:
-        total = 0.0
-        for part in parts:
-            tokens = len(prefixes([rows[row] for row in part]))
-            if len(part) > size or (len(part) > 1 and budget is not None and tokens > budget):
-                return float("inf")
-            total += tokens + 3
-        return total
-
+def every_partition(order: PrefixOrder) -> list[list[list[int]]]:
+    """All ways to cut sorted rows."""
     count = len(order.rows)
-    every = (
+    return [
         [order.rows[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
         for number in range(count)
         for cuts in itertools.combinations(range(1, count), number)
+    ]
+
+
+def attending(length: int) -> float:
+    """The cost of a row whose tokens attend to those before them."""
+    return length + 0.5 * length * (length + 1) / 2
+
+
+def costs_of(
+    rows: list[list[int]], parts: list[list[int]], size: int, budget: int | None, quadratic: bool
+) -> list[float]:
+    """The cost of each micro-batch, counted node by node; infinite beyond a limit."""
+    found = []
+    for part in parts:
+        nodes = prefixes([rows[row] for row in part])
+        beyond = len(part) > size or (len(part) > 1 and budget is not None and len(nodes) > budget)
+        found.append(float("inf") if beyond else sum(1 + 0.5 * len(node) * quadratic for node in nodes))
+    return found
+
+
+LIMITS = pytest.mark.parametrize(("size", "budget"), [(9, None), (1, 6), (2, 14), (9, 6), (9, 14)])
+
+
+@pytest.mark.parametrize("quadratic", [False, True])
+@LIMITS
+@given(rows=ROWS)
+@settings(max_examples=50)
+def test_a_partition_is_within_its_limits_and_the_cheapest(
+    rows: list[list[int]], budget: int | None, size: int, quadratic: bool
+) -> None:
+    order = order_of(rows)
+    groups = partition(order, size, budget, preferred=1000, overhead=3, cost=attending if quadratic else float)
+    assert [row for group in groups for row in group] == order.rows
+
+    def cost(parts: list[list[int]]) -> float:
+        return sum(one + 3 for one in costs_of(rows, parts, size, budget, quadratic))
+
+    assert cost(groups) == pytest.approx(min(map(cost, every_partition(order))))
+
+
+@pytest.mark.parametrize("quadratic", [False, True])
+@LIMITS
+@given(rows=ROWS, count=st.integers(1, 4))
+@settings(max_examples=50)
+def test_the_largest_part_of_an_even_partition_is_as_cheap_as_it_can_be(
+    rows: list[list[int]], count: int, budget: int | None, size: int, quadratic: bool
+) -> None:
+    order = order_of(rows)
+    groups = even_partition(order, count, size, budget, attending if quadratic else float)
+    largest = min(
+        max(costs_of(rows, parts, size, budget, quadratic)) for parts in every_partition(order) if len(parts) <= count
     )
-    assert cost(groups) == min(map(cost, every))
+    assert (groups is None) == (largest == float("inf"))
+    if groups is not None:
+        assert len(groups) <= count and [row for group in groups for row in group] == order.rows
+        assert max(costs_of(rows, groups, size, budget, quadratic)) == pytest.approx(largest, rel=1e-5)
+
+
+def test_attention_decides_where_rows_are_cut() -> None:
+    """A row of 12 tokens attends to as many as all the others together."""
+    rows = [[0] * 12, *([number] * 3 for number in range(1, 9))]
+    evenly = even_partition(order_of(rows), 2, 9, None)
+    assert evenly is not None and sorted(map(len, evenly)) == [3, 6]
+    evenly = even_partition(order_of(rows), 2, 9, None, attending)
+    assert evenly is not None and sorted(map(len, evenly)) == [1, 8]
+    cut = {cost: partition(order_of(rows), 9, 24, 1000, 3, cost) for cost in (float, attending)}
+    assert [*map(len, cut[float])] != [*map(len, cut[attending])]
 
 
 def test_of_equal_partitions_the_most_equal_is_taken() -> None:

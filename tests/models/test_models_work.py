@@ -10,7 +10,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma2Config, Qwen3MoeConfig
 
-from hybridrl.models.work import forward_flops, pairs, training_flops, work_of
+from hybridrl.models.work import Work, forward_flops, pairs, training_flops, work_of
 from hybridrl.utils.device import peak_tflops
 
 SIZES = {
@@ -87,8 +87,16 @@ def test_a_sliding_window_bounds_the_quadratic_part_of_its_layers() -> None:
     assert wide - narrow == 2 * 4 * 48 * (100 * 100 - 100 * 10)
 
 
+def test_tokens_that_were_computed_with_another_row_cost_nothing() -> None:
+    """Each of the others attends to all tokens of its row, within the window."""
+    work = Work(per_token=5, per_pair={0: 2, 4: 3})
+    assert work.of_squares([10, 3], [10, 3]) == work.of_squares([10, 3])
+    assert work.of_squares([10, 3], [6, 0]) == 5 * 6 + 2 * 6 * 10 + 3 * 6 * 4
+
+
 def test_an_unknown_family_is_not_guessed() -> None:
     assert forward_flops(transformers.GPT2Config(), [10], 10) is None
+    assert not work_of(transformers.GPT2Config()).is_exact and work_of(transformers.Qwen2Config(**SIZES)).is_exact
 
 
 @pytest.mark.parametrize(

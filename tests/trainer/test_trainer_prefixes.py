@@ -77,7 +77,14 @@ def test_a_run_that_shares_prefixes_equals_one_that_does_not(grpo: list[str], tm
     for step, (found, expected) in enumerate(zip(shared, apart, strict=True)):
         # A prompt of about 20 tokens is computed for each rank once in place of four times.
         assert found.pop("actor/shared_prefix_frac") > 0.4
+        assert found.pop("actor/shared_flops_frac") > 0.2
         assert found == pytest.approx(expected, rel=2e-3, abs=1e-5), f"step {step}"
+    # Passes tell what they save, too.
+    names = {f"perf/shared_{what}_frac/{phase}" for what in ("prefix", "flops") for phase in ("old_log_prob", "ref")}
+    for share, folder in folders.items():
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+            told = {name: line[name] for name in line if name.startswith("perf/shared_")}
+            assert set(told) == (names if share else set()) and all(value > 0.2 for value in told.values())
     expected = saved(folders[False], STEPS)
     for name, tensor in saved(folders[True], STEPS).items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3, msg=name)

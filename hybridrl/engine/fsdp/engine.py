@@ -168,8 +168,8 @@ class FSDPEngine(
         self._takes_boundaries = attention.takes_boundaries(str(self.config._attn_implementation))
         self.shares_prefixes = sharing_of(model, engine, self.config)
         self.packed = bool(model.use_remove_padding) and self.shares_prefixes is not True and self._may_pack()
-        if self.packed:
-            self.work = work_of(self.config)
+        if self.packed or self.shares_prefixes is not False:
+            self.work = work_of(self.config, value_model=self.model_type != "language_model")
         source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
             self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)

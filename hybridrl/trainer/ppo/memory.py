@@ -1,4 +1,4 @@
-"""Device memory of each phase of a step, reported before the first step, and advice for when it runs out."""
+"""What each phase of a step takes: memory, reported before the first step, and advice for when it runs out."""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.ppo.roles import ROLES
+from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR_OFFLOAD = "param_offload and optimizer_offload in actor_rollout_ref.actor.fsdp_config (or .megatron)"
@@ -42,17 +43,38 @@ def phase_peaks(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
     """Return `perf/memory_gb/<phase>`: the peak of memory in each phase since the last call, of the fullest rank."""
     found: dict[str, float] = {}
     for name, group in groups.items():
-        spec = ROLES.get(name)
-        phases = {"send_weights": "update_weights", "generate_sequences": "gen"}
-        if spec is not None:
-            phases |= {one.method: one.phase for one in spec.passes}
-            phases |= {spec.scoring.method: spec.scoring.phase} if spec.scoring is not None else {}
-            phases |= {"update": spec.update.phase} if spec.update is not None else {}
+        phases = _phases_of(name)
         for peaks in group.pop_memory_peaks() if hasattr(group, "pop_memory_peaks") else []:
             for method, peak in peaks.items():
                 metric = f"perf/memory_gb/{phases.get(method, method)}"
                 found[metric] = max(peak, found.get(metric, 0.0))
     return found
+
+
+def pass_metrics(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
+    """Return `perf/shared_flops_frac/<phase>` and the like, of the passes since the last call, over all ranks.
+
+    Passes within an update are left out.
+    """
+    found: list[dict[str, Metric]] = []
+    for name, group in groups.items():
+        phases = _phases_of(name)
+        for of_methods in group.pop_pass_metrics() if hasattr(group, "pop_pass_metrics") else []:
+            for method, metrics in of_methods.items():
+                if method in phases and method != "update":
+                    found.append({f"perf/{metric}/{phases[method]}": one for metric, one in metrics.items()})
+    return reduce_to_floats(merge_metrics(found))
+
+
+def _phases_of(role: str) -> dict[str, str]:
+    """The phase of each method of a role's workers that computes with its model."""
+    spec = ROLES.get(role)
+    phases = {"send_weights": "update_weights", "generate_sequences": "gen"}
+    if spec is not None:
+        phases |= {one.method: one.phase for one in spec.passes}
+        phases |= {spec.scoring.method: spec.scoring.phase} if spec.scoring is not None else {}
+        phases |= {"update": spec.update.phase} if spec.update is not None else {}
+    return phases
 
 
 class MemoryReport:

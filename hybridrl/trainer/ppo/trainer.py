@@ -31,7 +31,7 @@ from hybridrl.trainer.ppo.forecast import check_before_loading
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.judge import judges_of
 from hybridrl.trainer.ppo.learner import Learner, StepResult
-from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, phase_peaks
+from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
 from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.profiling import StepProfiler
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
@@ -272,7 +272,7 @@ class RayPPOTrainer:
         metrics |= compute_timing_metrics(batch, timing, phases_per_token())
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.n_devices)
         metrics |= self._utilization_metrics(batch)
-        metrics |= phase_peaks(self.groups)
+        metrics |= phase_peaks(self.groups) | pass_metrics(self.groups)
         run.report(metrics)
         dumped = run.due(self.config.trainer.dump_freq)
         if dumped or run.traces is not None:
