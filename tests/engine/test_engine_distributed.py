@@ -500,6 +500,22 @@ def saved_in_between(model: Path, optim: Any, folder: Path) -> dict[str, Any]:
     return found | {"final": weights(engine)}
 
 
+def save_variants(model: Path, tied: Path, work: Path) -> None:
+    """What one rank trains with other settings and models."""
+    batch = make_batch(FIELDS)
+    variants = {}
+    for name, path in {"bf16": model, "tied": tied, "plain": model, "sgd": model}.items():
+        engine = make_engine(
+            path, optim=SGD if name == "sgd" else SETTINGS, **({"dtype": "bfloat16"} if name == "bf16" else {})
+        )
+        variants[name] = {"metrics": train(engine, batch, 2), "after": weights(engine)}
+        with engine.whole_weights() as module, torch.no_grad():
+            variants[name]["logits"] = module(input_ids=FIELDS["input_ids"][:2]).logits
+    for name in ("replicas", "offload", "by_size"):
+        variants[name] = variants["plain"]
+    torch.save(variants, work / "variants.pt")
+
+
 @pytest.mark.slow
 def test_two_ranks_do_what_one_does(
     micro_model: Path, tied_model: Path, odd_model: Path, routed_model: Path, tmp_path: Path
@@ -514,17 +530,7 @@ def test_two_ranks_do_what_one_does(
     train(one, batch, 2)
     torch.save({**record, "final": weights(one)}, tmp_path / "language.pt")
 
-    variants = {}
-    for name, path in {"bf16": micro_model, "tied": tied_model, "plain": micro_model, "sgd": micro_model}.items():
-        engine = make_engine(
-            path, optim=SGD if name == "sgd" else SETTINGS, **({"dtype": "bfloat16"} if name == "bf16" else {})
-        )
-        variants[name] = {"metrics": train(engine, batch, 2), "after": weights(engine)}
-        with engine.whole_weights() as module, torch.no_grad():
-            variants[name]["logits"] = module(input_ids=FIELDS["input_ids"][:2]).logits
-    for name in ("replicas", "offload", "by_size"):
-        variants[name] = variants["plain"]
-    torch.save(variants, tmp_path / "variants.pt")
+    save_variants(micro_model, tied_model, tmp_path)
 
     critic = make_engine(micro_model, "value_model", optim=SETTINGS)
     record = {"metrics": train(critic, batch, 3, value_loss), "after": weights(critic)}

@@ -163,12 +163,7 @@ def policy_loss(
             global_counts = counts_of(counts, config)
             tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
             if prepare is not None and prepared is None:
-                if not total_tokens_match(tokens.mask, global_counts.get("batch_num_tokens")):
-                    raise AlgorithmError(
-                        f"{who} chooses its tokens over the whole mini-batch, but this call holds a part of it and no "
-                        "choice was made. Run get_policy_loss_prepare_fn(name) on the mini-batch and pass each part "
-                        "its rows as prepared=."
-                    )
+                _check_whole(tokens.mask, global_counts, who)
                 prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0)
             kept = {given: keep(more[given], tokens.mask) for given in needs if given in more}
             whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
@@ -192,6 +187,15 @@ def policy_loss(
         )(loss)
 
     return decorate
+
+
+def _check_whole(mask: Tensor, counts: Mapping[str, Any], who: str) -> None:
+    """Refuse a part of a mini-batch where the loss has a preliminary pass over the whole."""
+    if not total_tokens_match(mask, counts.get("batch_num_tokens")):
+        raise AlgorithmError(
+            f"{who} chooses its tokens over the whole mini-batch, but this call holds a part of it and no choice was "
+            "made. Run get_policy_loss_prepare_fn(name) on the mini-batch and pass each part its rows as prepared=."
+        )
 
 
 @dataclass(frozen=True)
