@@ -305,9 +305,13 @@ def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config:
         config: `algorithm` settings.
 
     Raises:
-        AlgorithmError: inputs are missing; the message names each with the setting that provides it.
+        AlgorithmError: inputs are missing; the message names each with the setting that provides it. Or the name
+            chooses something that is no estimator.
     """
     name, have = _name(name_or_enum), set(available)
+    fn = get_adv_estimator_fn(name)
+    if inspect.isclass(fn) or not callable(fn):
+        raise AlgorithmError(f"algorithm.adv_estimator={name} is {fn!r}, not a function. {_ESTIMATOR_FORM}")
     if "uid" in have:
         have.add("index")
     missing = [

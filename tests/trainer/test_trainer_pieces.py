@@ -343,6 +343,8 @@ def test_the_largest_weight_of_bypass_mode_is_a_maximum_over_micro_batches() -> 
         (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys"),
         (["algorithm.adv_estimator=gae", "critic.enable=False"], "critic"),
         (["algorithm.adv_estimator=nope"], "grpo"),
+        (["algorithm.adv_estimator=decimal:Decimal"], "decimal:Decimal is <class.*not a function.*token_level_rewards"),
+        (["algorithm.adv_estimator=math:pi"], r"math:pi is 3.14.*, not a function"),
         (["actor_rollout_ref.actor.clip_ratio_low=1.5"], "actor.clip_ratio_low is 1.5; policy loss vanilla"),
         (["algorithm.rollout_correction.rollout_rs=token_k9"], "rollout_rs"),
         (["algorithm.rollout_correction.rollout_rs=token_k2"], "rollout_rs_threshold"),
