@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -255,11 +257,13 @@ class Registry(Generic[F]):
         known = self.objects.get(name)
         taken = known is not None and known is not entry and _origin(known) != _origin(entry)
         if not taken and known is None and name in self._declared:
-            taken = _origin(entry)[0] != self._declared[name].module
+            taken = _module(entry) != self._declared[name].module
         if taken or ":" in name:
-            holder = ".".join(_origin(known)) if known is not None else "a built-in entry"
+            holder = f"{_module(known)}.{_qualname(known)}" if known is not None else "a built-in entry"
             raise self.error(f"{self.kind} {name!r} is registered already, as {holder}; choose another name.")
-        self.objects[name], self._facts[name] = entry, facts
+        locations = [other for other, value in self.objects.items() if value is known and ":" in other]
+        for each in (name, *locations):
+            self.objects[each], self._facts[each] = entry, facts
 
     def names(self) -> tuple[str, ...]:
         """Every name that may be chosen, the built-in ones first."""
@@ -305,10 +309,10 @@ class Registry(Generic[F]):
             return self.objects[name]
         if ":" in name:
             entry = load_object(name, None, self.key, self.key, self.error)
-            other = next((known for known, value in self.objects.items() if value is entry), None)
+            other = self._registered(entry)
             self._facts[name] = self._facts_class() if other is None else self.facts(other)
-            self.objects[name] = entry
-            return entry
+            self.objects[name] = entry if other is None else self.objects[other]
+            return self.objects[name]
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
             return self.objects[name]
@@ -317,6 +321,13 @@ class Registry(Generic[F]):
             f"added with {self.decorators[-1]}(name), in a module that actor_rollout_ref.model.external_lib names, or "
             "named itself as module:attribute."
         )
+
+    def _registered(self, entry: Any) -> str | None:
+        """The name of an entry, also if it was registered when its file was loaded in the other way."""
+        same = [name for name, value in self.objects.items() if value is entry]
+        if not same and "<" not in _qualname(entry):  # several functions may be called <lambda> or <locals>.f
+            same = [name for name, value in self.objects.items() if _origin(value) == _origin(entry)]
+        return same[0] if same else None
 
     @functools.cached_property
     def _declared(self) -> dict[str, _Declared]:
@@ -355,8 +366,18 @@ def _literal(node: ast.expr) -> Any:
         return ...
 
 
+def _module(entry: Any) -> str:
+    return getattr(entry, "__module__", "")
+
+
+def _qualname(entry: Any) -> str:
+    return getattr(entry, "__qualname__", repr(entry))
+
+
 def _origin(entry: Any) -> tuple[str, str]:
-    return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", repr(entry))
+    """Where an entry is defined. A file may be loaded by its path and, as another module, by its name."""
+    file = getattr(sys.modules.get(_module(entry)), "__file__", None)
+    return os.path.realpath(file) if file else _module(entry), _qualname(entry)
 
 
 def import_external_lib(name: str | None) -> None:

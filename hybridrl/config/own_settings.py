@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.config.convert import build, nearest
 from hybridrl.config.schema.engine import EngineConfig
-from hybridrl.config.schema.node import ConfigNode, is_group
+from hybridrl.config.schema.node import ConfigNode, Limits, is_group
 from hybridrl.config.strategies import group_type
 from hybridrl.errors import UserError
 from hybridrl.registry import (
@@ -102,11 +102,16 @@ def add_own_settings(
             if unknown:  # otherwise `validate` reports it together with all other faults
                 faults[group.external_lib] = f"{group.external_lib.removesuffix('model.external_lib')}{error}"
             continue
+        if unknown and name not in _choices(config, group.chosen_by):
+            wrong = fault_of_name(group.registry, name, group.chosen_by, group.external_lib)
+            if wrong is not None:  # the unknown keys may be settings of the entry that was meant
+                faults[group.chosen_by] = wrong
+                continue
         try:
             settings = group.registry.settings(name) if _may_have_settings(group, name, unknown) else None
         except UserError as error:
             if unknown:
-                faults[group.chosen_by] = str(error)
+                faults[group.chosen_by] = str(error).replace(group.registry.key, group.chosen_by, 1)
             continue
         if isinstance(node, EngineConfig) and not isinstance(node, group_type(settings)):
             settings = None  # they belong to another group of the same role
@@ -121,9 +126,40 @@ def add_own_settings(
         for key in unknown:
             if key not in fields:
                 full = f"{group.path}.{key}"
-                both = [f"{group.path}.{other}" for other in (*fields, *node.keys())] if fields else []
+                both = [f"{group.path}.{other}" for other in dict.fromkeys((*fields, *node.keys()))] if fields else []
                 hint = nearest(full, both) or suggest(full)
                 faults[full] = f"{full}{origins.get(full, '')}: unknown key{hint}"
+
+
+def fault_of_name(registry: Registry[Any], name: str, key: str, external_lib: str) -> str | None:
+    """A sentence about a name that chooses no entry; None if it chooses one.
+
+    Args:
+        registry: what is chosen from, after the modules of `external_lib` have registered theirs.
+        name: the name or location.
+        key: the setting that holds it.
+        external_lib: the setting that names the user's modules.
+    """
+    if registry.is_builtin(name):
+        return None
+    if not registry.knows(name):
+        known = registry.names()
+        return (
+            f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}. Register your own with "
+            f"{registry.decorators[-1]} in a module that {external_lib} names, or name it as module:attribute"
+        )
+    try:
+        registry.get(name)
+    except UserError as error:
+        return str(error).replace(registry.key, key, 1)
+    return None
+
+
+def _choices(config: ConfigNode, name: str) -> tuple[Any, ...]:
+    """Values of a setting that name no entry of its registry, such as `auto`."""
+    parent, _, last = name.rpartition(".")
+    limits: Limits = _at(config, parent).__dataclass_fields__[last].metadata["limits"]
+    return limits.choices
 
 
 def _may_have_settings(group: OpenGroup, name: Any, unknown: list[str]) -> bool:
@@ -152,6 +188,24 @@ def _at(node: Any, path: str) -> Any:
         if node is None:
             return None
     return node
+
+
+def read_reward_kwargs(settings: type | None, manager: str, config: Any) -> tuple[Any, list[str]]:
+    """Return `reward.reward_kwargs` as settings of a reward manager, and a sentence for each fault; see `read_own`.
+
+    Args:
+        settings: the manager's dataclass; None: it has no settings, and None is returned for them.
+        manager: its name, for messages.
+        config: the run's configuration.
+    """
+    values = dict(config.reward.reward_kwargs or {})
+    if settings is not None:
+        return read_own(settings, values, "reward.reward_kwargs.", config)
+    fault = (
+        f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {manager} has no settings; arguments of "
+        "the reward function itself are reward.custom_reward_function.reward_kwargs"
+    )
+    return None, [fault] if values else []
 
 
 def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any) -> tuple[Any, list[str]]:

@@ -7,6 +7,7 @@ model, write a worker class and a dataclass of its settings, and add a row (`reg
 import dataclasses
 import functools
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -235,13 +236,22 @@ ROLES: dict[str, RoleSpec] = {}
 def register_role(spec: RoleSpec) -> RoleSpec:
     """Add a row to the table. The role is evaluated after the existing roles, and loads and learns before them.
 
+    A row of the same name is replaced if its file is loaded both by its path and by its module's name.
+
     Raises:
-        ValueError: a role of that name exists.
+        ValueError: another role of that name exists.
     """
-    if spec.name in ROLES:
+    if spec.name in ROLES and not _same_lines(ROLES[spec.name].needed, spec.needed):
         raise ValueError(f"role {spec.name!r} is registered already; roles are {', '.join(ROLES)}")
     ROLES[spec.name] = spec
     return spec
+
+
+def _same_lines(one: Any, other: Any) -> bool:
+    """Whether two functions come from the same lines of a file that was loaded twice."""
+    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    places = [None if code is None else (os.path.realpath(code.co_filename), code.co_firstlineno) for code in codes]
+    return one is not other and places[0] is not None and places[0] == places[1]
 
 
 register_role(

@@ -139,18 +139,9 @@ class RewardManager:
         Raises:
             RewardError: a key or a value is wrong.
         """
-        from hybridrl.config.own_settings import read_own
+        from hybridrl.config.own_settings import read_reward_kwargs
 
-        values = dict(config.reward.reward_kwargs or {})
-        if cls.settings_class is None:
-            if values:
-                raise RewardError(
-                    f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {cls.__name__} has "
-                    "no settings. Arguments of the reward function itself belong into "
-                    "reward.custom_reward_function.reward_kwargs."
-                )
-            return None
-        settings, faults = read_own(cls.settings_class, values, "reward.reward_kwargs.", config)
+        settings, faults = read_reward_kwargs(cls.settings_class, cls.__name__, config)
         if faults:
             raise RewardError("; ".join(faults))
         return settings

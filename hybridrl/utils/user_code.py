@@ -38,21 +38,26 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
     Raises:
         UserError: there is no such file or module, or importing it raises.
     """
+    return _load(path, f"{key}={path}", error)
+
+
+def _load(path: str, where: str, error: type[UserError]) -> ModuleType:
+    """Do what `load_module` does; `where` is the setting with its value."""
     name = path.removeprefix("pkg://")
     file = Path(path).expanduser().absolute()
     alias.allow()
     is_file = name == path and (file.suffix == ".py" or file.is_file() or "/" in path)
     if is_file and not file.is_file():
-        raise error(f"{key}={path}: no such file (looked for {file}).")
+        raise error(f"{where}: no such file (looked for {file}).")
     if is_file and file.suffix != ".py":
-        raise error(f"{key}={path}: not a Python file; its name must end in .py.")
+        raise error(f"{where}: not a Python file; its name must end in .py.")
     try:
         return _load_file(file.resolve()) if is_file else importlib.import_module(name)
     except Exception as cause:  # the user's code may raise anything
         reason = f"fails to import: {type(cause).__name__}: {cause}{_place(cause)}"
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
             reason = f"neither a Python file (looked for {file}) nor a module that can be imported ({cause})."
-        raise error(f"{key}={path}: {reason}") from cause
+        raise error(f"{where}: {reason}") from cause
 
 
 def load_object(path: str, name: str | None, key: str, name_key: str, error: type[UserError] = UserError) -> Any:
@@ -68,16 +73,15 @@ def load_object(path: str, name: str | None, key: str, name_key: str, error: typ
     Raises:
         UserError: see `load_module`, or the module has no such object.
     """
+    file, where = f"{key}={path}", f"{name_key}={name}"
     if name is None and ":" in path.removeprefix("pkg://"):
+        where = file  # one setting holds both
         path, _, name = path.rpartition(":")
-        name_key = key
     if not name:
         raise error(f"{key}={path} is set but {name_key} is not. Set {name_key} to a name defined in it.")
-    module = load_module(path, key, error)
+    module = _load(path, file, error)
     if not hasattr(module, name):
-        raise error(
-            f"{name_key}={name}: {path} defines no {name}. It defines {', '.join(defined_in(module)) or 'nothing'}."
-        )
+        raise error(f"{where}: {path} defines no {name}. It defines {', '.join(defined_in(module)) or 'nothing'}.")
     return getattr(module, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.algorithms.registry import reads_whole_sequences
 from hybridrl.config import load_config, to_yaml, validate
 from hybridrl.errors import ConfigError
 from hybridrl.registry import (
@@ -119,6 +121,93 @@ def test_a_configuration_with_own_settings_is_read_back(own_module, tmp_path) ->
 def test_own_settings_are_checked_like_every_other(own_module, change, named) -> None:
     (fault,) = faults_of([*words(own_module), change])
     assert all(part in fault for part in named)
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("algorithm.adv_estimator", "algorithm.my_coef=1"),
+        (f"{POLICY}.actor.policy_loss.loss_mode", f"{POLICY}.actor.policy_loss.my_beta=1"),
+        (f"{POLICY}.actor.strategy", f"{POLICY}.actor.fsdp_config.my_depth=1"),
+        (f"{POLICY}.rollout.name", f"{POLICY}.rollout.engine_kwargs.my_pause=1"),
+    ],
+)
+def test_a_wrong_name_is_the_fault_and_not_the_settings_of_what_was_meant(own_module, key, setting) -> None:
+    for name, said in (
+        ("own_los", "unknown; there are"),
+        (f"{own_module}:own_los", f"{own_module} defines no own_los. It defines LossSettings, own_loss"),
+        ("no_such_module_x:own_loss", "a module that can be imported"),
+    ):
+        (fault,) = faults_of([f"{POLICY}.model.external_lib={own_module}", f"{key}={name}", setting])
+        assert fault.startswith(f"{key}={name}: ") and said in fault
+
+
+def test_a_module_that_cannot_be_imported_is_the_fault_and_not_its_settings(tmp_path) -> None:
+    file = tmp_path / "broken_of_a_test.py"
+    file.write_text("1 / 0\n")
+    loss = f"{POLICY}.actor.policy_loss"
+    (fault,) = faults_of([f"{loss}.loss_mode={file}:own_loss", f"{loss}.my_beta=1"])
+    assert fault.startswith(f"{loss}.loss_mode={file}:own_loss: fails to import: ZeroDivisionError")
+    assert f"{file}, line 1" in fault
+
+
+def test_a_choice_that_is_no_entry_is_no_wrong_name() -> None:
+    (fault,) = faults_of([f"{POLICY}.rollout.name=auto", f"{POLICY}.rollout.engine_kwargs.vlm.seed=1"])
+    assert fault.startswith(f"{POLICY}.rollout.engine_kwargs.vlm") and "unknown key" in fault
+
+
+def test_a_similar_setting_is_suggested_once(own_module) -> None:
+    (fault,) = faults_of([*words(own_module), f"{POLICY}.actor.policy_loss.my_bta=1"])
+    assert fault.count(f"{POLICY}.actor.policy_loss.my_beta") == 1
+
+
+def test_a_wrong_strategy_that_other_roles_follow_is_reported_once(own_module) -> None:
+    for name in ("nothing", f"{own_module}:Nothing"):
+        found = [fault for fault in faults_of([f"{POLICY}.actor.strategy={name}"]) if "strategy=" in fault]
+        assert len(found) == 1 and found[0].startswith(f"{POLICY}.actor.strategy={name}: ")
+    found = faults_of([f"{POLICY}.actor.strategy=nothing", "critic.strategy=other"])
+    assert {fault.split(":")[0] for fault in found} >= {f"{POLICY}.actor.strategy=nothing", "critic.strategy=other"}
+
+
+LOSS = """
+    from dataclasses import dataclass
+    from hybridrl.algorithms import Tokens, policy_loss
+
+    @dataclass(frozen=True)
+    class LossSettings:
+        my_beta: float = 0.5
+
+    @policy_loss("{name}", settings=LossSettings, needs=("ref_log_prob",), whole_sequences=True)
+    def {name}(tokens: Tokens, settings: LossSettings):
+        return -tokens.advantages * tokens.total(tokens.log_prob) * settings.my_beta, {{}}
+"""
+
+
+@pytest.mark.parametrize("order", ["path_first", "location_first", "module_first"])
+def test_a_file_that_is_loaded_by_path_and_by_module_is_one(order, tmp_path, monkeypatch) -> None:
+    name = f"loss_of_{order}"
+    (tmp_path / f"file_of_{order}.py").write_text(textwrap.dedent(LOSS).format(name=name))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, file = f"file_of_{order}", tmp_path / f"file_of_{order}.py"
+    if order == "location_first":
+        POLICY_LOSSES.get(f"{module}:{name}")
+    if order == "module_first":
+        importlib.import_module(module)
+    loss = f"{POLICY}.actor.policy_loss"
+    given = [f"{POLICY}.model.external_lib={file}", f"{loss}.my_beta=2"]
+    for chosen in (f"{module}:{name}", f"{file}:{name}", name):
+        config = load_config("ppo_trainer", [*given, f"{loss}.loss_mode={chosen}"])
+        assert config.actor_rollout_ref.actor.policy_loss.my_beta == 2.0 and config.use_reference
+        assert POLICY_LOSSES.get(chosen) is POLICY_LOSSES.get(name)
+        assert reads_whole_sequences(chosen, config)
+
+
+def test_two_files_cannot_register_one_name(tmp_path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one_name.py").write_text(textwrap.dedent(LOSS).format(name="loss_of_two"))
+    both = f"{POLICY}.model.external_lib='{tmp_path}/a/one_name.py,{tmp_path}/b/one_name.py'"
+    assert any("'loss_of_two' is registered already" in fault for fault in faults_of([both]))
 
 
 def test_a_setting_of_something_that_is_not_chosen_is_unknown(own_module) -> None:

@@ -112,6 +112,8 @@ def test_sft_that_works_passes(here):
             "overlong_buffer_cfg.len",
             "from 1 to",
         ),
+        (["reward.reward_kwargs.per_tokn=1"], "reward.reward_kwargs has per_tokn", "naive has no settings"),
+        (["reward.reward_manager.name=prime", "reward.reward_kwargs.x=1"], "reward_kwargs has x", "prime"),
         # algorithm
         (["algorithm.adv_estimator=grpoo"], "algorithm.adv_estimator", "nearest: grpo"),
         ([f"{POLICY}.actor.policy_loss.loss_mode=vanila"], "loss_mode", "nearest: vanilla"),

@@ -1,6 +1,7 @@
 """The table of roles: what stands in it, and a model of the test's own as one more row."""
 
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,14 @@ def test_phases_are_those_of_the_table(scorer) -> None:
     assert {"gen", "update_weights", "old_log_prob", "ref", "values", "update_actor"} <= memory_advice().keys()
     with pytest.raises(ValueError, match="'scorer'"):
         register_role(scorer.SCORER)
+
+
+def test_a_role_whose_file_is_loaded_by_path_and_by_module_is_one(scorer) -> None:
+    again = importlib.import_module(FILE.stem)  # loading by path put its folder on `sys.path`
+    try:
+        assert ROLES["scorer"] is again.SCORER is not scorer.SCORER
+    finally:
+        del sys.modules[FILE.stem]
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_files_of_one_name_are_apart_and_see_their_neighbours(tmp_path):
         ("no_such_module_x.y", "A", ["k=no_such_module_x.y", "No module named 'no_such_module_x'"]),
         ("json", "Loads", ["n=Loads", "json"]),
         ("json", None, ["k=json", "n is not"]),
-        ("json:Loads", None, ["k=Loads", "json"]),
+        ("no_such_module_x:A", None, ["k=no_such_module_x:A: ", "No module named"]),
+        ("json:Loads", None, ["k=json:Loads: json defines no Loads"]),
     ],
 )
 def test_what_is_not_there_is_named(path, name, texts):

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.convert import nearest
+from hybridrl.config.own_settings import fault_of_name
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.strategies import engine_group, engine_settings, other_places
-from hybridrl.errors import ModelError, UserError
+from hybridrl.errors import ModelError
 from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry, import_external_lib
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -27,20 +27,8 @@ def check_names(where: str, external_lib: str | None, chosen: Mapping[str, tuple
         yield f"{where}{error}"
         return
     for key, (registry, name) in chosen.items():
-        if registry.is_builtin(name):
-            continue
-        known = registry.names()
-        if ":" not in name and not registry.knows(name):
-            yield (
-                f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}. Register your own with "
-                f"{registry.decorators[-1]} in a module that {where}model.external_lib names, or name it as "
-                "module:attribute"
-            )
-            continue
-        try:
-            registry.get(name)
-        except UserError as error:
-            yield str(error).replace(registry.key, key, 1)
+        if (fault := fault_of_name(registry, name, key, f"{where}model.external_lib")) is not None:
+            yield fault
 
 
 def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ def check_roles(config: PPOTrainerConfig) -> Iterator[str]:
         return
     inactive = [spec for spec in ROLES.values() if spec.path and spec not in active]
     models: set[str] = set()
+    strategies: set[str] = set()
     tokens: set[int] = set()
     for spec in (*active, *inactive):
         try:
@@ -40,7 +41,7 @@ def check_roles(config: PPOTrainerConfig) -> Iterator[str]:
         except ConfigError as error:
             yield from error.faults
             continue
-        yield from _check_settings(config, spec, settings)
+        yield from _check_settings(config, spec, settings, strategies)
         if spec in active:
             yield from _check_model(config, spec, models)
             yield from _check_training(config, spec, settings)
@@ -58,10 +59,15 @@ def _parts(settings: Any, kind: type) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in values if isinstance(value, kind)]
 
 
-def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any) -> Iterator[str]:
-    """Check what would be wrong in every run."""
+def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, checked: set[str]) -> Iterator[str]:
+    """Check what would be wrong in every run.
+
+    Args:
+        checked: strategies of earlier roles, which those of other roles follow.
+    """
     where, strategy = spec.where, getattr(settings, "strategy", None)
-    if strategy is not None:
+    if strategy is not None and strategy not in checked:
+        checked.add(strategy)
         yield from check_names("actor_rollout_ref.", None, {f"{where}.strategy": (TRAIN_ENGINES, strategy)})
     for name, engine in _parts(settings, EngineConfig):
         if strategy is not None and engine.strategy != strategy:

@@ -28,7 +28,7 @@ from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
 from hybridrl.config.output import as_dict
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.own_settings import read_reward_kwargs
 from hybridrl.config.schema.data import PromptConfig
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.rollout import RolloutConfig
@@ -40,7 +40,7 @@ from hybridrl.config.schema.root import (
     SupervisedConfig,
 )
 from hybridrl.config.schema.trainer import JobConfig, RunConfig, TrainerConfig
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, RewardError
 from hybridrl.notify import notify
 from hybridrl.registry import (
     ADV_ESTIMATORS,
@@ -253,12 +253,28 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
         if manager.module.path is None:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
         return
-    if (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
-        yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
+    yield from _check_reward_kwargs(config)
     if not REWARD_MANAGERS.facts(manager.name).runs_functions:
         for name in ("custom_reward_function.path", "functions"):
             if functools.reduce(getattr, name.split("."), config.reward):
                 yield f"reward.{name} has no effect with reward.reward_manager.name={manager.name}; remove one of them"
+
+
+def _check_reward_kwargs(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check the settings of the manager, as it reads them."""
+    name = config.reward.reward_manager.name
+    if REWARD_MANAGERS.is_builtin(name):
+        yield from read_reward_kwargs(REWARD_MANAGERS.settings(name), name, config)[1]
+        return
+    try:
+        manager = REWARD_MANAGERS.get(name)
+    except RewardError:
+        return  # another check reports it
+    try:
+        if hasattr(manager, "read_settings"):  # otherwise it is no reward manager, which is reported when it is made
+            manager.read_settings(config)
+    except RewardError as error:
+        yield str(error)
 
 
 def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
