@@ -71,12 +71,14 @@ def apply_liger(module: nn.Module, config: PreTrainedConfig) -> None:
     check_liger(config)
     apply = _functions()[config.model_type]
     takes = inspect.signature(apply).parameters
-    modeling = sys.modules[type(module).__module__]
-    before = dict(vars(modeling))
+    # A value model is a class of this library around one of transformers, so the classes of all parts count.
+    modelings = {type(part).__module__ for part in module.modules()}
+    before = [(sys.modules[name], dict(vars(sys.modules[name]))) for name in modelings]
     apply(model=module, **{name: False for name in _LOSSES if name in takes})
-    for name, value in before.items():
-        if inspect.isclass(value):  # models that are built later, and did not ask for it, are transformers' own
-            setattr(modeling, name, value)
+    for modeling, values in before:
+        for name, value in values.items():
+            if inspect.isclass(value):  # models that are built later, and did not ask for it, are transformers' own
+                setattr(modeling, name, value)
 
 
 def _functions() -> dict[str, Any]:

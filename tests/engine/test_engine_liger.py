@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_helpers import make_engine
-from transformers import AutoModelForCausalLM, DogeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModel, AutoModelForCausalLM, DogeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.errors import ModelError
 from hybridrl.models.liger import apply_liger, check_liger
+from hybridrl.models.value import ValueModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -62,6 +64,17 @@ def test_norms_and_mlps_of_this_model_and_of_no_other(own_rotary_embeddings, con
     other = AutoModelForCausalLM.from_config(config)
     assert not kernel_names(other)
     assert {type(part) for part in other.modules()} == {type(part) for part in module.modules()}
+
+
+def test_a_value_model_leaves_transformers_classes_as_they_were(own_rotary_embeddings: None) -> None:
+    """A value model is not of transformers; its backbone is."""
+    config = Qwen2Config(**SMALL)
+    before = {name: value for name, value in vars(modeling_qwen2).items() if inspect.isclass(value)}
+    module = ValueModel(AutoModel.from_config(config), config)
+    apply_liger(module, config)
+    assert kernel_names(module)["model.norm"] == "LigerRMSNorm.forward"
+    after = vars(modeling_qwen2)
+    assert {name for name, value in before.items() if after[name] is not value} == set()
 
 
 def test_a_family_without_kernels_is_refused(liger: None) -> None:
