@@ -181,12 +181,12 @@ def _of_all_words(tiles: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None
     log_w = normalizers - normalizer
     w = log_w.exp()
 
+    # A tile of excluded words has no p of its own, so its statistics are NaN and count nothing. Other NaN stays.
     def summed(weight: Tensor, values: Tensor) -> Tensor:
-        """A tile of excluded words has no p of its own, and counts nothing."""
-        return torch.where(w > 0, weight * values, 0).sum(0)
+        return torch.where(w == 0, 0, weight * values).sum(0)
 
     return (
-        None if lp is None else (lp + log_w).nan_to_num(nan=-torch.inf).amax(0),
+        None if lp is None else (lp.masked_fill(normalizers == -torch.inf, -torch.inf) + log_w).amax(0),
         None if entropy is None else summed(w, entropy - log_w),
         None if square is None else summed(w * w, square),
         normalizer,

@@ -129,6 +129,28 @@ def test_words_that_are_excluded_count_nothing() -> None:
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, TOKENS])
+def test_an_excluded_word_has_a_log_probability_of_minus_infinity(chunk: int) -> None:
+    """Whether others of its tile are excluded or not."""
+    hidden, weight, offset = (tensor.detach() for tensor in inputs() if tensor is not None)
+    offset[[*range(12), 20]] = -torch.inf
+    labels = torch.tensor([0, 20, 25]).repeat(5)[:TOKENS]
+    expected = token_statistics(torch.nn.functional.linear(hidden, weight, offset), labels)["log_probs"]
+    assert torch.equal(expected == -torch.inf, labels < 21)
+    found = linear_token_statistics(hidden, weight, offset, labels, chunk_size=chunk)["log_probs"]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, TOKENS])
+def test_what_is_not_a_number_stays_so(chunk: int) -> None:
+    hidden, weight, _ = (None if tensor is None else tensor.detach() for tensor in inputs(bias=False))
+    assert hidden is not None and weight is not None
+    hidden[3] = torch.nan
+    options: dict[str, Any] = {"labels": LABELS, "entropy": True, "sum_pi_squared": True}
+    for value in linear_token_statistics(hidden, weight, chunk_size=chunk, **options).values():
+        assert value.isnan().nonzero().flatten().tolist() == [3]
+
+
 def whole(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     return token_statistics(hidden @ weight.t(), **options)
 
