@@ -119,11 +119,14 @@ def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
     return rows_at_a_time(logits.device.type, logits.numel() // vocabulary, vocabulary)
 
 
-def rows_at_a_time(device_type: str, rows: int, vocabulary: int) -> int:
-    """Number of rows of logits `[rows, V]` that `token_statistics` processes at a time on this kind of device."""
-    if rows * vocabulary <= _SMALL:
-        return max(1, rows)
-    return max(1, _CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary)
+def rows_at_a_time(device_type: str, rows: int, vocabulary: int, most: int | None = None) -> int:
+    """Number of rows of logits `[rows, V]` that `token_statistics` processes at a time on this kind of device.
+
+    Args:
+        most: a limit of it; None for none.
+    """
+    fast = rows if rows * vocabulary <= _SMALL else _CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary
+    return max(1, fast if most is None else min(fast, most))
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -306,9 +306,10 @@ def chunks(tokens: int, rows: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
-def rows_at_a_time(device_type: str, vocabulary: int) -> int:
-    """Number of tokens that pass through the layer at a time on this kind of device."""
-    return -(-_CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary)
+def rows_at_a_time(device_type: str, vocabulary: int, most: int | None = None) -> int:
+    """Number of tokens that pass through the layer at a time on this kind of device, at most `most`."""
+    fast = -(-_CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary)
+    return fast if most is None else min(fast, most)
 
 
 def linear_token_statistics(

@@ -142,21 +142,22 @@ def peak_of(compute: Callable[[], Any], *existing: torch.Tensor) -> int:
     return counted.peak
 
 
-def layer_rows(kind: str, triton: bool, vocabulary: int) -> int:
+def layer_rows(kind: str, triton: bool, vocabulary: int, most: int | None = None) -> int:
     """Tokens that pass through an output layer at a time, counted by what PyTorch's operations would hold of them.
 
     Args:
         kind: of the device, `cuda` or `cpu`.
         triton: whether it runs the kernels for GPUs.
         vocabulary: words that the layer has.
+        most: the settings' limit; see `EngineConfig.most_tokens`.
     """
-    rows = linear_statistics.rows_at_a_time(kind, vocabulary)
+    rows = linear_statistics.rows_at_a_time(kind, vocabulary, most)
     return max(1, rows // _COPIES) if triton else rows
 
 
-def logits_rows(kind: str, triton: bool, rows: int, vocabulary: int) -> int:
+def logits_rows(kind: str, triton: bool, rows: int, vocabulary: int, most: int | None = None) -> int:
     """Rows of logits `[rows, vocabulary]` that statistics are computed of at a time; see `layer_rows`."""
-    found = functional.rows_at_a_time(kind, rows, vocabulary)
+    found = functional.rows_at_a_time(kind, rows, vocabulary, most)
     return max(1, min(found, _KERNEL_ELEMENTS // vocabulary)) if triton else found
 
 

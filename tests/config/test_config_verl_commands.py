@@ -118,6 +118,19 @@ def test_names_and_values_of_reinforcement_learning(words, key, value):
     assert found == value
 
 
+def test_the_chunks_of_the_entropy_follow_the_actor_unless_they_are_set():
+    chunking, size = "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size"
+    policy = load_config(
+        "ppo_trainer",
+        [f"{POLICY}.actor.{chunking}=True", f"{POLICY}.actor.{size}=64", f"{POLICY}.ref.fsdp_config.{size}=32"],
+    ).actor_rollout_ref
+    found = [one.most_tokens for role in (policy.actor, policy.ref) for one in (role.fsdp_config, role.megatron)]
+    assert found == [64, 64, 32, 64]
+    apart = load_config("ppo_trainer", [f"{POLICY}.ref.{chunking}=True"]).actor_rollout_ref
+    assert (apart.actor.fsdp_config.most_tokens, apart.ref.megatron.most_tokens) == (None, 2048)
+    assert load_config("sft_trainer", [f"engine.{chunking}=True", f"engine.{size}=8"]).engine.most_tokens == 8
+
+
 def test_the_lengths_of_generation_have_two_names():
     generated = load_config("generation", [f"{POLICY}.rollout.prompt_length=99", "rollout.response_length=33"])
     assert (generated.data.max_prompt_length, generated.actor_rollout_ref.rollout.prompt_length) == (99, 99)
@@ -132,10 +145,9 @@ def test_the_lengths_of_generation_have_two_names():
         ("ppo_trainer", f"{POLICY}.actor.profiler.tool_config.nsys.discrete=True", "profile"),
         ("ppo_trainer", f"{POLICY}.ref.profiler.tool_config.npu.level=level1", "profile"),
         ("ppo_trainer", "global_profiler.profile_continuous_steps=True", "profile"),
-        ("ppo_trainer", f"+{POLICY}.model.fused_kernel_options.impl_backend=triton", "same"),
+        ("ppo_trainer", f"+{POLICY}.model.fused_kernel_options.impl_backend=triton", "Triton"),
         ("ppo_trainer", f"{POLICY}.actor.entropy_checkpointing=True", "entropy"),
-        ("ppo_trainer", f"{POLICY}.ref.fsdp_config.entropy_from_logits_with_chunking=True", "entropy"),
-        ("sft_trainer", "engine.entropy_from_logits_with_chunking=True", "entropy"),
+        ("sft_trainer", "engine.entropy_checkpointing=True", "entropy"),
         ("ppo_trainer", f"+{POLICY}.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", "float32"),
         ("sft_trainer", "trainer.seed=1111", "engine.seed"),
         ("sft_trainer", "data.ignore_input_ids_mismatch=True", "whole"),

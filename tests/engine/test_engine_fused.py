@@ -128,6 +128,58 @@ def test_logits_never_exist_as_a_whole(tmp_path: Path) -> None:
     assert most[False] > 30
 
 
+class Softmaxes(TorchFunctionMode):
+    """The most tokens whose log-probabilities are computed at once."""
+
+    most = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.log_softmax, torch.softmax):
+            self.most = max(self.most, len(result))
+        return result
+
+
+class Tiles(TorchFunctionMode):
+    """The elements of the largest tile of logits."""
+
+    largest = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.mm:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_the_tokens_of_whole_logits_at_a_time_have_a_limit(micro_model: Path) -> None:
+    """`entropy_from_logits_with_chunking` bounds the copies in float32; what is computed stays."""
+    found, most = [], []
+    for settings in ({}, {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 3}):
+        with Softmaxes() as softmaxes:
+            found.append(trained(micro_model, fused=False, **settings))
+        most.append(softmaxes.most)
+    assert most[0] > 30 and most[1] == 3
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    for name in OUTPUTS:
+        torch.testing.assert_close(found[1][1][name], found[0][1][name], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found[1][2], found[0][2], atol=1e-6, rtol=1e-6)
+
+
+def test_the_limit_holds_for_tiles(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["plain"]).save_pretrained(tmp_path)
+    settings = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 2}
+    found, largest = [], []
+    for limited in (settings, {}):
+        with Tiles() as tiles:
+            found.append(trained(tmp_path, True, **limited))
+        largest.append(tiles.largest)
+    assert 0 < largest[0] <= 2 * VOCABULARY < largest[1]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for name in OUTPUTS:
+        torch.testing.assert_close(found[0][1][name], found[1][1][name], atol=1e-6, rtol=1e-6)
+
+
 def compared(path: Path, fused: bool, **reference: Any) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
     """The KL over the vocabulary to a reference before two steps, the metrics of the steps, and the weights after."""
     optim = {"optimizer": "SGD", "lr": 0.3, "lr_warmup_steps": 0}  # AdamW would enlarge the rounding of small gradients
@@ -192,8 +244,9 @@ def test_logits_of_neither_policy_exist_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_a_value_model_says_that_it_has_no_logits(micro_model: Path, capfd: pytest.CaptureFixture) -> None:
-    engine = make_engine(micro_model, "value_model", model=FUSED)
-    assert "use_fused_kernels" in capfd.readouterr().err
+    engine = make_engine(micro_model, "value_model", model=FUSED, entropy_from_logits_with_chunking=True)
+    told = capfd.readouterr().err
+    assert "use_fused_kernels has no effect" in told and "entropy_from_logits_with_chunking has no effect" in told
     engine.train_batch(make_batch(FIELDS), MicroBatching(), value_loss)
 
 

@@ -306,8 +306,9 @@ def check_split_vocabulary(rank: int) -> None:
             own = hidden.clone().requires_grad_(), table[rank * share : (rank + 1) * share].clone().requires_grad_()
             arguments = labels, TEMPERATURE, STATISTICS, part
             found = [pulled(parallel_linear_statistics(*own, *arguments, chunk), *own) for chunk in (1, 5, 13, 100)]
-            found.append(pulled(parallel_statistics(linear(*own), *arguments), *own))
-            dist.all_reduce(found[-1][3])  # the output layer's part
+            for most in (None, 4):
+                found.append(pulled(parallel_statistics(linear(*own), *arguments, most_tokens=most), *own))
+                dist.all_reduce(found[-1][3])  # the output layer's part
             for got in found:
                 torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
             none = parallel_linear_statistics(own[0][:0], own[1], labels[:0], *arguments[1:])

@@ -4,7 +4,14 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
+from hybridrl.config.schema.engine import (
+    CheckpointConfig,
+    FSDPConfig,
+    OptimConfig,
+    chunk_size_key,
+    chunking_key,
+    strategy_key,
+)
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.profiler import RoleProfilerConfig
@@ -29,6 +36,12 @@ _REF_FOLLOWS: dict[str, Any] = {
 _AS_ACTOR: dict[str, Any] = {
     name: Follow(f"${{actor_rollout_ref.actor.megatron.{name}}}", value) for name, value in _REF_FOLLOWS.items()
 }
+
+
+def _chunking_of(role: str) -> dict[str, Any]:
+    """An engine's limit of temporary memory, which is that of its role unless it is set for the engine."""
+    values = {"entropy_from_logits_with_chunking": False, "entropy_from_logits_chunk_size": 2048}
+    return {name: Follow(f"${{actor_rollout_ref.{role}.{name}}}", value) for name, value in values.items()}
 
 
 @dataclass
@@ -112,6 +125,8 @@ class ActorConfig(ConfigNode):
         choices=("auto", "always"),
     )
     router_replay: RouterReplayConfig = group(RouterReplayConfig)
+    entropy_from_logits_with_chunking: bool = chunking_key()
+    entropy_from_logits_chunk_size: int = chunk_size_key()
     freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower")
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
@@ -123,8 +138,11 @@ class ActorConfig(ConfigNode):
         strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"),
         use_torch_compile=Follow("${actor_rollout_ref.actor.use_torch_compile}", False),
         freeze_vision_tower=Follow("${actor_rollout_ref.actor.freeze_vision_tower}", False),
+        **_chunking_of("actor"),
     )
-    megatron: MegatronConfig = group(MegatronConfig, strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"))
+    megatron: MegatronConfig = group(
+        MegatronConfig, strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"), **_chunking_of("actor")
+    )
     #: verl's old name, for code that builds these settings; on the command line it is renamed
     ppo_micro_batch_size: InitVar[int | None] = None
 
@@ -170,6 +188,12 @@ class RefConfig(ConfigNode):
         "compile the model",
         follows="${oc.select:actor_rollout_ref.actor.use_torch_compile,false}",
     )
+    entropy_from_logits_with_chunking: bool = chunking_key(
+        follows="${oc.select:actor_rollout_ref.actor.entropy_from_logits_with_chunking,false}"
+    )
+    entropy_from_logits_chunk_size: int = chunk_size_key(
+        follows="${oc.select:actor_rollout_ref.actor.entropy_from_logits_chunk_size,2048}"
+    )
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     fsdp_config: FSDPConfig = group(
         FSDPConfig,
@@ -179,10 +203,12 @@ class RefConfig(ConfigNode):
         ulysses_sequence_parallel_size=Follow(
             "${oc.select:actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size,1}", 1
         ),
+        **_chunking_of("ref"),
     )
     megatron: MegatronConfig = group(
         MegatronConfig,
         forward_only=True,
         strategy=Follow("${actor_rollout_ref.ref.strategy}", "fsdp2"),
         **_AS_ACTOR,
+        **_chunking_of("ref"),
     )

@@ -20,6 +20,27 @@ def strategy_key(follows: str | None = None) -> Any:
     )
 
 
+def chunking_key(follows: str | None = None) -> Any:
+    """Declare whether the temporary memory of log-probabilities and entropy has a limit."""
+    return key(
+        False,
+        "compute log-probabilities and entropy of at most entropy_from_logits_chunk_size tokens at a time; false: of "
+        "as many as compute fast on the device",
+        follows=follows,
+    )
+
+
+def chunk_size_key(follows: str | None = None) -> Any:
+    """Declare that limit."""
+    return key(
+        2048,
+        "with entropy_from_logits_with_chunking: most tokens whose logits are in float32 at the same time; kernels for "
+        "GPUs need no such copy of whole logits",
+        follows=follows,
+        gt=0,
+    )
+
+
 @dataclass
 class WrapPolicyConfig(ConfigNode):
     """`fsdp_config.wrap_policy`."""
@@ -45,6 +66,13 @@ class EngineConfig(ConfigNode):
     )
     forward_only: bool = key(False, "no gradients, no optimizer")
     seed: int = key(42, "seed of each rank's random numbers", ge=0)
+    entropy_from_logits_with_chunking: bool = chunking_key()
+    entropy_from_logits_chunk_size: int = chunk_size_key()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens whose statistics are computed at a time; None: as many as compute fast."""
+        return self.entropy_from_logits_chunk_size if self.entropy_from_logits_with_chunking else None
 
 
 @dataclass

@@ -180,7 +180,7 @@ class FSDPEngine(
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
-        self._fusing = Fusing(self._head, self._logits)
+        self._fusing = Fusing(self._head, self._logits, engine.most_tokens)
         self._fuses = self._may_fuse()
         if engine.router_aux_loss_coef and self.optim_config is not None:
             check_router_loss(model, engine)
@@ -247,13 +247,18 @@ class FSDPEngine(
 
     def _may_fuse(self) -> bool:
         """Whether to compute without logits where the head allows it (`use_fused_kernels`); tell why not."""
-        if self.model_config.use_fused_kernels and self.model_type != "language_model":
-            self._tell_not_fused("a value model has no logits")
-        return bool(self.model_config.use_fused_kernels) and self.model_type == "language_model"
+        fused = bool(self.model_config.use_fused_kernels)
+        if self.model_type == "language_model":
+            return fused
+        if fused:
+            self._tell_idle("a value model has no logits")
+        if self.engine_config.most_tokens is not None:
+            self._tell_idle("a value model has no logits", "entropy_from_logits_with_chunking")
+        return False
 
-    def _tell_not_fused(self, reason: str) -> None:
+    def _tell_idle(self, reason: str, setting: str = "model.use_fused_kernels") -> None:
         if distributed.get_rank() == 0:
-            notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
+            notify(f"{self.model_config.path}: {setting} has no effect, because {reason}")
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
@@ -350,7 +355,7 @@ class FSDPEngine(
         layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         reason = self._fusing.why_not(layout.to(device.current_device()))
         if reason is not None:
-            self._tell_not_fused(reason)
+            self._tell_idle(reason)
         return reason is None
 
     def _fuses_all(self, wanted: Wanted) -> bool:
@@ -410,7 +415,9 @@ class FSDPEngine(
             return self._fusing.outputs(layout, wanted.temperature, wanted.outputs, compared)
         others = [of_other(FSDPEngine.response_logits, function) for function in functions]
         logits = self._logits(layout)
-        found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, keeps_logits=bool(functions))
+        found = compute_outputs(
+            logits, layout, wanted.temperature, wanted.outputs, bool(functions), self.engine_config.most_tokens
+        )
         for function, other in zip(functions, others, strict=True):
             found |= function(logits, layout.inputs or {}, wanted.temperature, other)
         return found

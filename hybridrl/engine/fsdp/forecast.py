@@ -53,7 +53,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         four_bit.convert(module)
     loading.disable_dropout(module)
     fused = bool(model.use_fused_kernels) and model_type == "language_model"
-    passes = _Passes(module, fused, packed, work, engine.ulysses_sequence_parallel_size)
+    passes = _Passes(module, fused, packed, work, engine)
     shards = 1 if ranks == 1 else (ranks if engine.fsdp_size in (-1, 0) else min(engine.fsdp_size, ranks))
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     whole = trained * stored.itemsize  # frozen weights have the dtype of the computation
@@ -113,11 +113,12 @@ class _Passes:
     Args:
         fused: whether statistics of tokens are computed without logits.
         packed: whether sequences share a row.
-        sharers: ranks that share each sequence.
+        engine: an `FSDPConfig`.
     """
 
-    def __init__(self, module: Any, fused: bool, packed: bool, work: Workload, sharers: int) -> None:
-        self.module, self.packed, self.work, self.sharers = module, packed, work, sharers
+    def __init__(self, module: Any, fused: bool, packed: bool, work: Workload, engine: Any) -> None:
+        self.module, self.packed, self.work = module, packed, work
+        self.sharers, self.most_tokens = engine.ulysses_sequence_parallel_size, engine.most_tokens
         self.head = SelectingHead(module)
         self.fused = fused and self.head.is_linear
 
@@ -157,7 +158,7 @@ class _Passes:
         kind = device.get_device_name()
 
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            rows = layer_rows(kind, device.runs_triton(), weight.shape[0])
+            rows = layer_rows(kind, device.runs_triton(), weight.shape[0], self.most_tokens)
             found = linear_statistics.linear_token_statistics(
                 hidden, weight, bias, layout.labels, entropy=self.work.entropy, chunk_size=rows
             )
@@ -169,7 +170,7 @@ class _Passes:
         logits = response_logits(self.module, self.head, layout, takes_boundaries=False)
         if logits.shape[-1] == 1:
             return [logits.float()]
-        rows = logits_rows(kind, device.runs_triton(), *logits.shape)
+        rows = logits_rows(kind, device.runs_triton(), len(logits), logits.shape[1], self.most_tokens)
         found = functional.token_statistics(
             logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hybridrl.algorithms.functional import token_statistics
+from hybridrl.algorithms.functional import rows_at_a_time, token_statistics
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.errors import ModelError
@@ -134,12 +134,14 @@ def compute_outputs(
     temperature: float,
     outputs: Collection[str],
     keeps_logits: bool = False,
+    most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """`log_probs`, `entropy`, `sum_pi_squared` or `values` of N response tokens, float32 `[N]`; see `Fusing.outputs`.
 
     Args:
         logits: `[N, V]`; the backward pass may overwrite them.
         keeps_logits: something else reads the logits, so the backward pass does not overwrite them.
+        most_tokens: most tokens whose statistics are computed at a time; None: as many as compute fast.
     """
     if "values" in outputs:
         return {"values": logits.reshape(-1).float()}
@@ -152,4 +154,5 @@ def compute_outputs(
         sum_pi_squared="sum_pi_squared" in outputs,
         # If nothing else reads the logits, their gradient may overwrite them.
         inplace_backward=not keeps_logits,
+        chunk_size=rows_at_a_time(logits.device.type, len(logits), logits.shape[1], most_tokens),
     )

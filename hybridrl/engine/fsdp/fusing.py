@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.algorithms.linear_statistics import linear_token_statistics
+from hybridrl.algorithms.linear_statistics import linear_token_statistics, rows_at_a_time
 from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.fsdp.forward import SelectingHead
 from hybridrl.engine.logits_functions import LogitsFunction
@@ -32,10 +32,14 @@ class Fusing:
     Args:
         head: of the model.
         forward: the model's forward pass, which returns what the head does, `[N, ...]`.
+        most_tokens: a tile of statistics is at most as large as the logits of so many tokens; None: as large as
+            computes fast.
     """
 
-    def __init__(self, head: SelectingHead, forward: Callable[[Layout], torch.Tensor]) -> None:
-        self._head, self._forward = head, forward
+    def __init__(
+        self, head: SelectingHead, forward: Callable[[Layout], torch.Tensor], most_tokens: int | None = None
+    ) -> None:
+        self._head, self._forward, self._most_tokens = head, forward, most_tokens
 
     def outputs(
         self, layout: Layout, temperature: float, wanted: Collection[str], compared: Compared = ()
@@ -55,7 +59,7 @@ class Fusing:
 
         def compute(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             hidden = Hidden(states, weight, bias)
-            found = _statistics(hidden, layout, temperature, wanted)
+            found = _statistics(hidden, layout, temperature, wanted, self._most_tokens)
             for function, other in compared:
                 found |= chunked_function(function, hidden, layout.inputs or {}, temperature, other)
             aside.update({name: value for name, value in found.items() if not value.is_floating_point()})
@@ -112,7 +116,9 @@ class Fusing:
         return None
 
 
-def _statistics(hidden: Hidden, layout: Layout, temperature: float, wanted: Collection[str]) -> dict[str, torch.Tensor]:
+def _statistics(
+    hidden: Hidden, layout: Layout, temperature: float, wanted: Collection[str], most_tokens: int | None
+) -> dict[str, torch.Tensor]:
     if not any(name in wanted for name in _STATISTICS):
         return {}
     return linear_token_statistics(
@@ -121,4 +127,5 @@ def _statistics(hidden: Hidden, layout: Layout, temperature: float, wanted: Coll
         temperature=temperature,
         entropy="entropy" in wanted,
         sum_pi_squared="sum_pi_squared" in wanted,
+        chunk_size=rows_at_a_time(hidden.states.device.type, len(hidden.weight), most_tokens),
     )

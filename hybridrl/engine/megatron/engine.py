@@ -148,10 +148,13 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         arranger = Arranger(self.state, settings.sequence_parallel, self.packed)
         outputs, fused = None, bool(self.model_config.use_fused_kernels)
         if self.chunks[-1].post_process:
-            outputs = Outputs.of(self.chunks[-1], self.state, plan, settings.sequence_parallel, fused)
-            if fused and outputs.why_whole and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
-                where = self.model_config.path
-                notify(f"{where}: model.use_fused_kernels has no effect, because {outputs.why_whole}")
+            most = self.engine_config.most_tokens
+            outputs = Outputs.of(self.chunks[-1], self.state, plan, settings.sequence_parallel, fused, most)
+            idle = ["model.use_fused_kernels"] if fused and outputs.why_whole else []
+            if most is not None and self.model_type != "language_model":
+                idle.append("entropy_from_logits_with_chunking")
+            if idle and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
+                notify(f"{self.model_config.path}: {', '.join(idle)} has no effect, because {outputs.why_whole}")
         return Schedule(self.state, settings, arranger, outputs)
 
     def _may_pack(self) -> bool:

@@ -189,7 +189,7 @@ class _Stage:
         outputs, split = None, config.sequence_parallel
         if self._chunks[-1].post_process:
             fused = bool(request.model.use_fused_kernels)
-            outputs = Outputs.of(self._chunks[-1], state, self._plan, split, fused)
+            outputs = Outputs.of(self._chunks[-1], state, self._plan, split, fused, settings.most_tokens)
         self._schedule = MetaSchedule(state, config, MetaArranger(state, split, target.packed), outputs)
 
     def _of_update(self) -> tuple[int, int]:
@@ -263,9 +263,9 @@ class _Stage:
         words = len(self._chunks[-1].shared_embedding_or_output_weight())  # type: ignore[operator]
         triton = self._request.target.triton and self._sizes.tp == 1
         if outputs.fused:
-            outputs.chunk_size = layer_rows(self._kind, triton, words)
+            outputs.chunk_size = layer_rows(self._kind, triton, words, outputs.most_tokens)
         else:
-            outputs.chunk_size = logits_rows(self._kind, triton, tokens, self._plan.vocabulary)
+            outputs.chunk_size = logits_rows(self._kind, triton, tokens, self._plan.vocabulary, outputs.most_tokens)
 
     def _of_optimizer(self) -> tuple[int, int, int]:
         """Bytes of separate master weights, of the optimizer's state, and of the gradients that a step converts."""

@@ -224,6 +224,7 @@ class Outputs:
         part: this rank's part of the vocabulary.
         why_whole: why logits cannot be computed by chunks of tokens, from hidden states; None if they can.
         fused: whether statistics of tokens are.
+        most_tokens: most tokens whose statistics are computed at a time; None: as many as compute fast on the device.
         chunk_size: tokens at a time in what is computed from logits; None: as many as compute fast on the device.
     """
 
@@ -233,6 +234,7 @@ class Outputs:
     sequence_parallel: bool
     why_whole: str | None
     fused: bool = False
+    most_tokens: int | None = None
     chunk_size: int | None = None
     _current: tuple[RankLayout, Wanted] | None = field(default=None, init=False)
     _weight: torch.Tensor | None = field(default=None, init=False)
@@ -240,13 +242,19 @@ class Outputs:
 
     @classmethod
     def of(
-        cls, chunk: nn.Module, state: ParallelState, plan: build.Blueprint, sequence_parallel: bool, fused: bool
+        cls,
+        chunk: nn.Module,
+        state: ParallelState,
+        plan: build.Blueprint,
+        sequence_parallel: bool,
+        fused: bool,
+        most_tokens: int | None,
     ) -> Outputs:
         """The outputs of the last chunk of a model; `fused` has an effect where logits can be computed by chunks."""
         part = Part.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
         language = plan.model_type == "language_model"
         reason = why_not_fused(chunk) if language else "a value model has no logits"
-        return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None)
+        return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None, most_tokens)
 
     def __post_init__(self) -> None:
         head: Any = self.chunk.output_layer
@@ -317,14 +325,15 @@ class Outputs:
         elif self._reads_hidden(wanted):
             hidden = self.hidden(output)
             if names:
-                options = temperature, names, self.part, self.chunk_size
+                options = temperature, names, self.part, self.chunk_size, self.most_tokens
                 found = parallel_linear_statistics(hidden.states, hidden.weight, labels, *options)
             for function, other in compared:
                 inputs = {name: layout.own(layout.inputs[name]) for name in function.fields}
                 found |= chunked_function(function, hidden, inputs, temperature, other, SharedVocabulary(self.part))
         else:
             logits = output.reshape(-1, output.shape[-1])
-            found = parallel_statistics(logits, labels, temperature, names, self.part, self.chunk_size)
+            options = temperature, names, self.part, self.chunk_size, self.most_tokens
+            found = parallel_statistics(logits, labels, *options)
         if layout.owned is None:
             return found
         return {name: self._over_context(own, layout.owned) for name, own in found.items()}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
+from hybridrl.algorithms import functional
 from hybridrl.algorithms.functional import token_statistics, working_dtype
 from hybridrl.algorithms.linear_statistics import chunks, layer_gradients, linear_token_statistics, rows_at_a_time
 from hybridrl.errors import AlgorithmError
@@ -60,6 +61,7 @@ def parallel_statistics(
     outputs: Collection[str],
     part: Part,
     chunk_size: int | None = None,
+    most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """`log_probs`, `entropy`, `sum_pi_squared` of softmax(logits / temperature), float32 `[N]`, the same on each rank.
 
@@ -68,12 +70,15 @@ def parallel_statistics(
         labels: `[N]`.
         outputs: which of the three.
         chunk_size: tokens at a time on one rank with the whole vocabulary; by default as many as compute fast.
+        most_tokens: a limit of this default, and of the tokens at a time on ranks that share the vocabulary.
     """
     logits = logits[:, : part.size]
     if part.group.size() == 1:
         options = _options(labels, temperature, outputs)
+        if chunk_size is None:
+            chunk_size = functional.rows_at_a_time(logits.device.type, len(logits), logits.shape[1], most_tokens)
         return token_statistics(logits, **options, inplace_backward=True, chunk_size=chunk_size)
-    return _named(_ParallelStatistics.apply(logits, labels, _scale(temperature), part), outputs)
+    return _named(_ParallelStatistics.apply(logits, labels, _scale(temperature), part, most_tokens), outputs)
 
 
 def parallel_linear_statistics(
@@ -84,6 +89,7 @@ def parallel_linear_statistics(
     outputs: Collection[str],
     part: Part,
     chunk_size: int | None = None,
+    most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """What `parallel_statistics` computes from logits = hidden W^T, which exist for a chunk of tokens at a time.
 
@@ -93,11 +99,12 @@ def parallel_linear_statistics(
         labels: `[N]`.
         outputs: which of the three.
         chunk_size: tokens at a time; by default as many as make an efficient matrix product.
+        most_tokens: a limit of this default.
     """
+    rows = rows_at_a_time(hidden.device.type, len(weight), most_tokens) if chunk_size is None else chunk_size
     if part.group.size() == 1:
         own = weight if part.size == len(weight) else weight[: part.size]
-        return linear_token_statistics(hidden, own, chunk_size=chunk_size, **_options(labels, temperature, outputs))
-    rows = rows_at_a_time(hidden.device.type, len(weight)) if chunk_size is None else chunk_size
+        return linear_token_statistics(hidden, own, chunk_size=rows, **_options(labels, temperature, outputs))
     found = _ParallelLinearStatistics.apply(hidden, weight, labels, _scale(temperature), part, rows)
     return _named(found, outputs)
 
@@ -142,12 +149,14 @@ class _Sums(NamedTuple):
     def of(self, rows: slice) -> _Sums:
         return _Sums(self.top[rows], self.values[:, rows])
 
-    def fill(self, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part) -> None:
-        """Compute them from the logits `[N, part.size]`."""
+    def fill(
+        self, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part, most_tokens: int | None = None
+    ) -> None:
+        """Compute them from the logits `[N, part.size]`, of at most so many tokens at a time."""
         if not part.size:
             return
         own, local = part.places(labels)
-        for rows in _blocks(logits):
+        for rows in _blocks(logits, most_tokens):
             shifted = logits[rows].to(self.top.dtype) * scale
             # Finite, so that a logit of -inf has a difference from it.
             top = torch.maximum(self.top[rows], shifted.amax(-1))
@@ -195,10 +204,12 @@ class _ForBackward(NamedTuple):
     def of(self, rows: slice) -> _ForBackward:
         return _ForBackward(*(tensor[rows] for tensor in self))
 
-    def write(self, grad: torch.Tensor, logits: torch.Tensor, scale: float, part: Part) -> torch.Tensor:
+    def write(
+        self, grad: torch.Tensor, logits: torch.Tensor, scale: float, part: Part, most_tokens: int | None = None
+    ) -> torch.Tensor:
         """Write the gradient of the logits `[N, part.size]` into `grad`, which may be the logits."""
         own, local = part.places(self.labels)
-        for rows in _blocks(logits):
+        for rows in _blocks(logits, most_tokens):
             _, normaliser, entropy, of_log_prob, of_entropy = self.of(rows)
             log_p = (logits[rows].to(normaliser.dtype) * scale).sub_(normaliser[:, None])
             p = log_p.exp()
@@ -222,13 +233,13 @@ class _ParallelStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part, most_tokens: int | None
     ) -> tuple[torch.Tensor, ...]:
         sums = _Sums.empty(len(logits), logits)
-        sums.fill(logits, labels, scale, part)
+        sums.fill(logits, labels, scale, part, most_tokens)
         log_prob, entropy, squared, normaliser = sums.over_ranks(labels, part)
         ctx.save_for_backward(logits, labels, normaliser, entropy)
-        ctx.scale, ctx.part = scale, part
+        ctx.scale, ctx.part, ctx.most_tokens = scale, part, most_tokens
         ctx.mark_non_differentiable(squared)
         return log_prob, entropy, squared
 
@@ -237,7 +248,8 @@ class _ParallelStatistics(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, *kept = ctx.saved_tensors
         known = _ForBackward(*kept, *gradients[:2])
-        return known.write(torch.empty_like(logits), logits, ctx.scale, ctx.part), None, None, None
+        grad = known.write(torch.empty_like(logits), logits, ctx.scale, ctx.part, ctx.most_tokens)
+        return grad, None, None, None, None
 
 
 class _ParallelLinearStatistics(torch.autograd.Function):
@@ -287,6 +299,7 @@ class _ParallelLinearStatistics(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-def _blocks(logits: torch.Tensor) -> list[slice]:
-    """Slices of rows whose temporaries are of limited size."""
-    return chunks(len(logits), max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1])))
+def _blocks(logits: torch.Tensor, most: int | None = None) -> list[slice]:
+    """Slices of at most so many rows, whose temporaries are of limited size."""
+    rows = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
+    return chunks(len(logits), rows if most is None else min(rows, most))
