@@ -10,7 +10,7 @@ Shapes: L tokens of the row, n ranks, H heads of queries, G heads of keys and va
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
+from hybridrl.models.rope import length_dependent_types
 
 KEY = "ulysses_sequence_parallel_size"
-#: kinds of rotary frequencies that depend on the longest sequence that a rank sees
-_LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 def check_model(config: PreTrainedConfig, size: int) -> None:
@@ -47,8 +46,7 @@ def check_model(config: PreTrainedConfig, size: int) -> None:
             "it has to divide the former, and to divide the latter or be a multiple of them; sizes that fit: "
             f"{fitting}"
         )
-    kinds = sorted(set(_rope_types(text.to_dict())) & _LENGTH_DEPENDENT)
-    if kinds:
+    if kinds := sorted(length_dependent_types(config)):
         raise ModelError(
             f"{KEY}={size}: rotary frequencies of the type {', '.join(kinds)} depend on the length of the whole "
             f"sequence, of which each rank sees a part; set it to 1, or another rope_type by model.override_config"
@@ -57,15 +55,6 @@ def check_model(config: PreTrainedConfig, size: int) -> None:
 
 def _fits(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-
-def _rope_types(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The types of rotary frequencies in a configuration, which may have one for each kind of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        found = settings.get(name)
-        if isinstance(found, Mapping):
-            for one in (found, *(part for part in found.values() if isinstance(part, Mapping))):
-                yield str(one.get("rope_type", one.get("type", "default")))
 
 
 @dataclass

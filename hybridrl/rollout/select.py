@@ -6,6 +6,7 @@ from hybridrl.engine.capabilities import GeneratesInPlace, require
 from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
+from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
@@ -108,8 +109,12 @@ def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
 
 
 def _check_lengths(config: ActorRolloutRefConfig) -> None:
-    """Refuse lengths that the model was not made for. Engines refuse them minutes later, `hf` never."""
-    text = config_of(config.model).get_text_config()
+    """Refuse lengths that the model was not made for, or not with the same numbers for each sequence.
+
+    Engines refuse some of them minutes later, `hf` never.
+    """
+    model = config_of(config.model)
+    text = model.get_text_config()
     limit, rollout = getattr(text, "max_position_embeddings", None), config.rollout
     wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -120,6 +125,12 @@ def _check_lengths(config: ActorRolloutRefConfig) -> None:
             f"actor_rollout_ref.rollout.max_model_len), and {config.model.path} was made for {limit} "
             "(max_position_embeddings): lower them, or set actor_rollout_ref.model.override_config.rope_parameters"
         )
+    check_length(
+        model,
+        wanted,
+        f"actor_rollout_ref.model.path={config.model.path} with prompt and response (data.max_prompt_length + "
+        "data.max_response_length, or actor_rollout_ref.rollout.max_model_len)",
+    )
 
 
 def _check_engine(config: ActorRolloutRefConfig) -> None:

@@ -13,6 +13,7 @@ from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.info import engine_overrides
 from hybridrl.models.loading import load_model_config
+from hybridrl.models.rope import check_length
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 100}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -99,3 +100,35 @@ def test_models_with_positions_for_each_kind_of_layer(tmp_path: Path) -> None:
 def test_what_would_be_ignored_or_fail_late_is_refused(model: Path, override: dict[str, Any], fault: str) -> None:
     with pytest.raises(ModelError, match=rf"model\.override_config\.rope_.*{fault}"):
         load_model_config(model, override=override)
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),
+        ({"rope_type": "longrope", **FACTORS}, 16),
+        ({"rope_type": "longrope", **FACTORS, "short_factor": [2.0] * 8}, None),
+        (YARN, None),
+        ({"rope_type": "linear", "factor": 2.0}, None),
+    ],
+)
+def test_lengths_up_to_which_frequencies_are_fixed(model: Path, rope: dict[str, Any], limit: int | None) -> None:
+    config = load_model_config(model, override={"rope_parameters": rope})
+    for tokens in (limit or 64, 10**6):
+        if limit is not None and tokens > limit:
+            with pytest.raises(ModelError, match=rf"rows: {tokens} tokens.*{rope['rope_type']}.*beyond {limit} tokens"):
+                check_length(config, tokens, "rows")
+        else:
+            check_length(config, tokens, "rows")
+
+
+def test_each_kind_of_layer_counts(tmp_path: Path) -> None:
+    Gemma3TextConfig(**SIZES, head_dim=16).save_pretrained(tmp_path)
+    full = {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}
+    config = load_model_config(tmp_path, override={"rope_parameters": full})
+    check_length(config, 64, "rows")
+    with pytest.raises(ModelError, match="dynamic"):
+        check_length(config, 65, "rows")

@@ -11,7 +11,10 @@ from test_trainer_sft import configured, conversations  # noqa: F401 (a fixture)
 
 from hybridrl.config import ModelConfig, OptimConfig, load_config
 from hybridrl.errors import ModelError
+from hybridrl.models.info import config_of
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.rollout.select import resolve_rollout
+from hybridrl.trainer.ppo.build import _check_engines
 from hybridrl.trainer.startup import check_engine
 from hybridrl.trainer.supervised.build import prepare
 
@@ -101,3 +104,28 @@ def test_compiling_is_named_where_it_has_no_effect(model, capfd) -> None:
     settings.use_torch_compile = True
     check_engine("actor_rollout_ref.actor", settings, ModelConfig(path=str(model)), 2, OptimConfig())
     assert "actor_rollout_ref.actor.use_torch_compile=True has no effect" in capfd.readouterr().err
+
+
+ROPE = "{rope_type: dynamic, factor: 2.0}"
+
+
+def test_lengths_beyond_those_of_fixed_rotary_frequencies_are_refused(sft, model: Path) -> None:
+    """In fine-tuning, in generation, and for the other models of reinforcement learning."""
+    limit = config_of(ModelConfig(path=str(model))).max_position_embeddings
+    scaled = f"+model.override_config.rope_parameters={ROPE}"
+    sft(scaled, f"data.max_length={limit}")
+    with pytest.raises(ModelError, match=rf"data\.max_length: {limit + 1} tokens.*rope_type=dynamic.*to {limit}, or"):
+        sft(scaled, f"data.max_length={limit + 1}")
+
+    def policy(response: int, scaled: str) -> Any:
+        words = [f"actor_rollout_ref.model.path={model}", f"data.max_response_length={response}"]
+        words += ["data.max_prompt_length=10", "actor_rollout_ref.rollout.name=hf", "trainer.n_gpus_per_node=1"]
+        words += ["data.train_files=x", "data.val_files=x", f"+{scaled}.model.override_config.rope_parameters={ROPE}"]
+        return load_config("ppo_trainer", words)
+
+    assert resolve_rollout(policy(limit - 10, "actor_rollout_ref").actor_rollout_ref, use_gpu=False) == "hf"
+    with pytest.raises(ModelError, match=rf"prompt and response.*{limit + 1} tokens.*rope_type=dynamic"):
+        resolve_rollout(policy(limit - 9, "actor_rollout_ref").actor_rollout_ref, use_gpu=False)
+    _check_engines(policy(limit - 10, "critic"))
+    with pytest.raises(ModelError, match=rf"critic.*{limit + 1} tokens.*rope_type=dynamic"):
+        _check_engines(policy(limit - 9, "critic"))

@@ -58,6 +58,7 @@ from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
 from hybridrl.models.liger import apply_liger, check_liger, runs_liger
+from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -338,6 +339,7 @@ class FSDPEngine(
 
     def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
         plan = super()._plan(batch, micro, tree)
+        check_length(self.config, max(plan.lengths, default=0), f"{self.model_config.path}: the longest of a batch")
         if self._sees_images:
             plan.images = BatchImages(batch, self.config)
         return plan

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.rollout.inference_engine import EngineSpec, classifier_overrides
 from hybridrl.rollout.request import Findings, Reading
@@ -120,6 +121,8 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for an engine; `rollout.engine_kwargs.sglang` overrides all of them."""
     config, model, on_gpu = spec.config, spec.model, bool(spec.devices)
     hf_config = config_of(model).get_text_config()
+    # SGLang, too, takes the factors of all sequences that it computes together from the longest of them.
+    check_length(hf_config, spec.max_model_len, f"{model.path} in SGLang with max_model_len")
     dtype = dtype_of(spec)
     wanted: dict[str, Any] = {
         "model_path": model.path,

@@ -14,6 +14,7 @@ from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
 from hybridrl.models.info import check_same_tokenizer, checked_identity, config_of, tokenizer_of
 from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
@@ -114,6 +115,11 @@ def _check_engines(config: PPOTrainerConfig) -> None:
                 ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)
                 saved = settings.checkpoint if spec.saved is not None else None
                 check_engine(spec.where, settings, model, ranks, optim, saved)
+                if spec.passes or spec.update is not None:  # others read conversations
+                    rollout = config.actor_rollout_ref.rollout
+                    tokens = rollout.prompt_length + rollout.response_length
+                    what = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
+                    check_length(config_of(model), tokens, what)
 
 
 def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:

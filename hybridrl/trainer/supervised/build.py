@@ -5,6 +5,7 @@ from hybridrl.config.strategies import engine_settings
 from hybridrl.data import create_preference_dataset, create_sft_dataset
 from hybridrl.errors import ModelError
 from hybridrl.models.info import checked_identity, config_of, tokenizer_of
+from hybridrl.models.rope import check_length
 from hybridrl.models.value import check_reward_model
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
@@ -26,6 +27,7 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
     identity = checked_identity(config.model, tokenizer)
     ranks = sum(config.placement.pools[config.placement.roles["model"]])
     check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint)
+    check_length(config_of(config.model), data.max_length, f"model.path={config.model.path} with data.max_length")
     engine_settings(config.engine, config.model.external_lib)  # registers the objectives of external_lib
     if Objective(config.objective.loss_type, config.objective).output == "values":
         if is_vision_model(config_of(config.model)):
