@@ -2,11 +2,11 @@
 
     python -m hybridrl.checkpoint.merge CHECKPOINT --out DIR
 
-CHECKPOINT is `global_step_N`, or a model's folder in it: `actor`, `critic`, `model` (fine-tuning). It may come from any
-training engine on any number of ranks, also from verl's FSDP workers. An adapter (LoRA) is merged into its base, and is
-written by itself into `lora_adapter`; of a run with `model.load_in_4bit`, the base is the one that the run computed
-with, rounded to 4 bits and back. Not much more than the file that is being written
-is in memory.
+CHECKPOINT is `global_step_N`, or a model's folder in it: `actor`, `critic` or that of another role, or `model` of
+fine-tuning. It may come from any training engine on any number of ranks, also from verl's FSDP workers. An adapter
+(LoRA) is merged into its base, and is written by itself into `lora_adapter`; of a run with `model.load_in_4bit`, the
+base is the one that the run computed with, rounded to 4 bits and back. Not much more than the file that is being
+written is in memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ import yaml
 from transformers import PreTrainedConfig
 
 from hybridrl.checkpoint.verl_shards import VerlShards, is_verl_checkpoint
+from hybridrl.config.roles import POLICY, ROLES, RoleSpec
 from hybridrl.engine import saved_parts
 from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.saved_boxes import SavedBoxes, ScatteredBoxes
-from hybridrl.errors import CheckpointError, UserError
+from hybridrl.errors import CheckpointError, ModelError, UserError
 from hybridrl.hybrid_engine.shards import whole
 from hybridrl.models import four_bit, loading, lora, value
 from hybridrl.models.kinds import KINDS
+from hybridrl.registry import import_external_lib
 
-_MODELS = ("actor", "model", "critic")
-#: Where the settings of a model are in a run's `config.yaml`, by its folder in a checkpoint.
-_SETTINGS = {"actor": ("actor_rollout_ref", "model"), "critic": ("critic", "model"), "model": ("model",)}
+#: folder and settings of the model of supervised training, which has no roles
+_MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,15 @@ def _model_folder(checkpoint: Path) -> Path:
         raise CheckpointError(f"{checkpoint}: there is no such folder")
     if holds_model(checkpoint):
         return checkpoint
-    found = [name for name in _MODELS if holds_model(checkpoint / name)]
+    parts = sorted(part for part in checkpoint.iterdir() if part.is_dir())
+    found = [part for part in parts if holds_model(part)]
     if len(found) == 1:
-        return checkpoint / found[0]
+        return found[0]
     if found:
-        raise CheckpointError(f"{checkpoint} holds {len(found)} models: name one, such as {checkpoint / found[0]}")
+        raise CheckpointError(f"{checkpoint} holds {len(found)} models: name one of {', '.join(map(str, found))}")
     inside = sorted(path.name for path in checkpoint.glob("global_step_*"))
     hint = f"it holds {', '.join(inside)}: name one of these" if inside else "save with model in save_contents"
-    for part in (checkpoint, *(checkpoint / name for name in _MODELS)):
+    for part in (checkpoint, *parts):
         if (part / "dist_ckpt").is_dir():
             hint = "verl's Megatron workers wrote it; make a Hugging Face model of it with verl"
     raise CheckpointError(f"{checkpoint} has no weights that can be merged (no model/*.safetensors): {hint}")
@@ -130,18 +132,46 @@ def _origin(
     for name in near:
         if (folder / name / "config.json").is_file():
             return Origin(str(folder / name), trust_remote_code=trust_remote_code)
-    settings: Any = None
     run = folder.resolve().parent.parent / "config.yaml"
-    if run.is_file() and folder.resolve().name in _SETTINGS:
-        settings = yaml.safe_load(run.read_text(encoding="utf-8"))
-        for key in _SETTINGS[folder.resolve().name]:
-            settings = settings.get(key) if isinstance(settings, dict) else None
+    settings = _settings(run, folder.resolve().name) if run.is_file() else None
     if not isinstance(settings, dict) or not settings.get("path"):
         raise CheckpointError(
             f"{folder} does not say which model it was trained from (there is no {run} that does): name it with --model"
         )
     known = {name: settings[name] for name in Origin.__dataclass_fields__ if settings.get(name) is not None}
     return Origin(**{**known, "trust_remote_code": trust_remote_code or bool(known.get("trust_remote_code"))})
+
+
+def _settings(run: Path, folder: str) -> Any:
+    """The settings of the model that a run saved into a folder of this name; None if the run does not tell.
+
+    Args:
+        run: its `config.yaml`.
+
+    Raises:
+        CheckpointError: the module of the run that may have registered the role cannot be imported.
+    """
+    config = yaml.safe_load(run.read_text(encoding="utf-8"))
+    if folder == _MODEL:
+        return _at(config, _MODEL)
+    if _role_that_saves(folder) is None:
+        try:
+            import_external_lib(_at(config, f"{ROLES[POLICY].model_path}.external_lib"))
+        except ModelError as error:
+            raise CheckpointError(f"{run}: {error}; or name the model of {folder} with --model") from error
+    spec = _role_that_saves(folder)
+    return None if spec is None else _at(config, spec.model_path)
+
+
+def _role_that_saves(folder: str) -> RoleSpec | None:
+    return next((spec for spec in ROLES.values() if spec.saved == folder), None)
+
+
+def _at(config: Any, path: str) -> Any:
+    """What is at a dotted path in nested mappings; None if there is nothing."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
 
 
 def _base_of(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:

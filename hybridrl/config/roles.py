@@ -181,6 +181,11 @@ class RoleSpec:
         """Where its settings are in the configuration."""
         return self.path or f"roles.{self.name}"
 
+    @property
+    def model_path(self) -> str:
+        """Where the settings of the model that its worker loads are in the configuration, if it loads one."""
+        return f"{self.config if isinstance(self.config, str) and self.config else self.where}.model"
+
     def settings_of(self, config: PPOTrainerConfig) -> Any:
         """Return its settings.
 

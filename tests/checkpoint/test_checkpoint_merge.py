@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from hybridrl.checkpoint.merge import main
+from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import TrainEngines
@@ -82,6 +83,55 @@ def test_a_run_merges_into_what_transformers_computes_with(
     out = tmp_path / "half"
     assert main([str(step / "actor"), "--out", str(out), "--model", str(micro_model), "--dtype", "bfloat16"]) == 0
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
+OWN_ROLE = """
+from hybridrl.config.schema.prime import PrimeConfig
+from hybridrl.trainer.ppo.roles import ROLES, RoleSpec, register_role
+
+register_role(
+    RoleSpec(
+        name="umpire_of_merge",
+        worker=None,
+        settings=PrimeConfig,
+        needed=lambda config: True,
+        placement=("actor_rollout_ref",),
+        mesh="umpire_of_merge",
+        saved="umpire",
+    )
+)
+"""
+
+
+@pytest.mark.parametrize(("folder", "own"), [("prime", "prime"), ("umpire", "umpire_of_merge")])
+def test_every_role_that_is_saved_is_merged(
+    micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, own: str
+) -> None:
+    """Next to the policy, a role of the library and one that the run's `external_lib` registers."""
+    step, module = tmp_path / "run" / "global_step_1", tmp_path / "role_of_merge.py"
+    for saved in ("actor", folder):
+        _engine(micro_model).save(step / saved, ["model"])
+    settings = {
+        "actor_rollout_ref": {"model": {"path": "/of/the/policy", "external_lib": str(module)}},
+        "roles": {own: {"model": {"path": str(micro_model)}}},
+    }
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert main([str(step), "--out", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().err
+    assert f"{step / 'actor'}" in said and f"{step / folder}" in said
+    out = tmp_path / "merged"
+    asked = [str(step / folder), "--out", str(out)]
+    try:
+        if folder not in [spec.saved for spec in ROLES.values()]:
+            assert main(asked) == 2 and "role_of_merge" in capsys.readouterr().err and not out.exists()
+            module.write_text(OWN_ROLE)
+        assert main(asked) == 0
+    finally:
+        ROLES.pop("umpire_of_merge", None)
+    assert not torch.equal(_logits(out), _logits(micro_model))
+    shutil.rmtree(step / "actor")
+    assert main([str(step), "--out", str(tmp_path / "again"), "--model", str(micro_model)]) == 0
+    assert torch.equal(_logits(tmp_path / "again"), _logits(out))
 
 
 @contextmanager

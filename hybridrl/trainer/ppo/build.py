@@ -92,9 +92,8 @@ def _check_images(config: PPOTrainerConfig) -> None:
     for spec in active_roles(config):
         model = getattr(spec.config_of(config), "model", None)
         if isinstance(model, ModelConfig) and is_vision_model(config_of(model)) != seeing:
-            where = spec.config if isinstance(spec.config, str) and spec.config else spec.where
             raise ModelError(
-                f"{where}.model.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
+                f"{spec.model_path}.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
                 "images and the other does not; use models of one kind for all roles"
             )
     if seeing and config.use_critic:
