@@ -29,7 +29,7 @@ from hybridrl.config.schema.root import (
     RMTrainerConfig,
     SFTTrainerConfig,
 )
-from hybridrl.config.strategies import not_read_by, unread_by
+from hybridrl.config.unread import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
 from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome, key_book
 from hybridrl.config.verl.tables import Choice, choices

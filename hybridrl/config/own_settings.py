@@ -6,14 +6,15 @@ them as attributes of that group; the dataclass itself is the group's attribute 
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.convert import build, nearest
 from hybridrl.config.schema.engine import EngineConfig
 from hybridrl.config.schema.node import ConfigNode, Limits, is_group
-from hybridrl.config.strategies import group_type
+from hybridrl.config.schema.root import ROOTS
+from hybridrl.config.strategies import EngineGroup, engine_groups, group_type
 from hybridrl.errors import UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
@@ -36,23 +37,17 @@ class OpenGroup:
     external_lib: str
 
 
-_POLICY, _REWARD = "actor_rollout_ref", "reward.reward_model"
-_POLICY_LIB, _CRITIC_LIB = f"{_POLICY}.model.external_lib", "critic.model.external_lib"
+_POLICY = "actor_rollout_ref"
+_POLICY_LIB = f"{_POLICY}.model.external_lib"
 OPEN_GROUPS = (
     OpenGroup(f"{_POLICY}.actor.policy_loss", f"{_POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES, _POLICY_LIB),
     OpenGroup("algorithm", "algorithm.adv_estimator", ADV_ESTIMATORS, _POLICY_LIB),
     OpenGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
-    OpenGroup(f"{_POLICY}.actor.fsdp_config", f"{_POLICY}.actor.strategy", TRAIN_ENGINES, _POLICY_LIB),
-    OpenGroup(f"{_POLICY}.ref.fsdp_config", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
-    OpenGroup(f"{_POLICY}.actor.megatron", f"{_POLICY}.actor.strategy", TRAIN_ENGINES, _POLICY_LIB),
-    OpenGroup(f"{_POLICY}.ref.megatron", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
-    OpenGroup("distillation.fsdp_config", "distillation.strategy", TRAIN_ENGINES, _POLICY_LIB),
-    OpenGroup("distillation.megatron", "distillation.strategy", TRAIN_ENGINES, _POLICY_LIB),
-    OpenGroup("critic.fsdp", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
-    OpenGroup("critic.megatron", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
-    OpenGroup(f"{_REWARD}.fsdp_config", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),
-    OpenGroup(f"{_REWARD}.megatron", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),
-    OpenGroup("engine", "engine.strategy", TRAIN_ENGINES, "model.external_lib"),
+    *dict.fromkeys(
+        OpenGroup(group.path, group.chosen_by, TRAIN_ENGINES, f"{group.model}.external_lib")
+        for tree in ROOTS.values()
+        for group in engine_groups(tree, model=f"{_POLICY}.model")
+    ),
     *(OpenGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
 )
 
@@ -72,23 +67,25 @@ def may_be_own(name: str, groups: Container[str], fields: Container[str]) -> boo
 
 
 def add_own_settings(
-    config: ConfigNode,
+    config: ConfigNode | Mapping[str, Any],
     tree: Mapping[str, Any],
     faults: dict[str, str],
     origins: Mapping[str, str],
     suggest: Callable[[str], str],
+    groups: Sequence[OpenGroup] = OPEN_GROUPS,
 ) -> None:
     """Set `own` of every open group, from the values of `tree` that no key of the schema took.
 
     Args:
-        config: the typed configuration.
+        config: the typed configuration, or a mapping with typed groups.
         tree: the resolved values that it was built from.
         faults: receives, by dotted key, a sentence for each key that no entry declares and each value that does not
             fit.
         origins: where a key was set.
         suggest: returns the schema's keys similar to an unknown one, as the end of a sentence.
+        groups: the open groups.
     """
-    for group in OPEN_GROUPS:
+    for group in groups:
         node = _at(config, group.path)
         if node is None:
             continue
@@ -211,28 +208,60 @@ def read_reward_kwargs(settings: type | None, manager: str, config: Any) -> tupl
 def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any) -> tuple[Any, list[str]]:
     """Return an instance of `settings` from a free mapping, and a sentence for each key or value that does not fit.
 
-    There is no instance (None) if a key without a default is missing.
+    There is no instance (None) if a key without a default is missing. Groups for training engines follow `strategy` of
+    the settings, and accept the settings of the engine that it names.
 
     Args:
-        prefix: dotted path of the mapping, ending in a dot.
+        prefix: dotted path of the mapping, `roles.NAME.`.
         config: the run's configuration. If the dataclass has a method `check(config)`, which yields sentences, those
             are added.
     """
-    faults = dict(_unknown(settings, values, prefix))
+    engines = list(engine_groups(settings, prefix, f"{_POLICY}.model"))
+    faults = dict(_unknown(settings, values, prefix, [group.path for group in engines]))
     missing = [name for name, required in _own_fields(settings, ConfigNode).items() if required and name not in values]
     if missing:
         return None, [*faults.values(), *(f"{prefix}{name} is missing; it has no default" for name in missing)]
     built = build(settings, values, faults, {}, prefix)
+    role = prefix.split(".")[1]
+    _add_of_engines(
+        {_POLICY: config.actor_rollout_ref, "roles": {role: built}}, {"roles": {role: values}}, faults, engines
+    )
     check = getattr(built, "check", None)
     more = list(check(config)) if check is not None and not faults else []
     return built, [*faults.values(), *more]
 
 
-def _unknown(settings: type, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _add_of_engines(
+    config: Mapping[str, Any], tree: Mapping[str, Any], faults: dict[str, str], engines: Sequence[EngineGroup]
+) -> None:
+    """Have groups of settings follow the choice of their engine, and set their `own`; see `add_own_settings`."""
+    open_groups = []
+    for group in engines:
+        values = _at(tree, group.path) or {}
+        if not isinstance(values, Mapping):  # a fault already
+            continue
+        if "strategy" not in values:
+            _at(config, group.path).strategy = _at(config, group.chosen_by)
+        open_groups.append(OpenGroup(group.path, group.chosen_by, TRAIN_ENGINES, f"{group.model}.external_lib"))
+
+    def nearest_in_group(name: str) -> str:
+        path, _, last = name.rpartition(".")
+        known = list(_at(config, path).keys())
+        return f"{nearest(last, known)}; there are: {', '.join(known)}"
+
+    add_own_settings(config, tree, faults, {}, nearest_in_group, open_groups)
+
+
+def _unknown(
+    settings: type, values: Mapping[str, Any], prefix: str, open_paths: Container[str]
+) -> Iterator[tuple[str, str]]:
+    """A sentence for each unknown key, except those right in the groups at `open_paths`."""
     fields = {field.name: field for field in dataclasses.fields(settings)}
     for name, value in values.items():
+        if name not in fields and prefix[:-1] in open_paths:
+            continue
         if name not in fields:
             has = ", ".join(fields) or "none"
             yield f"{prefix}{name}", f"{prefix}{name}: unknown key{nearest(name, list(fields))}; there are: {has}"
         elif is_group(fields[name]) and isinstance(value, Mapping):
-            yield from _unknown(fields[name].type, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+            yield from _unknown(fields[name].type, value, f"{prefix}{name}.", open_paths)  # type: ignore[arg-type]

@@ -1,27 +1,18 @@
 """Which group of settings a training engine reads: the one of the type that the engine's own settings derive from."""
 
 import dataclasses
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
 from hybridrl.config.schema.megatron import MegatronConfig
+from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.node import is_group
 from hybridrl.errors import ConfigError
 from hybridrl.registry import TRAIN_ENGINES, import_external_lib
 
 #: the groups that the schema has for training engines; an engine with other settings, or none, reads the first
 ENGINE_GROUPS: tuple[type[EngineConfig], ...] = (FSDPConfig, MegatronConfig)
-#: where a training engine's settings are, and the key that chooses the engine
-_CHOSEN_BY = {
-    "actor_rollout_ref.actor.": "actor_rollout_ref.actor.strategy",
-    "actor_rollout_ref.ref.": "actor_rollout_ref.ref.strategy",
-    "actor_rollout_ref.model.": "actor_rollout_ref.actor.strategy",
-    "critic.": "critic.strategy",
-    "distillation.": "distillation.strategy",
-    "reward.reward_model.": "reward.reward_model.strategy",
-    **dict.fromkeys(("engine.", "optim.", "model.", "checkpoint."), "engine.strategy"),
-}
-
 #: settings of engines that decide which ranks compute a token's outputs
 _PLACES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -33,6 +24,40 @@ def group_type(settings: type | None) -> type[EngineConfig]:
     """The group that holds settings of this class (`settings` of `TrainEngines.register`)."""
     bases = () if settings is None else settings.__mro__
     return next((base for base in bases if base in ENGINE_GROUPS), ENGINE_GROUPS[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineGroup:
+    """A group of settings of a training engine in a tree of settings.
+
+    Attributes:
+        path: where it is.
+        chosen_by: the key that chooses the engine.
+        model: the settings of the model that the engine gets; empty where the tree has none next to or above `path`.
+    """
+
+    path: str
+    chosen_by: str
+    model: str
+
+
+def engine_groups(cls: type, prefix: str = "", model: str = "") -> Iterator[EngineGroup]:
+    """Yield every group of settings of a training engine below a dataclass of settings.
+
+    Args:
+        prefix: where the settings are, ending in a dot.
+        model: the settings of the model of engines that have none below `prefix`.
+    """
+    fields = dataclasses.fields(cls)
+    model = next((f"{prefix}{field.name}" for field in fields if field.type is ModelConfig), model)
+    chooses = any(field.name == "strategy" for field in fields)
+    for field in filter(is_group, fields):
+        path, kind = f"{prefix}{field.name}", field.type
+        assert isinstance(kind, type)
+        if issubclass(kind, EngineConfig):
+            yield EngineGroup(path, f"{prefix}strategy" if chooses else f"{path}.strategy", model)
+        else:
+            yield from engine_groups(kind, f"{path}.", model)
 
 
 def engine_settings(part: Any, external_lib: str | None = None) -> EngineConfig:
@@ -68,40 +93,18 @@ def engine_group(part: Any) -> str:
 def ranks_per_sequence(part: Any) -> int:
     """How many ranks share each sequence in the training engine of `part.strategy`; see `engine_settings`.
 
-    One where `part` chooses no engine, or one that does not exist, which another check reports.
+    One where `part` chooses no engine, or one that does not exist or whose settings it lacks, which another check
+    reports.
     """
     if not TRAIN_ENGINES.knows(getattr(part, "strategy", "")):
         return 1
-    settings = engine_settings(part)
     kind = group_type(TRAIN_ENGINES.settings(part.strategy))
-    name = "context_parallel_size" if kind is MegatronConfig else "ulysses_sequence_parallel_size"
-    return int(getattr(settings, name))
+    try:
+        return int(getattr(engine_settings(part), kind.sequence_shared_by))
+    except ConfigError:
+        return 1
 
 
 def other_places(own: EngineConfig, other: EngineConfig) -> list[str]:
     """Names of the settings by which two engines compute a token's outputs on different ranks."""
     return [name for name in _PLACES if (getattr(own, name, None) or 1) != (getattr(other, name, None) or 1)]
-
-
-def not_read_by(config: Any, key: str, reads: str) -> str | None:
-    """The choice by which a key of the engines with the group class `reads` is not read; None if it is read."""
-    chosen_by = next(choice for scope, choice in _CHOSEN_BY.items() if key.startswith(scope))
-    strategy = functools.reduce(getattr, chosen_by.split("."), config)
-    kind = group_type(TRAIN_ENGINES.settings(strategy))
-    return None if kind.__name__ == reads else f"{chosen_by}={strategy}"
-
-
-def unread_by(config: Any, key: str) -> str | None:
-    """The choice by which a setting is not read, because it belongs to another training engine; None otherwise."""
-    chosen_by = next((choice for scope, choice in _CHOSEN_BY.items() if key.startswith(scope)), None)
-    if chosen_by is None:
-        return None
-    node, names = config, key.split(".")
-    while names and not isinstance(node, EngineConfig):
-        node = getattr(node, names.pop(0), None)
-    if not isinstance(node, EngineConfig) or names[0] == "strategy":
-        return None
-    strategy = functools.reduce(getattr, chosen_by.split("."), config)
-    kind = group_type(TRAIN_ENGINES.settings(strategy))
-    foreign = {field.name for field in dataclasses.fields(node)} - {field.name for field in dataclasses.fields(kind)}
-    return None if isinstance(node, kind) and names[0] not in foreign else f"{chosen_by}={strategy}"

@@ -50,7 +50,7 @@ def forecast_model(config: SupervisedConfig, ranks: int, role: str = "model") ->
     # Every token but the first may have a loss (`hybridrl.trainer.supervised.rows.as_responses`).
     rows = -(-data.train_batch_size // ranks) * together
     if role == "reference":
-        settings = replace(engine_settings(config.engine, config.model.external_lib), forward_only=True)
+        settings = engine_settings(config.engine, config.model.external_lib).changed(forward_only=True)
         work = Workload(1, data.max_length - 1, rows, None, micro, entropy=False)
         engine = TrainEngines.get(objective.model_type, config.engine.strategy)
         return engine.forecast(objective.model_type, config.model, settings, None, ranks, work)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.schema.prime import PrimeConfig
+from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -38,10 +39,9 @@ class PrimeWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the model and its frozen copy; see `ModelWorker.build_engine`."""
         config = self.config
-        settings = config.fsdp_config
-        forward_only = replace(settings, forward_only=True)
+        settings = engine_settings(config, config.model.external_lib)
         self._reference: Engine = TrainEngines.create(
-            "language_model", config.strategy, model=config.frozen, engine=forward_only, optim=None
+            "language_model", config.strategy, model=config.frozen, engine=settings.changed(forward_only=True)
         )
         self._reference.initialize()
         self.build_engine(
@@ -55,16 +55,16 @@ class PrimeWorker(ModelWorker):
         reference = self._reference_log_probs(batch)
         with self.loaded("compute_process_rewards"):
             outputs = self.engine.infer(batch, self._micro, temperature=1.0, outputs=("log_probs",))
-        if not outputs:
+        if not outputs:  # not the last pipeline stage
             return as_output({})
-        rewards = self.config.beta_train * (outputs["log_probs"] - reference)
-        return as_output({"process_rewards": rewards, REFERENCE: reference})
+        rewards = self.config.beta_train * (outputs["log_probs"] - reference[REFERENCE])
+        return as_output({"process_rewards": rewards, **reference})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="prime"), blocking=False)
     def update_prime(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
         if REFERENCE not in batch.batch.keys():
-            batch.batch[REFERENCE] = self._reference_log_probs(batch)
+            batch.batch.update(self._reference_log_probs(batch))
         replace(UpdatePlan.of(batch), temperature=1.0).attach_to(batch)  # that of the process rewards
         return self.update(batch, self._micro, outcome_loss_fn(self.config))
 
@@ -75,9 +75,11 @@ class PrimeWorker(ModelWorker):
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
 
-    def _reference_log_probs(self, batch: DataProto) -> torch.Tensor:
+    def _reference_log_probs(self, batch: DataProto) -> dict[str, torch.Tensor]:
+        """log pi_ref as `prime_ref_log_prob` [B, T]; nothing except on the last pipeline stage."""
         with self._reference.loaded(optimizer=False):
-            return self._reference.infer(batch, self._micro, temperature=1.0, outputs=("log_probs",))["log_probs"]
+            outputs = self._reference.infer(batch, self._micro, temperature=1.0, outputs=("log_probs",))
+        return {REFERENCE: outputs["log_probs"]} if outputs else {}
 
 
 def outcome_loss_fn(config: PrimeConfig) -> CountedLossFn:

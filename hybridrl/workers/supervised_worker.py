@@ -60,7 +60,7 @@ class SupervisedWorker(ModelWorker):
             updates_per_step=1,
         )
         if reference:
-            frozen = replace(settings, forward_only=True)
+            frozen = settings.changed(forward_only=True)
             self._reference = TrainEngines.create(
                 self.objective.model_type, config.engine.strategy, model=self.model, engine=frozen, optim=None
             )

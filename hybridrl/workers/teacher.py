@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -47,7 +46,7 @@ class TeacherWorker(ModelWorker):
                 "language_model",
                 self.config.distillation.strategy,
                 model=teacher.model,
-                engine=settings if dtype is None else replace(settings, dtype=dtype),
+                engine=settings if dtype is None else settings.changed(dtype=dtype),
             )
             engine.initialize()
             self.engines.append(engine)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from dataclasses import field, make_dataclass
 from pathlib import Path
 
 import pytest
 
-from hybridrl.config import FSDPConfig, MegatronConfig, load_config
+from hybridrl.config import FSDPConfig, MegatronConfig, load_config, validate
 from hybridrl.config.compose import compose_config
+from hybridrl.config.roles import ROLES, RoleSpec
 from hybridrl.config.strategies import engine_settings
 from hybridrl.errors import ConfigError
+from hybridrl.registry import import_external_lib
 
 POLICY = "actor_rollout_ref"
 CODE = """
@@ -193,3 +196,59 @@ def test_verls_base_for_megatron_may_be_named_and_changed(tmp_path: Path, monkey
     assert (config.critic.strategy, config.trainer.nnodes) == ("megatron", 2)
     (tmp_path / "plain.yaml").write_text("model_engine: megatron\n")
     assert load_config("ppo_trainer", [], ".", "plain").actor_rollout_ref.actor.strategy == "megatron"
+
+
+def prime(module: str, *words: str):
+    own = [f"roles.prime.{word}" for word in words]
+    composed = compose_config("ppo_trainer", [f"{POLICY}.model.external_lib={module}", *own])
+    import_external_lib(module)
+    return composed, ROLES["prime"].settings_of(composed.config)
+
+
+def test_a_role_with_settings_of_its_own_has_the_same_choice_of_engines(module) -> None:
+    for strategy, kind, words in (
+        ("own_sharded", FSDPConfig, {"fsdp_config.my_depth": 7}),
+        ("own_parallel", MegatronConfig, {"megatron.my_stages": 4, "megatron.tensor_model_parallel_size": 2}),
+    ):
+        _, settings = prime(module, f"strategy={strategy}", *(f"{name}={value}" for name, value in words.items()))
+        found = engine_settings(settings)
+        assert type(found) is kind and found.strategy == settings.strategy == strategy
+        for name, value in words.items():
+            assert found[name.split(".")[1]] == value
+        frozen = found.changed(forward_only=True)
+        assert frozen.forward_only and not found.forward_only and frozen.own is found.own is not None
+    for strategy, word, named in (
+        ("own_sharded", "fsdp_config.my_depht=7", r"roles\.prime\.fsdp_config\.my_depht: unknown key.*my_depth"),
+        ("own_sharded", "fsdp_config.my_depth=x", r"roles\.prime\.fsdp_config\.my_depth='x'"),
+        ("own_sharded", "megatron.my_depth=7", r"roles\.prime\.megatron\.my_depth: unknown key"),
+        ("fsdp2", "fsdp_config.my_depth=7", r"roles\.prime\.fsdp_config\.my_depth: unknown key.*fsdp_size"),
+        ("own_plain", "fsdp_config=7", r"roles\.prime\.fsdp_config=7: a group"),
+    ):
+        with pytest.raises(ConfigError, match=named) as caught:
+            prime(module, f"strategy={strategy}", word)
+        assert len(caught.value.faults) == 1
+
+
+def test_settings_of_another_engine_pass_with_a_notice_in_such_a_role_too(module) -> None:
+    composed, _ = prime(module, "strategy=megatron", "fsdp_config.fsdp_size=2", "megatron.param_offload=true")
+    (notice,) = [notice for notice in composed.notices if "roles.prime.strategy=megatron" in notice]
+    assert "roles.prime.fsdp_config.fsdp_size (command line)" in notice and "param_offload" not in notice
+
+
+def test_a_role_that_lacks_the_group_of_its_engine_is_refused_before_the_run(module, monkeypatch) -> None:
+    engine = field(default_factory=lambda: FSDPConfig(forward_only=True))
+    keys = [("strategy", str, "fsdp2"), ("use_dynamic_bsz", bool, True), ("max_token_len_per_gpu", int, 1 << 20)]
+    narrow = RoleSpec(
+        name="narrow",
+        worker=None,
+        settings=make_dataclass("Narrow", [*keys, ("engine", FSDPConfig, engine)]),
+        needed=lambda config: "narrow" in config.roles,
+        placement=("actor_rollout_ref",),
+        mesh="narrow",
+    )
+    monkeypatch.setitem(ROLES, "narrow", narrow)
+    words = [f"{POLICY}.model.external_lib={module}", "roles.narrow.strategy=own_parallel"]
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config("ppo_trainer", words))
+    (fault,) = [fault for fault in caught.value.faults if "narrow" in fault]
+    assert "roles.narrow.strategy=own_parallel" in fault and "MegatronConfig" in fault

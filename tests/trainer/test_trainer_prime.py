@@ -177,3 +177,30 @@ def test_memory_of_the_model_and_its_copy_is_forecast(micro_model, sort_data, tm
     assert policy is not None and prime is not None
     assert prime.resident == policy.resident + 4 * policy.parameters  # a second copy in float32
     assert found.phases()["update_prime"] > found.phases()["process_rewards"] > prime.resident
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize(
+    ("update", "size"), [("after", "tensor_model_parallel_size"), ("before", "pipeline_model_parallel_size")]
+)
+def test_megatron_shares_the_model_and_its_copy_over_ranks(
+    ray_session, sort_data, tmp_path: Path, update: str, size: str
+) -> None:
+    """The loss is that of one process, before the first step of the optimizer."""
+    first = build_tiny_model(tmp_path / "first", hidden=32, heads=2, kv_heads=2)
+    other = build_tiny_model(tmp_path / "other", hidden=32, heads=2, kv_heads=2, seed=7)
+    own = [f"roles.prime.update={update}", f"roles.prime.ref_path={other}", "roles.prime.strategy=megatron"]
+    own += [f"roles.prime.megatron.{size}=2", "placement.pools={policy: [1], process: [2]}"]
+    own.append("placement.roles={actor_rollout_ref: policy, prime: process}")
+    with trained(*words(first, sort_data, tmp_path), *own) as (_, result):
+        fields = result.batch.batch
+    model, reference = load(first), load(other)
+    with torch.no_grad():
+        expected = BETA * (log_probs(model, fields) - log_probs(reference, fields))
+        loss = outcome_loss(model, reference, fields).item()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [record for record in records if "prime/loss" in record]
+    assert record["prime/loss"] == pytest.approx(loss, abs=1e-4)
+    if update == "after":
+        mask = fields["response_mask"].bool()
+        torch.testing.assert_close(torch.where(mask, fields["process_rewards"], 0.0), expected, atol=1e-4, rtol=1e-4)

@@ -16,7 +16,7 @@ from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, OptimC
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RunConfig, TrainerConfig
-from hybridrl.config.strategies import ranks_per_sequence
+from hybridrl.config.strategies import engine_group, ranks_per_sequence
 from hybridrl.errors import ConfigError
 from hybridrl.registry import TRAIN_ENGINES
 
@@ -69,6 +69,7 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, che
     if strategy is not None and strategy not in checked:
         checked.add(strategy)
         yield from check_names("actor_rollout_ref.", None, {f"{where}.strategy": (TRAIN_ENGINES, strategy)})
+        yield from _check_group(where, settings)
     for name, engine in _parts(settings, EngineConfig):
         if strategy is not None and engine.strategy != strategy:
             yield (
@@ -84,6 +85,15 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, che
             f"{where}.rollout_n={count} and {_ROLLOUT}.n={samples} are the same thing; set the latter, the former "
             "follows"
         )
+
+
+def _check_group(where: str, settings: Any) -> Iterator[str]:
+    """Check that settings with groups for training engines have the one that the chosen engine reads."""
+    if TRAIN_ENGINES.knows(settings.strategy) and _parts(settings, EngineConfig):
+        try:
+            engine_group(settings)
+        except ConfigError as error:
+            yield f"{where}.{error}"
 
 
 def _check_model(config: PPOTrainerConfig, spec: RoleSpec, checked: set[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Settings of a training engine: sharding, precision, optimizer, what its checkpoint holds."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
@@ -54,6 +54,9 @@ class WrapPolicyConfig(ConfigNode):
 class EngineConfig(ConfigNode):
     """What every training engine has."""
 
+    #: the setting that says how many ranks share each sequence
+    sequence_shared_by: ClassVar[str]
+
     strategy: str = strategy_key()
     param_offload: bool = key(False, "keep parameters in host memory between uses")
     optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates")
@@ -78,6 +81,8 @@ class EngineConfig(ConfigNode):
 @dataclass
 class FSDPConfig(EngineConfig):
     """`actor.fsdp_config`, `ref.fsdp_config`, `critic.fsdp`, and `engine` of supervised fine-tuning."""
+
+    sequence_shared_by: ClassVar[str] = "ulysses_sequence_parallel_size"
 
     wrap_policy: WrapPolicyConfig = group(WrapPolicyConfig)
     fsdp_size: int = key(-1, "ranks that share one copy of the weights; -1: all (smaller: HSDP)", ge=-1)

@@ -1,7 +1,7 @@
 """Settings of the training engine `megatron`: how a model is laid out over the ranks, and what Megatron-core gets."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
 from hybridrl.config.schema.node import key
@@ -10,6 +10,8 @@ from hybridrl.config.schema.node import key
 @dataclass
 class MegatronConfig(EngineConfig):
     """`actor.megatron`, `ref.megatron`, `critic.megatron`, and part of `engine` of supervised fine-tuning."""
+
+    sequence_shared_by: ClassVar[str] = "context_parallel_size"
 
     grad_offload: bool = key(False, "free the memory of gradients between updates")
     tensor_model_parallel_size: int = key(1, "ranks that share each layer (TP)", ge=1)

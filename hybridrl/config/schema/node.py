@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from hybridrl.errors import ConfigError
 from hybridrl.settings import Limits as Limits
@@ -43,6 +43,13 @@ class ConfigNode:
             hint = f"; nearest: {', '.join(close)}" if close else ""
             raise ConfigError(f"{type(self).__name__} has no setting {name}{hint}")
         object.__setattr__(self, name, value)
+
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values of some settings. Unlike `dataclasses.replace`, it keeps `own`."""
+        other = copy.copy(self)
+        for name, value in values.items():
+            setattr(other, name, value)
+        return other
 
     def get(self, name: str, default: Any = None) -> Any:
         """The setting called `name`, or `default` if this group has none."""

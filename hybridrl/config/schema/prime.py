@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
+from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, group, key
 
@@ -22,7 +22,7 @@ class PrimeConfig(ConfigNode):
         choices=("after", "before"),
     )
     correct_above: float = key(0.0, "a response counts as right if its score is above this")
-    strategy: str = key("fsdp2", "training engine", choices=("fsdp2",), synonyms=names.STRATEGY_SYNONYMS)
+    strategy: str = strategy_key()
     optim: OptimConfig = group(OptimConfig, lr=1e-6, clip_grad=10.0)
     ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
     ppo_micro_batch_size_per_gpu: int = key(MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0)
@@ -33,6 +33,7 @@ class PrimeConfig(ConfigNode):
     data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     fsdp_config: FSDPConfig = group(FSDPConfig)
+    megatron: MegatronConfig = group(MegatronConfig)
 
     @property
     def frozen(self) -> ModelConfig:

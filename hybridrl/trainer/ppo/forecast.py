@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.served import ServedModel
-from hybridrl.config.strategies import unread_by
+from hybridrl.config.unread import unread_by
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared

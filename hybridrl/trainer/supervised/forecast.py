@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PairsDataConfig, SupervisedConfig
-from hybridrl.config.strategies import unread_by
+from hybridrl.config.unread import unread_by
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
