@@ -16,6 +16,7 @@ GIB = 1024**3
 _MORE = "more devices (trainer.n_gpus_per_node, trainer.nnodes), shorter sequences or a smaller model"
 
 Config = TypeVar("Config")
+Found = TypeVar("Found", bound="MemoryForecast")
 #: settings with their new values, and whether they suffice
 Changes = tuple[list[tuple[str, Any]], bool]
 
@@ -146,9 +147,9 @@ def set_key(config: Any, key: str, value: Any) -> None:
 
 def check_group(
     group: RayWorkerGroup,
-    forecast: Callable[[float], MemoryForecast],
-    refuse: Callable[[MemoryForecast, float], None],
-) -> None:
+    forecast: Callable[[float], Found],
+    refuse: Callable[[Found, float], None],
+) -> Found | None:
     """Tell what a run on GPUs will take of their memory, and refuse one that cannot fit.
 
     Nothing is done without GPUs: processes share a machine's memory, and nothing reserves a part of it.
@@ -157,18 +158,22 @@ def check_group(
         group: a worker group that has not loaded its model.
         forecast: computes the forecast for devices with so many bytes.
         refuse: raises an error if that is too large.
+
+    Returns:
+        The forecast, if there is one.
     """
     if not getattr(group.resource_pool, "use_gpu", False):
-        return
+        return None
     try:
         total = min(fact["total_gb"] for fact in group.device_memory()) * GIB
         found = forecast(total)
     except Exception as error:  # a model that cannot be computed without weights can still be trained
         notify(f"there is no forecast of memory: {type(error).__name__}: {error}")
-        return
+        return None
     for line in found.lines(total):
         notify(line)
     refuse(found, total)
+    return found
 
 
 def print_found(

@@ -121,21 +121,23 @@ class ModelWorker(Worker):
         return device.memory_stats()
 
     @contextmanager
-    def loaded(self, method: str, optimizer: bool = False) -> Iterator[None]:
+    def loaded(self, method: str, optimizer: bool = False, engine: Engine | None = None) -> Iterator[None]:
         """`Engine.loaded`, with what is recorded for `pop_memory_peaks` and `pop_pass_metrics`.
 
         Args:
             method: the worker's method.
             optimizer: whether weights are updated.
+            engine: another engine of this worker, which computes in place of its own.
         """
+        engine = engine or self.engine
         device.reset_peak_memory()
         try:
-            with self.engine.loaded(optimizer=optimizer):
+            with engine.loaded(optimizer=optimizer):
                 yield
         finally:
             peak = device.memory_stats()["max_memory_allocated_gb"]
             self._peaks[method] = max(peak, self._peaks.get(method, 0.0))
-            if found := self.engine.pop_pass_metrics():
+            if found := engine.pop_pass_metrics():
                 self._pass_metrics[method] = merge_metrics([self._pass_metrics.get(method, {}), found])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -106,9 +106,9 @@ class SupervisedWorker(ModelWorker):
         The reference is the second copy of the model, if there is one; the model without its adapter with
         `dpo.reference=adapter`; else the model as it is.
         """
-        engine, own = self._reference or self.engine, self._reference is None
+        engine = self._reference or self.engine
         infer = partial(engine.infer, batch, replace(self._micro_batching(), rows_together=1))
-        with self.loaded("compute_reference") if own else engine.loaded(optimizer=False):
+        with self.loaded("compute_reference", engine=engine):
             if self.config.reference == "adapter":
                 assert isinstance(self.engine, HasAdapters)  # checked at start-up
                 with self.engine.without_adapter():

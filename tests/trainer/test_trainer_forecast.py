@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from hybridrl.programs import main
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.forecast import print_found
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
+from hybridrl.trainer.ppo.memory import phase_peaks
 from hybridrl.trainer.supervised import forecast as tuning
 from hybridrl.trainer.supervised.rows import as_responses
 from hybridrl.workers.forecast import forecast_model, forecast_roles
@@ -117,7 +119,8 @@ def test_a_run_on_gpus_is_checked_before_models_load(micro_model: Path, capsys: 
 
     check_before_loading(config, group(1.0, on_gpu=False))
     assert capsys.readouterr().err == ""
-    check_before_loading(config, group(4.0))
+    found = check_before_loading(config, group(4.0))
+    assert found == forecast_run(config, 4.0 * GIB)
     told = capsys.readouterr().err
     assert "of 4.0" in told and "update_actor" in told and "actor_rollout: weights" in told and "critic:" in told
 
@@ -127,6 +130,26 @@ def test_a_run_on_gpus_is_checked_before_models_load(micro_model: Path, capsys: 
     capsys.readouterr()
     check_before_loading(config, group(4.0, call=broken))
     assert "no such operator" in capsys.readouterr().err
+
+
+def test_a_phase_that_takes_more_than_its_forecast_is_told_once(
+    micro_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = forecast_run(settings(micro_model))
+    expected = {phase: size / GIB for phase, size in found.phases().items()}
+    peaks = phase_peaks({}, found)
+    assert {"gen", "update_actor", "update_critic"} <= set(expected)
+    peaks.compare({phase: 1.09 * size for phase, size in expected.items()})
+    peaks.compare({"gen": 2 * expected["gen"]})  # its cache is not part of the forecast
+    assert capsys.readouterr().err == ""
+    above = {phase: 1.2 * size for phase, size in expected.items()} | {"update_actor": 1.5 * expected["update_actor"]}
+    peaks.compare(above)
+    told = capsys.readouterr().err
+    assert f"update_actor took {above['update_actor']:.3g} GiB, 1.50 times the forecast" in told
+    peaks.compare(above)
+    unknown = phase_peaks({}, replace(found, roles={**found.roles, "own": None}))
+    unknown.compare(above)  # what a model takes that nobody forecast
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_prints_every_part(micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

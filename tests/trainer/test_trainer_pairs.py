@@ -147,6 +147,10 @@ def test_dpo_equals_a_plain_loop(random_model: Path, sort_data: Path, tmp_path: 
         assert record["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
     assert steps[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert steps[0]["train/accuracy"] == 0  # equal rewards are no preference
+    weights = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+    validations = [record for record in records if "val/loss" in record]
+    for phase, found in (("update_model", steps), ("reference", steps), ("testing", validations)):
+        assert all(record[f"perf/memory_gb/{phase}"] > weights for record in found)
 
 
 def test_layouts_and_references_change_nothing(random_model: Path, sort_data: Path, tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def test_training_equals_a_plain_loop(
     steps = [record for record in found if "train/loss" in record]
     validations = [record["val/loss"] for record in found if "val/loss" in record]
     assert len(steps) == len(validations) == STEPS
+    peaks = [{name for name in record if name.startswith("perf/memory_gb/")} for record in found]
+    assert peaks == [{"perf/memory_gb/update_model"}, {"perf/memory_gb/testing"}] * STEPS
     for number, (record, indices) in enumerate(zip(steps, order, strict=False)):
         loss, norm = plain.step([train[index] for index in indices], factor=record["train/lr"] / LR)
         assert record["train/loss"] == pytest.approx(loss, rel=1e-5)

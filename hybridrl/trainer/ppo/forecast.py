@@ -233,13 +233,16 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
             yield key, value
 
 
-def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> None:
+def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> RunForecast | None:
     """Tell what a run on GPUs will take of their memory, and refuse one that cannot fit.
 
     Nothing is done without GPUs: processes share a machine's memory, and nothing reserves a part of it.
 
     Args:
         policy: its worker group, on whose first rank the forecast is computed.
+
+    Returns:
+        The forecast, if there is one.
 
     Raises:
         PlacementError: it cannot fit; see `refuse_if_too_large`.
@@ -249,7 +252,7 @@ def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> No
         found: dict[str, Forecast | None] = policy.execute_rank_zero_sync("forecast_roles", config, dict(ranks))
         return found
 
-    shared.check_group(
+    return shared.check_group(
         policy,
         lambda total: forecast_run(config, total, compute),
         lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute)),

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
+from hybridrl.trainer.memory import PhasePeaks
+from hybridrl.trainer.ppo.forecast import RunForecast
 from hybridrl.trainer.ppo.roles import ROLES
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 
@@ -14,6 +16,8 @@ _GENERATION = (
     f"lower {_ROLLOUT}.max_num_seqs or {_ROLLOUT}.gpu_memory_utilization, raise tensor_model_parallel_size, "
     f"or set {_ACTOR_OFFLOAD}"
 )
+#: the phase whose forecast lacks the cache of `rollout.name=hf`
+_GENERATE = "gen"
 #: the fraction of an engine's memory that may stay allocated after a release (graphs, the library itself)
 _MAY_STAY = 0.25
 #: GiB for the contexts of CUDA and for buffers of collectives
@@ -39,16 +43,15 @@ def memory_advice() -> dict[str, str]:
     return advice
 
 
-def phase_peaks(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
-    """Return `perf/memory_gb/<phase>`: the peak of memory in each phase since the last call, of the fullest rank."""
-    found: dict[str, float] = {}
-    for name, group in groups.items():
-        phases = _phases_of(name)
-        for peaks in group.pop_memory_peaks() if hasattr(group, "pop_memory_peaks") else []:
-            for method, peak in peaks.items():
-                metric = f"perf/memory_gb/{phases.get(method, method)}"
-                found[metric] = max(peak, found.get(metric, 0.0))
-    return found
+def phase_peaks(groups: Mapping[str, RayWorkerGroup], forecast: RunForecast | None = None) -> PhasePeaks:
+    """What measures the peak of memory in each phase of a step.
+
+    Args:
+        groups: worker groups by role.
+        forecast: what was expected of the run.
+    """
+    measured = [(group, _phases_of(name)) for name, group in groups.items()]
+    return PhasePeaks(measured, forecast, apart=(_GENERATE,))
 
 
 def pass_metrics(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
@@ -69,7 +72,7 @@ def pass_metrics(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
 def _phases_of(role: str) -> dict[str, str]:
     """The phase of each method of a role's workers that computes with its model."""
     spec = ROLES.get(role)
-    phases = {"send_weights": "update_weights", "generate_sequences": "gen"}
+    phases = {"send_weights": "update_weights", "generate_sequences": _GENERATE}
     if spec is not None:
         phases |= {one.method: one.phase for one in spec.passes}
         phases |= {spec.scoring.method: spec.scoring.phase} if spec.scoring is not None else {}

@@ -27,6 +27,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.reward import RewardManager
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.memory import as_metrics
 from hybridrl.trainer.ppo.forecast import check_before_loading
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.judge import judges_of
@@ -122,10 +123,11 @@ class RayPPOTrainer:
         )
         self.n_devices = sum({id(g.resource_pool): g.world_size for g in self.groups.values()}.values())
         self.learner = self.learner_class(self.config, self.groups, self.run.failed_batches)
-        check_before_loading(self.config, self.groups[POLICY])
+        forecast = check_before_loading(self.config, self.groups[POLICY])
         self.learner.init_models(self.run.total_steps)
         self.utilization = self._measured_roles()
         self.profiler = StepProfiler(self.config, self.groups)
+        self.peaks = phase_peaks(self.groups, forecast)
         self.run.groups = list(self.groups.values())
         self.run.writers = self.learner.background_writers
         self._start_rollout(self.groups[POLICY])
@@ -272,7 +274,7 @@ class RayPPOTrainer:
         metrics |= compute_timing_metrics(batch, timing, phases_per_token())
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.n_devices)
         metrics |= self._utilization_metrics(batch)
-        metrics |= phase_peaks(self.groups) | pass_metrics(self.groups)
+        metrics |= as_metrics(self.peaks.measure()) | pass_metrics(self.groups)
         run.report(metrics)
         dumped = run.due(self.config.trainer.dump_freq)
         if dumped or run.traces is not None:

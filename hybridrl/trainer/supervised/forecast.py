@@ -88,12 +88,15 @@ def _pool(config: SupervisedConfig) -> list[int]:
     return list(config.placement.pools[config.placement.roles[_ROLE]])
 
 
-def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> None:
+def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> TuningForecast | None:
     """Tell what training on GPUs will take of their memory, and refuse a run that cannot fit.
 
     Args:
         config: the settings of the run.
         group: its workers, on whose first rank the forecast is computed.
+
+    Returns:
+        The forecast, if there is one.
 
     Raises:
         PlacementError: it cannot fit; see `hybridrl.trainer.forecast.refuse_if_too_large`.
@@ -103,7 +106,7 @@ def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> Non
         found: Forecast | None = group.execute_rank_zero_sync("forecast_model", config, ranks, role)
         return found
 
-    shared.check_group(
+    return shared.check_group(
         group,
         lambda _: forecast_tuning(config, compute),
         lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute)),

@@ -43,7 +43,6 @@ def run_supervised(config: SupervisedConfig) -> Outcome:
         trainer = prepare(config)
         notify(f"{trainer.sizes()}; loading the model {config.model.path}")
         group = started()
-        check_before_loading(config, group)
-        trainer.init_workers(group)
+        trainer.init_workers(group, check_before_loading(config, group))
         trainer.fit()
         return trainer.run.outcome

@@ -16,6 +16,8 @@ from hybridrl.data import create_pair_loader, create_sft_loader
 from hybridrl.data.loader import PaddedLoader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
+from hybridrl.trainer.forecast import MemoryForecast
+from hybridrl.trainer.memory import PhasePeaks, as_metrics
 from hybridrl.trainer.ppo.batching import sequence_work, spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.supervised.reference import CachedReference, Reference
@@ -27,6 +29,8 @@ from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_FOLDER = "model"
 MESH = "model"  # the dispatch mesh of `SupervisedWorker`
+#: the phase of each of its methods that computes
+_PHASES = {"update": "update_model", "compute_reference": "reference", "evaluate": "testing"}
 
 
 class SupervisedTrainer:
@@ -77,9 +81,14 @@ class SupervisedTrainer:
         what = "conversations" if self.objective.rows_together == 1 else "pairs"
         return f"{len(self.train_loader.dataset)} {what}, {val} for validation, {self.run.total_steps} steps"
 
-    def init_workers(self, group: WorkerGroup) -> None:
-        """Have the started worker processes load the model, and a second copy of it if it is the reference."""
+    def init_workers(self, group: WorkerGroup, forecast: MemoryForecast | None = None) -> None:
+        """Have the started worker processes load the model, and a second copy of it if it is the reference.
+
+        Args:
+            forecast: the memory that the run is expected to take.
+        """
         self.group = group
+        self.peaks = PhasePeaks([(group, _PHASES)], forecast)
         source = self.config.reference
         self.group.init_model(self.run.total_steps, reference=source == "model", overrides=self._overrides())
         self.run.groups = [group]
@@ -147,6 +156,7 @@ class SupervisedTrainer:
                 "training/epoch": (run.step - 1) // len(self.train_loader),
                 **{f"timing_s/{name}": seconds for name, seconds in run.timing.items()},
                 "perf/throughput": tokens_per_second / self.group.world_size,
+                **as_metrics(self.peaks.measure()),
             }
         )
 
@@ -200,7 +210,9 @@ class SupervisedTrainer:
                 batch = normalise(self.rows_of(loaded), self._val_totals)
                 self._add_reference(batch, loaded, "val")
                 found.append(_merged(self.group.evaluate(self._arranged(batch, self._val_totals)).meta_info["metrics"]))
-        run.report({**reduce_to_floats(merge_metrics(found)), "timing_s/testing": run.timing["testing"]})
+        peaks = self.peaks.measure().values()  # the reference computes within this phase, too
+        metrics = {"timing_s/testing": run.timing["testing"], **as_metrics({"testing": max(peaks)} if peaks else {})}
+        run.report({**reduce_to_floats(merge_metrics(found)), **metrics})
 
     def restore(self) -> None:
         """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says."""
