@@ -152,7 +152,7 @@ def fault_of_name(registry: Registry[Any], name: str, key: str, external_lib: st
     return None
 
 
-def _choices(config: ConfigNode, name: str) -> tuple[Any, ...]:
+def _choices(config: ConfigNode | Mapping[str, Any], name: str) -> tuple[Any, ...]:
     """Values of a setting that name no entry of its registry, such as `auto`."""
     parent, _, last = name.rpartition(".")
     limits: Limits = _at(config, parent).__dataclass_fields__[last].metadata["limits"]
