@@ -257,8 +257,7 @@ class MicroBatchedEngine(Engine):
         others = [function.other if function is not None else None]
         others += [getattr(self, "reference", None)] if "ref_kl" in wanted.outputs else []
         return not (
-            micro.rows_together > 1
-            or ROUTED_EXPERTS in wanted.outputs
+            ROUTED_EXPERTS in wanted.outputs
             or (batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys())
             or (function is not None and function.fields)
             or any(isinstance(other, MicroBatchedEngine) and not other.may_share() for other in others)

@@ -72,8 +72,6 @@ class PrefixPlan(BatchPlan):
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, work: Work | None = None):
-        if micro.rows_together > 1:
-            raise ValueError("rows that stay together cannot share prefixes (model.share_prefixes)")
         super().__init__(tensors, micro, packed=False)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         width = max(1, *self.lengths) if self.lengths else 1
@@ -86,21 +84,26 @@ class PrefixPlan(BatchPlan):
         words = self._ids if self.positions is None else torch.cat([self._ids[..., None], self._positions], -1)
         rows = [row for row, count in enumerate(self.token_counts) if count]
         self._order = PrefixOrder.of(words, self.lengths, rows)
+        self._together = micro.rows_together
+        self._cut_order = self._order if self._together == 1 else self._order.in_units(self._together)
         self.work, self._size = work or Work(), micro.size or len(rows)
         kind = device.get_device_name()
         self._set_groups(
             partition(
-                self._order,
+                self._cut_order,
                 self._size,
                 micro.max_tokens,
                 PREFERRED_CELLS[kind],
                 WORTHWHILE_PADDING[kind],
                 cost=self._cost,
+                together=self._together,
             )
         )
         self.row_tokens = sum(self._order.lengths)
 
     def _set_groups(self, groups: Sequence[list[int]]) -> None:
+        if self._together > 1:  # rows that stay together keep their order
+            groups = [sorted(rows) for rows in groups]
         self.groups = sorted(groups, key=lambda rows: -self._cost_of(rows))
 
     def _cost(self, length: int) -> float:
@@ -121,7 +124,9 @@ class PrefixPlan(BatchPlan):
         Args:
             count: at least the number of micro-batches that there are.
         """
-        cut = even_partition(self._order, count, self._size, self._micro.max_tokens, self._cost)
+        cut = even_partition(
+            self._cut_order, count, self._size, self._micro.max_tokens, self._cost, together=self._together
+        )
         if not cut or not self.groups:
             return
         before, after = ([self._cost_of(rows) for rows in groups] for groups in (self.groups, cut))

@@ -106,6 +106,22 @@ class PrefixOrder:
                 common = length
         return kept
 
+    def in_units(self, together: int) -> PrefixOrder:
+        """The same rows, where those of a unit follow each other: rows 0 to `together` - 1, and so on.
+
+        `shared` is then what a row has in common with the one before it; another row may share more with it.
+        """
+        place = {row: number for number, row in enumerate(self.rows)}
+        units: dict[int, list[int]] = {}
+        for row in self.rows:
+            units.setdefault(row // together, []).append(row)
+        rows = [row for unit in units.values() for row in unit]
+        common = [0] * min(1, len(rows))
+        for before, row in itertools.pairwise(rows):
+            first, last = sorted((place[before], place[row]))
+            common.append(min(self.shared[first + 1 : last + 1]))
+        return PrefixOrder(rows, [self.lengths[place[row]] for row in rows], common)
+
     @property
     def tokens(self) -> int:
         """Tokens of the tree."""
@@ -200,6 +216,7 @@ def partition(
     preferred: int,
     overhead: int,
     cost: Callable[[int], float] = float,
+    together: int = 1,
 ) -> list[list[int]]:
     """Cut sorted rows into micro-batches, so that little is computed twice.
 
@@ -212,22 +229,23 @@ def partition(
         preferred: tokens above which a larger micro-batch computes no faster; a family may exceed it.
         overhead: tokens that cost as much as another pass through the model.
         cost: of a row of so many tokens, attention included, in the cost of a token without attention.
+        together: so many rows that follow each other are not cut apart; they may exceed a limit.
     """
     count = len(order.rows)
     new, shared = _summed(order, float)
     new_cost, shared_cost = _summed(order, cost)
     balance = 0.25 / max(1.0, sum(map(cost, order.lengths))) ** 2  # the sum of squares only breaks ties
     best, begin = np.zeros(count + 1), [0] * (count + 1)
-    for stop in range(1, count + 1):
-        first = max(0, stop - size)
+    for stop in range(together, count + 1, together):
+        starts = np.arange(max(0, stop - max(1, size // together) * together), stop, together)
         # Tokens of rows [i, stop): the first row as a whole, of the others what is new.
-        tokens = new[stop] - new[first:stop] + shared[first:stop]
-        costs = new_cost[stop] - new_cost[first:stop] + shared_cost[first:stop]
-        total = costs + overhead + 0.25 * np.maximum(0.0, tokens - preferred) + balance * costs**2 + best[first:stop]
+        tokens = new[stop] - new[starts] + shared[starts]
+        costs = new_cost[stop] - new_cost[starts] + shared_cost[starts]
+        total = costs + overhead + 0.25 * np.maximum(0.0, tokens - preferred) + balance * costs**2 + best[starts]
         if budget is not None:
             total[:-1][tokens[:-1] > budget] = np.inf
         chosen = int(total.argmin())
-        best[stop], begin[stop] = total[chosen], first + chosen
+        best[stop], begin[stop] = total[chosen], int(starts[chosen])
     groups = []
     stop = count
     while stop:
@@ -237,24 +255,29 @@ def partition(
 
 
 def even_partition(
-    order: PrefixOrder, count: int, size: int, budget: int | None, cost: Callable[[int], float] = float
+    order: PrefixOrder,
+    count: int,
+    size: int,
+    budget: int | None,
+    cost: Callable[[int], float] = float,
+    together: int = 1,
 ) -> list[list[int]] | None:
     """Cut sorted rows into at most `count` micro-batches, of which the most expensive one is as cheap as it can be.
 
     Args:
-        size, budget, cost: see `partition`.
+        size, budget, cost, together: see `partition`.
 
     Returns:
         The rows of each; None if limits do not allow so few.
     """
     of_rows = [*map(cost, order.lengths)]
     low, high = max(of_rows, default=0.0), sum(of_rows)
-    found = _filled_up(order, size, budget, high, cost)
+    found = _filled_up(order, size, budget, high, cost, together)
     if len(found) > count:
         return None
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        tried = _filled_up(order, size, budget, middle, cost)
+        tried = _filled_up(order, size, budget, middle, cost, together)
         if len(tried) > count:
             low = middle
         else:
@@ -263,20 +286,23 @@ def even_partition(
 
 
 def _filled_up(
-    order: PrefixOrder, size: int, budget: int | None, most: float, cost: Callable[[int], float]
+    order: PrefixOrder, size: int, budget: int | None, most: float, cost: Callable[[int], float], together: int
 ) -> list[list[int]]:
     """Micro-batches that each take rows as long as they stay within the limits and cost no more than `most`."""
     groups: list[list[int]] = []
     tokens, spent = 0, 0.0
-    for row, length, shared in zip(order.rows, order.lengths, order.shared, strict=True):
-        new = cost(length) - cost(shared)
-        fits = budget is None or tokens + length - shared <= budget
-        if groups and len(groups[-1]) < size and fits and spent + new <= most:
-            groups[-1].append(row)
-            tokens, spent = tokens + length - shared, spent + new
+    new, shared = _summed(order, float)
+    new_cost, shared_cost = _summed(order, cost)
+    for start in range(0, len(order.rows), together):
+        stop = start + together
+        more, costs = int(new[stop] - new[start]), new_cost[stop] - new_cost[start]
+        fits = budget is None or tokens + more <= budget
+        if groups and len(groups[-1]) + together <= size and fits and spent + costs <= most:
+            groups[-1] += order.rows[start:stop]
+            tokens, spent = tokens + more, spent + costs
         else:
-            groups.append([row])
-            tokens, spent = length, cost(length)
+            groups.append(order.rows[start:stop])
+            tokens, spent = more + int(shared[start]), costs + shared_cost[start]
     return groups
 
 

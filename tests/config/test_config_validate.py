@@ -359,7 +359,6 @@ def test_faults_of_sft(here, change, expected):
         ("dpo", ["dpo.loss_type=orpo", "dpo.reference=cache"], "dpo.reference=cache has no effect"),
         ("dpo", ["dpo.loss_type=hinge", "data.margin_key=m"], "dpo.loss_type=hinge reads no margins"),
         ("dpo", ["dpo.reference=adapter"], "set model.lora_rank, or dpo.reference=cache"),
-        ("dpo", ["model.share_prefixes=True"], "model.share_prefixes=True"),
         (
             "dpo",
             ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=2000"],

@@ -40,6 +40,7 @@ from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.errors import ModelError
 from hybridrl.models import tree_attention
 from hybridrl.models.work import Work
+from hybridrl.protocol import DataProto
 from hybridrl.registry import POLICY_LOSSES
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
@@ -268,12 +269,42 @@ def test_null_computes_rows_apart_whose_tokens_have_something_of_their_own(llama
         assert ("shared_prefix_frac" in metrics) == (reference is mixed[0])
         assert metrics["ref_kl"] == pytest.approx(0, abs=1e-6)
     assert "shared_prefix_frac" in gradients(engine, policy_loss, MicroBatching())[1]
-    pairs = engine.train_batch(make_batch(without_empty_rows()), MicroBatching(rows_together=2), policy_loss)
-    assert "shared_prefix_frac" not in pairs
 
 
 def without_empty_rows() -> dict[str, torch.Tensor]:
     return {name: tensor[[row for row in range(ROWS) if row not in (4, 5)]] for name, tensor in FIELDS.items()}
+
+
+def pair_loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    """-log sigmoid of the difference between the log-probabilities of the rows of a pair, the first one preferred."""
+    chosen, rejected = (outputs["log_probs"] * micro.batch["response_mask"]).sum(1).view(-1, 2).unbind(1)
+    losses = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+    return losses.sum() / micro.meta_info["batch_num_tokens"], {}
+
+
+@pytest.mark.parametrize("limits", [{}, {"size": 4}, {"max_tokens": 40}])
+def test_pairs_share_their_prompt(limits: dict[str, int], llama: Path) -> None:
+    """Also where pairs of one prompt are mixed in the order of their tokens."""
+    fields, micro = without_empty_rows(), MicroBatching(**limits, rows_together=2)
+    shared, apart = engines(llama)
+    assert_same_training(shared, apart, pair_loss, micro, fields)
+    default, _ = gradients(make_engine(llama, model=AUTO), pair_loss, micro, fields)
+    assert_close(default, gradients(apart, pair_loss, micro, fields)[0])
+    assert (
+        "shared_prefix_frac"
+        in gradients(make_engine(llama, model=AUTO), pair_loss, MicroBatching(rows_together=2), fields)[1]
+    )
+    plan = PrefixPlan(fields, micro)
+    for count in (len(plan.groups), 5):
+        plan.balance(count)
+        assert sorted(row for rows in plan.groups for row in rows) == list(range(len(fields["input_ids"])))
+        for rows in plan.groups:
+            assert rows == [row for first in rows[::2] for row in (first, first + 1)] and all(
+                r % 2 == 0 for r in rows[::2]
+            )
+            assert len(rows) == 2 or (
+                len(rows) <= limits.get("size", 99) and plan.tokens(rows) <= limits.get("max_tokens", 999)
+            )
 
 
 def test_limits_count_the_tokens_of_the_tree() -> None:

@@ -183,6 +183,29 @@ def test_the_largest_part_of_an_even_partition_is_as_cheap_as_it_can_be(
         assert max(costs_of(rows, groups, size, budget, quadratic)) == pytest.approx(largest, rel=1e-5)
 
 
+@LIMITS
+@given(rows=ROWS, count=st.integers(1, 4))
+@settings(max_examples=50)
+def test_rows_that_stay_together_are_cut_as_wholes(
+    rows: list[list[int]], count: int, budget: int | None, size: int
+) -> None:
+    rows = [*rows, *rows[: len(rows) % 2]]
+    order = order_of(rows).in_units(2)
+    assert sorted(order.rows) == list(range(len(rows)))
+    for row, before, shared in zip(order.rows[1:], order.rows[:-1], order.shared[1:], strict=True):
+        common = itertools.takewhile(lambda two: two[0] == two[1], zip(rows[row], rows[before], strict=False))
+        assert shared == len(list(common))
+    evenly = even_partition(order, count, size, budget, together=2)
+    for groups in (partition(order, size, budget, preferred=1000, overhead=3, together=2), evenly):
+        if groups is None:
+            continue
+        assert [row for group in groups for row in group] == order.rows
+        for group in groups:
+            assert {row ^ 1 for row in group} == set(group), "a unit is cut"
+            nodes = prefixes([rows[row] for row in group])
+            assert len(group) == 2 or (len(group) <= size and (budget is None or len(nodes) <= budget))
+
+
 def test_attention_decides_where_rows_are_cut() -> None:
     """A row of 12 tokens attends to as many as all the others together."""
     rows = [[0] * 12, *([number] * 3 for number in range(1, 9))]

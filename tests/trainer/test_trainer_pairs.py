@@ -154,15 +154,16 @@ def test_dpo_equals_a_plain_loop(random_model: Path, sort_data: Path, tmp_path: 
 
 
 def test_layouts_and_references_change_nothing(random_model: Path, sort_data: Path, tmp_path: Path) -> None:
-    """Two ranks, other micro-batches, and a reference from the cache: the same curves."""
+    """Two ranks, other micro-batches, prompts computed once, and a reference from the cache: the same curves."""
     base = ("dpo", random_model, sort_data)
     whole = run(*base, tmp_path / "a", "dpo.sft_coef=0.5")
     for name, more in (
-        ("ranks", ["trainer.n_gpus_per_node=2", "data.micro_batch_size_per_gpu=1"]),
+        ("ranks", ["trainer.n_gpus_per_node=2", "data.micro_batch_size_per_gpu=1", "model.share_prefixes=True"]),
         ("cache", ["dpo.reference=cache", "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=2048"]),
     ):
         other = run(*base, tmp_path / name, "dpo.sft_coef=0.5", *more)
         assert curves(other, *MEASURED) == pytest.approx(curves(whole, *MEASURED), rel=2e-3, abs=1e-5), name
+        assert name != "ranks" or min(curves(other, "train/shared_prefix_frac")) > 0.1
     assert len(curves(whole, "train/nll_loss")) == STEPS
     kept = load_file(tmp_path / "cache" / FILE)
     assert kept["train.log_probs"].shape == (64, 2) and kept["val.log_probs"].shape == (16, 2)

@@ -67,8 +67,6 @@ def _check_sizes(config: SupervisedConfig) -> Iterator[str]:
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} is less than {length}: the longest "
             f"{longest} does not fit into a micro-batch"
         )
-    if pairs and config.model.share_prefixes:
-        yield "model.share_prefixes=True: the answers of a pair are computed each with its prompt; set it to False"
 
 
 def _check_objective(config: SupervisedConfig) -> Iterator[str]:
