@@ -12,18 +12,18 @@ from typing import Literal
 _sent_once: set[str] = set()
 _listener: Callable[[str, str], None] | None = None
 _unsent: deque[tuple[str, str]] = deque(maxlen=200)  # messages from before there was a listener
-_spare: Path | None = None  # the file for output that has no reader any more
+_fallback: Path | None = None  # the file for output that has no reader any more
 
 
 @contextlib.contextmanager
 def keeping_output(path: Path) -> Iterator[None]:
     """Within the block, standard output and error go on in a file once their terminal or pipe is gone."""
-    global _spare
-    before, _spare = _spare, path
+    global _fallback
+    before, _fallback = _fallback, path
     try:
         yield
     finally:
-        _spare = before
+        _fallback = before
 
 
 def redirect_lost_output() -> bool:
@@ -33,13 +33,13 @@ def redirect_lost_output() -> bool:
         Whether one of them was redirected.
     """
     redirected = False
-    if _spare is None:
+    if _fallback is None:
         return False
     for number in (1, 2):
         waiting = select.poll()
         waiting.register(number, select.POLLOUT)
         if any(found & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, found in waiting.poll(0)):
-            file = os.open(_spare, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            file = os.open(_fallback, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             if file != number:  # it is, if the descriptor was closed
                 os.dup2(file, number)
                 os.close(file)

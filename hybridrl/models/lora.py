@@ -284,11 +284,11 @@ def as_text(config: LoraConfig, heads: Iterable[str] = ()) -> str:
     Args:
         heads: names in files, among which that of a value model's head is named as a module of its own.
     """
-    told = config.to_dict()
+    values = config.to_dict()
     if any(name.startswith(f"{PREFIX}{value.HEAD_NAME}.") for name in heads):
-        told["modules_to_save"] = [value.HEAD_NAME]
-    told["inference_mode"] = True  # as PEFT writes it: who loads it says whether it is to be trained
-    plain = {name: sorted(one) if isinstance(one, set) else one for name, one in told.items()}
+        values["modules_to_save"] = [value.HEAD_NAME]
+    values["inference_mode"] = True  # as PEFT writes it: who loads it says whether it is to be trained
+    plain = {name: sorted(one) if isinstance(one, set) else one for name, one in values.items()}
     return json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n"
 
 

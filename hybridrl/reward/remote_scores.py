@@ -75,12 +75,12 @@ class Service:
             samples = [one.sample for one in part]
             asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, samples)
             asked.add_done_callback(partial(self._receive, part))
-            _hand_out([None] * len(part), [one.sent for one in part])
+            _set_results([None] * len(part), [one.sent for one in part])
 
     def _receive(self, part: "list[_Waiting]", asked: "asyncio.Future[list[Any]]") -> None:
         self._free += 1
         self._send()
-        _hand_out(asked.result(), [one.score for one in part])
+        _set_results(asked.result(), [one.score for one in part])
 
     def _ask(self, samples: list[dict[str, Any]]) -> list[Any]:
         def fault(answer: Mapping[str, Any]) -> str | None:
@@ -149,7 +149,7 @@ def _score(found: Any) -> Any:
     return found
 
 
-def _hand_out(results: list[Any], futures: list["asyncio.Future[Any]"]) -> None:
+def _set_results(results: list[Any], futures: list["asyncio.Future[Any]"]) -> None:
     for result, future in zip(results, futures, strict=True):
         if not future.done():
             future.set_result(result)

@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 #: the parts of an engine's memory that can be released and resumed
 MEMORY_TAGS = ("weights", "kv_cache")
 #: training comes before the clients of the HTTP server
-TRAINING_PRIORITY, GUEST_PRIORITY = 0, 1
+TRAINING_PRIORITY, CLIENT_PRIORITY = 0, 1
 
 
 #: what an engine is started for: responses, one score per prompt, or log-probabilities of given tokens

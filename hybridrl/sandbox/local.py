@@ -116,18 +116,18 @@ class LocalSandbox(Sandbox):
                     streams, ended = _talk(process, json.dumps(payload).encode(), limits)
                 finally:
                     _end(process)
-            isolated, told = _told(report)
+            isolated, found = _report_of(report)
         finally:
             os.close(report)
-        if isolated is None or "failed" in told:
-            what = told.get("failed") or streams[1].decode("utf-8", "replace").strip() or "it did not start"
+        if isolated is None or "failed" in found:
+            what = found.get("failed") or streams[1].decode("utf-8", "replace").strip() or "it did not start"
             raise SandboxError(f"the sandbox failed: {what}")
         return Ended(
             output=streams[0].decode("utf-8", "replace"),
             errors=streams[1].decode("utf-8", "replace"),
             code=process.returncode,
-            ended=ended or ("time" if told.get("time") or process.returncode == 128 + signal.SIGXCPU else ""),
-            seconds=told.get("seconds", time.monotonic() - started),
+            ended=ended or ("time" if found.get("time") or process.returncode == 128 + signal.SIGXCPU else ""),
+            seconds=found.get("seconds", time.monotonic() - started),
             isolated=isolated,
             files=_fetched(out, program.fetch),
         )
@@ -166,7 +166,7 @@ def _talk(process: "subprocess.Popen[bytes]", sent: bytes, limits: Limits) -> tu
     return output, "time" if numbers else ""
 
 
-def _told(report: int) -> tuple[str | None, dict[str, Any]]:
+def _report_of(report: int) -> tuple[str | None, dict[str, Any]]:
     """What the jail reported: how the program is isolated, and how it ended."""
     os.set_blocking(report, False)
     data = b""
@@ -174,10 +174,10 @@ def _told(report: int) -> tuple[str | None, dict[str, Any]]:
         while part := os.read(report, 65536):
             data += part
     lines = data.decode("utf-8", "replace").splitlines()
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for line in lines[1:]:
-        told |= json.loads(line)
-    return lines[0] if lines else None, told
+        found |= json.loads(line)
+    return lines[0] if lines else None, found
 
 
 def _fetched(out: str, paths: Sequence[str]) -> dict[str, bytes]:

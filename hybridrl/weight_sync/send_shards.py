@@ -106,7 +106,7 @@ class ShardSender:
         self._training: _Training | str | None = None
         self._needs: dict[str, list[Requirement] | str] = {}
         self._planned: tuple[tuple[str, ...], list[Round]] = (), []
-        self._told = False
+        self._plan_reported = False
         self._sent = SentPieces() if delta else None
 
     def why_not(self, shards: Iterable[WeightShard], targets: Sequence[Target]) -> str | None:
@@ -277,13 +277,13 @@ class ShardSender:
         if not device.is_gpu():  # the ranks of a node share its memory
             most //= max(map(training.nodes.count, training.nodes))
         rounds = schedule(made, held, needed, dtypes, max(1, min(most, wanted)), own)
-        self._tell(targets, rounds, int(sizes.max()))
+        self._report_plan(targets, rounds, int(sizes.max()))
         return rounds
 
-    def _tell(self, targets: Sequence[Target], rounds: Sequence[Round], largest: int) -> None:
-        if self._told or distributed.get_rank() != 0:
+    def _report_plan(self, targets: Sequence[Target], rounds: Sequence[Round], largest: int) -> None:
+        if self._plan_reported or distributed.get_rank() != 0:
             return
-        self._told = True
+        self._plan_reported = True
         notify(
             f"weights go to the engines by a plan (rollout.checkpoint_engine.method): {len(rounds)} rounds, at most "
             f"{largest / 1e6:.1f} MB for a process"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pool_tools import SAMPLED, requests
 
 from hybridrl.rollout.replicas.balancer import Balancer
-from hybridrl.rollout.request import GUEST_PRIORITY, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Request
 
 
 @given(
@@ -67,8 +67,8 @@ def test_the_queue_is_in_the_order_of_priority_then_of_arrival(entries) -> None:
 
 
 def test_60_000_samples_of_guests_leave_places_to_training() -> None:
-    balancer = Balancer(window=10, guest_window=4)
-    balancer.add(replace(request, priority=GUEST_PRIORITY) for request in requests(60_000, "guest"))
+    balancer = Balancer(window=10, client_window=4)
+    balancer.add(replace(request, priority=CLIENT_PRIORITY) for request in requests(60_000, "guest"))
     taken = balancer.take({0: 0, 1: 0})
     assert {index: len(found) for index, found in taken.items()} == {0: 4, 1: 4}
     assert not balancer.take({0: 4, 1: 4}, {0: 4, 1: 4}), "the other places are kept free"

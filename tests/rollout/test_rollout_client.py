@@ -14,7 +14,7 @@ from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.rollout import HFRollout
 from hybridrl.rollout.client import TurnClient
-from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.rollout.rollout import InPlaceRollout
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -149,7 +149,7 @@ def test_settings_that_differ_make_calls_of_their_own(turns) -> None:
 def test_the_lowest_priority_number_is_served_first_and_a_turn_has_a_limit(turns) -> None:
     async def run() -> None:
         turns.client.hold()
-        guests = [Request(f"g{i}", [6, 7], SAMPLED, priority=GUEST_PRIORITY) for i in range(20)]
+        guests = [Request(f"g{i}", [6, 7], SAMPLED, priority=CLIENT_PRIORITY) for i in range(20)]
         asked = [*guests, *(Request(f"t{i}", [6, 7], SAMPLED) for i in range(10))]
         tasks = [asyncio.ensure_future(turns.client.generate(request)) for request in asked]
         await asyncio.sleep(0.2)

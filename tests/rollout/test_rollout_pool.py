@@ -17,7 +17,7 @@ from pool_tools import (
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
-from hybridrl.rollout.request import GUEST_PRIORITY, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
 
 
@@ -131,7 +131,7 @@ def test_training_comes_before_guests(make_pool, monkeypatch) -> None:
 
     monkeypatch.setattr(pool.scheduler._balancer, "take", noting)
     pool.pause()
-    guests = [replace(request, priority=GUEST_PRIORITY) for request in requests(200, "guest")]
+    guests = [replace(request, priority=CLIENT_PRIORITY) for request in requests(200, "guest")]
     futures = pool.submit(guests)
     window = len(order)  # at the replica already; nobody is sent away
     futures += pool.submit(requests(30, "training"))

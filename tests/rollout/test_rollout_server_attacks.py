@@ -27,7 +27,7 @@ from plain_engine import SLOW, PlainEngine
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.rollout import RolloutError
-from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import Access, make_server
 
@@ -245,7 +245,7 @@ def test_a_client_is_a_guest_whatever_it_says(run: Run) -> None:
         model=run.access.model, prompt=[5, 6], max_tokens=1, extra_body={"priority": -5, "session_id": "episode 1"}
     )
     (request,) = run.seen
-    assert (request.priority, request.session) == (GUEST_PRIORITY, "episode 1")
+    assert (request.priority, request.session) == (CLIENT_PRIORITY, "episode 1")
 
 
 def test_a_pause_holds_clients_and_no_training(run: Run) -> None:

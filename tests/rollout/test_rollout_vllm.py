@@ -21,7 +21,7 @@ from hybridrl.config import load_config
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import RolloutError, resolve_rollout
-from hybridrl.rollout.request import GUEST_PRIORITY, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import (
@@ -264,7 +264,7 @@ def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
     sampling = SamplingParams(True, 1.0, 1.0, -1, LONG - 1, ignore_eos=True)
     running = [Request(f"r{i}", [6], sampling) for i in range(8)]
     short = replace(sampling, max_new_tokens=1)
-    guests = [Request(f"g{i}", [6], short, priority=GUEST_PRIORITY) for i in range(4)]
+    guests = [Request(f"g{i}", [6], short, priority=CLIENT_PRIORITY) for i in range(4)]
     training = [Request(f"t{i}", [6], short) for i in range(4)]
     order: list[str] = []
     busy = pool.submit(running)

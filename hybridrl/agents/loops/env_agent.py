@@ -120,8 +120,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
         action, log = self._action(output, episode.tools), self.server_manager.log
         began = log.clock()
         step = await self._prepared(await session.step(action))
-        told = without_pixels(messages_of(step.observation))
-        log.add("step", began, turn=episode.turns - 1, observation=told, reward=step.points, done=step.done)
+        observation = without_pixels(messages_of(step.observation))
+        log.add("step", began, turn=episode.turns - 1, observation=observation, reward=step.points, done=step.done)
         episode.extra |= step.extra
         episode.turn_rewards.append((last, step.points))
         return action, step

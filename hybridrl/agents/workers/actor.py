@@ -41,8 +41,8 @@ class SessionWorker:
         self._agents: Agents
         self._sessions: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Future[Completion]] = {}
-        self._told: list[Message] = []
-        self._news = asyncio.Event()
+        self._messages: list[Message] = []
+        self._has_messages = asyncio.Event()
 
     async def start(self, setup: Setup, folder: str | None = None) -> int:
         """Make what the sessions share; returns the id of this process.
@@ -73,16 +73,16 @@ class SessionWorker:
 
     async def collect(self, wait_s: float) -> list[Message]:
         """Messages to the controller since the last call; waits up to `wait_s` for the first."""
-        if not self._told:
-            self._news.clear()
+        if not self._messages:
+            self._has_messages.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), wait_s)
-        found, self._told = self._told, []
+                await asyncio.wait_for(self._has_messages.wait(), wait_s)
+        found, self._messages = self._messages, []
         return found
 
-    def _tell(self, kind: str, key: int, value: Any) -> None:
-        self._told.append((kind, key, value))
-        self._news.set()
+    def _send(self, kind: str, key: int, value: Any) -> None:
+        self._messages.append((kind, key, value))
+        self._has_messages.set()
 
     async def _run(self, key: int, data: bytes) -> None:
         try:
@@ -94,7 +94,7 @@ class SessionWorker:
                 attempt = await run_attempt(self._agents, _Client(self, key), task)
             except Exception as error:  # the controller waits for an answer to every session
                 attempt = _lost(f"the session failed: {type(error).__name__}")
-        self._tell("done", key, _pickled(attempt))
+        self._send("done", key, _pickled(attempt))
 
     def _forget(self, key: int, session: asyncio.Task[None]) -> None:
         self._sessions.pop(key, None)
@@ -102,7 +102,7 @@ class SessionWorker:
     async def ask(self, key: int, request: Request) -> Completion:
         """The completion of a request of a session. Where generation fails, the controller cancels the session."""
         self._asked[request.id] = asyncio.get_running_loop().create_future()
-        self._tell("request", key, request)
+        self._send("request", key, request)
         try:
             return await self._asked[request.id]
         finally:

@@ -34,7 +34,7 @@ class _Waiting:
     item: Assignment
     is_default: bool
 
-    def told(self) -> str:
+    def shown(self) -> str:
         return f"{self.item.key}={show(self.item.value)}{self.item.origin}"
 
 
@@ -96,7 +96,7 @@ class Outcome:
                 if not other.is_default
             ]
             too = f" {', '.join(others)} {'go' if len(others) > 1 else 'goes'} with it." if others and switches else ""
-            found.append(f"{value.told()}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
+            found.append(f"{value.shown()}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
         return found
 
     def notices(self) -> list[str]:

@@ -103,8 +103,8 @@ class Replica:
         self._tokenizer: Any = None
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
-        self._awaited = 1  # signal `_news` at this many completions
-        self._news = asyncio.Event()
+        self._awaited = 1  # signal `_enough_done` at this many completions
+        self._enough_done = asyncio.Event()
         self._generating = spec.load_weights  # else from the end of the first update
         self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
         self._busy_since = 0.0
@@ -154,9 +154,9 @@ class Replica:
         """Wait for so many completions, or for the last one; False where none came in time."""
         self._awaited = count
         if len(self._done) < count and (self._tasks or not self._done):
-            self._news.clear()
+            self._enough_done.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), wait_s)
+                await asyncio.wait_for(self._enough_done.wait(), wait_s)
         return bool(self._done)
 
     async def generate(self, request: Request) -> Completion:
@@ -234,7 +234,7 @@ class Replica:
         del self._tasks[request.id]
         self._done.append(completion)
         if len(self._done) >= self._awaited or not self._tasks:
-            self._news.set()
+            self._enough_done.set()
 
     def _die(self) -> NoReturn:
         """End the process, because the engine is broken; the pool restarts the replica and runs its requests again."""

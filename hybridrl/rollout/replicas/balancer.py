@@ -13,17 +13,17 @@ class Balancer:
 
     The queue is in the order of `Request.priority`, and of arrival within one. A replica gets at most `window` requests
     at once. The others wait here for the next replica that has room, so that long generations on one replica do not
-    hold up work that another could do. Requests of guests get a part of the window only, so that training, which comes
+    hold up work that another could do. Requests of clients get a part of the window only, so that training, which comes
     first, finds a place at once.
 
     Args:
         window: most requests in flight per replica.
-        guest_window: most of these that are not of training; None: all.
+        client_window: most of these that are not of training; None: all.
     """
 
-    def __init__(self, window: int, guest_window: int | None = None) -> None:
+    def __init__(self, window: int, client_window: int | None = None) -> None:
         self.window = window
-        self.guest_window = window if guest_window is None else guest_window
+        self.client_window = window if client_window is None else client_window
         self._queues: dict[int, deque[Request]] = {}
         self._home: OrderedDict[str, int] = OrderedDict()
 
@@ -47,25 +47,25 @@ class Balancer:
         for session in [name for name, home in self._home.items() if home == replica]:
             del self._home[session]
 
-    def take(self, in_flight: Mapping[int, int], guests: Mapping[int, int] | None = None) -> dict[int, list[Request]]:
+    def take(self, in_flight: Mapping[int, int], clients: Mapping[int, int] | None = None) -> dict[int, list[Request]]:
         """Remove the requests that replicas have room for.
 
         Args:
             in_flight: number of requests at each replica that accepts some.
-            guests: how many of these are not of training; None: none.
+            clients: how many of these are not of training; None: none.
 
         Returns:
             Replica -> its new requests.
         """
         loads = dict(in_flight)
-        guests_at = dict(guests or dict.fromkeys(loads, 0))
+        clients_at = dict(clients or dict.fromkeys(loads, 0))
         given: dict[int, list[Request]] = {}
         while self._queues:
-            is_guest = min(self._queues) > TRAINING_PRIORITY
+            is_client = min(self._queues) > TRAINING_PRIORITY
             free = [
                 index
                 for index, load in loads.items()
-                if load < self.window and not (is_guest and guests_at[index] >= self.guest_window)
+                if load < self.window and not (is_client and clients_at[index] >= self.client_window)
             ]
             if not free:
                 break
@@ -77,7 +77,7 @@ class Balancer:
             if request.session:
                 self._remember(request.session, home)
             loads[home] += 1
-            guests_at[home] += is_guest
+            clients_at[home] += is_client
             given.setdefault(home, []).append(request)
         return given
 

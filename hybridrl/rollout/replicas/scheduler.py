@@ -35,8 +35,8 @@ class Scheduler:
         self._lock = lock
         config = settings.spec.config
         room = config.max_num_seqs * config.data_parallel_size
-        # The engine's queue never runs dry, and guests leave half of its places to training.
-        self._balancer = Balancer(window=room + max(8, room // 4), guest_window=max(1, room // 2))
+        # The engine's queue never runs dry, and clients leave half of its places to training.
+        self._balancer = Balancer(window=room + max(8, room // 4), client_window=max(1, room // 2))
         self._futures: dict[str, Future[Completion]] = {}
         self._aborted: set[str] = set()
         self._losses: Counter[str] = Counter()  # how often a request's replica was lost
@@ -68,11 +68,11 @@ class Scheduler:
             return
         ready = [replica for replica in self._replicas if replica.state is ReplicaState.READY]
         room = {replica.index: len(replica.in_flight) for replica in ready}
-        guests = {
+        clients = {
             replica.index: sum(request.priority > TRAINING_PRIORITY for request in replica.in_flight.values())
             for replica in ready
         }
-        for index, requests in self._balancer.take(room, guests).items():
+        for index, requests in self._balancer.take(room, clients).items():
             replica = self._replicas[index]
             replica.in_flight |= {request.id: request for request in requests}
             replica.submitted = replica.actor.submit.remote([_sent(request) for request in requests])

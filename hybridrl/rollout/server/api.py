@@ -19,7 +19,7 @@ from hybridrl.errors import RolloutError, UserError
 from hybridrl.models.chat import Message
 from hybridrl.registry import TOOL_PARSERS
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.rollout.server.conversation import inner_messages, inner_tools, with_arguments_as_text
 from hybridrl.rollout.server.dialects.base import Dialect, Exchange
 from hybridrl.rollout.server.images import Picture, PictureReader, Prompt, pictures_in, placed, with_patches
@@ -453,7 +453,7 @@ class Api:
                     prompt.ids,
                     body.sampling(sample, self._room(body, prompt, session)),
                     name,
-                    GUEST_PRIORITY,
+                    CLIENT_PRIORITY,
                     images=prompt.images,
                     routing=self.served.records_routing and isinstance(body, GenerateRequest),
                 )

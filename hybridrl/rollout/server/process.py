@@ -82,7 +82,7 @@ class ServerProcess:
         self._loop = asyncio.new_event_loop()
         self._gate = GuestGate(client, functools.cache(lambda: tokenizer_of(setup.model)))
         self._writer: asyncio.StreamWriter | None = None
-        self._guests: set[str] = set()  # ids of requests in flight
+        self._in_flight: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
         self._tasks: set[asyncio.Task[None]] = set()
         self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
@@ -195,7 +195,7 @@ class ServerProcess:
             self._writer.close()
             self._writer = None
             code = await asyncio.to_thread(_end, self.process)
-            await self._abort_guests()
+            await self._abort_in_flight()
         return _ended(code)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -240,25 +240,25 @@ class ServerProcess:
             config, ids = config_of(self._setup.model), argument["prompt_ids"]
             images = wire.images_from_plain(argument["images"], ids, self._images, config)
         request = wire.request_from_plain(argument, images)
-        self._guests.add(request.id)
+        self._in_flight.add(request.id)
         try:
             completion = await self._own.get(request.session, self._gate.generate)(request)
             return wire.completion_to_plain(completion, request.routing)
         finally:
-            self._guests.discard(request.id)
+            self._in_flight.discard(request.id)
 
     async def _abort(self, ids: Any) -> None:
-        await self._gate.abort(sorted(self._guests.intersection(ids)))  # those of clients, never those of training
+        await self._gate.abort(sorted(self._in_flight.intersection(ids)))  # those of clients, never those of training
 
     async def _pause(self, mode: Any) -> None:
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r}")
         await self._gate.pause(mode)
 
-    async def _abort_guests(self) -> None:
+    async def _abort_in_flight(self) -> None:
         """End the requests of a process that has ended; nobody waits for them."""
-        if self._guests:
-            await self._gate.abort(sorted(self._guests))
+        if self._in_flight:
+            await self._gate.abort(sorted(self._in_flight))
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)

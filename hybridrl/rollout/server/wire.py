@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.models.vision import ImageTensors, tokens_per_image
 from hybridrl.rollout.images import PromptImages, join_images
-from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
+from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 
 _LENGTHS = struct.Struct("<QQ")
@@ -127,7 +127,7 @@ def request_from_plain(data: dict[str, Any], images: PromptImages | None = None)
         prompt_ids,
         sampling,
         str(data["session"]),
-        GUEST_PRIORITY,
+        CLIENT_PRIORITY,
         images=images,
         routing=bool(data["routing"]),
     )

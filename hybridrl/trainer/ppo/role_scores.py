@@ -44,7 +44,7 @@ class Scorer:
         self._readers = readers
         self._config = config
         self._roles: list[tuple[Scoring, Callable[[DataProto], DataProto], Any]] = []
-        self._lends: Callable[[], None] | None = None
+        self._lend_cache: Callable[[], None] | None = None
         self._judge: ServedJudge | None = None
 
     @classmethod
@@ -72,7 +72,7 @@ class Scorer:
         pool, asked = groups[POLICY].resource_pool, [groups[spec.name] for spec in specs]
         shared = any(group.resource_pool is pool for group in (*asked, *([self._judge] if self._judge else [])))
         if shared and rollout.gives_memory_back and not self._config.actor_rollout_ref.rollout.nnodes:
-            self._lends = rollout.lend_cache
+            self._lend_cache = rollout.lend_cache
 
     def __call__(self, reward_fn: RewardManager | EarlyScores, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
         """Return what `RewardManager.__call__` describes, with the scores of the roles.
@@ -84,8 +84,8 @@ class Scorer:
             batch: responses.
             timer: measures `reward` and the phases of the roles.
         """
-        if self._lends is not None:
-            self._lends()
+        if self._lend_cache is not None:
+            self._lend_cache()
         pending = []
         for scoring, read, group in self._roles:
             with timer.phase(scoring.phase):
