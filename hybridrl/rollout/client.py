@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.rollout.replicas.pool import ReplicaPool
@@ -213,6 +214,7 @@ class TurnClient:
             completions = _completions_of(requests, self._generate(_batch_of(requests, self._max_len)), self._max_len)
         except Exception as error:
             logger.exception("generating in place failed")
+            notify(f"generating in place failed: {error!r}", "error")
             with self._changed:
                 for request in requests:
                     future = self._futures.pop(request.id)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config import load_config
 from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
+from hybridrl.notify import listening
 from hybridrl.rollout import HFRollout
 from hybridrl.rollout.client import TurnClient
 from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
@@ -190,11 +191,18 @@ def test_a_call_that_fails_fails_its_requests_and_closing_those_that_wait(settin
         raise RolloutError("the workers are gone")
 
     client = TurnClient(broken, settings.rollout, 1)
+    events: list[tuple[str, str]] = []
 
     async def run() -> None:
         client.open()
-        with pytest.raises(RolloutError, match="workers are gone"):
+        with (
+            listening(lambda text, level: events.append((level, text))),
+            pytest.raises(RolloutError, match="workers are gone"),
+        ):
             await client.generate(Request("a", [6], SAMPLED))
+        assert [(level, text) for level, text in events if "in place" in text] == [
+            ("error", "generating in place failed: RolloutError('the workers are gone')")
+        ]
         client.hold()
         waiting = asyncio.ensure_future(client.generate(Request("b", [6], SAMPLED)))
         await asyncio.sleep(0)

@@ -139,6 +139,7 @@ class Dispatcher:
                 self._step()
         except Exception as error:
             logger.exception("the reward pool failed")
+            notify(f"the reward pool failed: {error!r}", "error")
             self._end_reason = RewardError(f"the reward pool failed: {error!r}")
         with self._changed:
             self._stopping = True

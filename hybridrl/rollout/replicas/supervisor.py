@@ -103,6 +103,12 @@ class Supervisor:
         self._scheduler.fail(RolloutError("the rollout was closed"))
         self._restarting.shutdown(wait=False, cancel_futures=True)
 
+    def _fail(self, what: str, error: Exception) -> None:
+        """End all requests for an error in a thread of the pool; the log has its traceback."""
+        logger.error(what, exc_info=error)
+        notify(f"{what}: {error!r}", "error")
+        self._scheduler.fail(RolloutError(f"{what}: {error!r}"))
+
     # ------------------------------------------------------------------ the watching thread
 
     def _watch(self) -> None:
@@ -110,8 +116,7 @@ class Supervisor:
             try:
                 self._poll()
             except Exception as error:
-                logger.exception("the replica pool failed")
-                self._scheduler.fail(RolloutError(f"the replica pool failed: {error!r}"))
+                self._fail("the replica pool failed", error)
                 return
 
     def _poll(self) -> None:
@@ -224,8 +229,7 @@ class Supervisor:
         except (RolloutError, RayError) as error:
             self.handle_loss(process, f"it did not restart: {error}")
         except Exception as error:
-            logger.exception("replica %d could not be restarted", replica.index)
-            self._scheduler.fail(RolloutError(f"replica {replica.index} could not be restarted: {error!r}"))
+            self._fail(f"replica {replica.index} could not be restarted", error)
 
     def _mark_ready(self, processes: Sequence[ReplicaProcess]) -> None:
         with self._lock:
@@ -304,8 +308,7 @@ class Supervisor:
                     with self._flow_lock:
                         self._update_restarted()
             except Exception as error:
-                logger.exception("weights could not be sent to restarted replicas")
-                self._scheduler.fail(RolloutError(f"weights could not be sent to restarted replicas: {error!r}"))
+                self._fail("weights could not be sent to restarted replicas", error)
                 return
 
     def _update_restarted(self) -> None:
