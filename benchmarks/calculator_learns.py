@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     outcomes = []
     lines = [
-        "| seed | sampled reward | calls per session | greedy validation | seconds a step | seconds in all |",
+        "| seed | sampled reward | calls per session | greedy validation | seconds per step | seconds in all |",
         "|---|---|---|---|---|---|",
     ]
     for seed in arguments.seeds:

@@ -60,7 +60,7 @@ def run_of(name: str, seed: int, steps: int) -> Run:
 def table(results: Mapping[str, list[Result]]) -> str:
     """A row a layout: means over its seeds, and of the end also each seed's value."""
     lines = [
-        "| what generates | seeds | sampled reward | at the end, by seed | greedy validation | seconds a step |",
+        "| what generates | seeds | sampled reward | at the end, by seed | greedy validation | seconds per step |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in results.items():

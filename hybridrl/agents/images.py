@@ -25,9 +25,9 @@ from hybridrl.rollout.request import Completion
 
 _PLACEHOLDER = re.compile("(<image>)")  # in the text of a data set's messages
 
-#: what OpenAI's and Anthropic's APIs take, too; other decoders of Pillow are not for files of strangers
+#: what OpenAI's and Anthropic's APIs take, too; other decoders of Pillow are not for untrusted files
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_PIXELS = 2**25  # of a stranger's image: 100 MB while it is decoded
+MAX_PIXELS = 2**25  # of an untrusted image: 100 MB while it is decoded
 
 #: media type and bytes
 ImageFile = tuple[str, bytes]
@@ -36,7 +36,7 @@ Generated = Sequence[tuple[Sequence[int], Completion]]
 
 
 def opened(data: bytes) -> Image:
-    """An image out of a file of a stranger, whose pixels are not decoded yet.
+    """An image out of an untrusted file, whose pixels are not decoded yet.
 
     Raises:
         RolloutError: it is none of `FORMATS`, or too large.

@@ -173,7 +173,7 @@ class SessionClient:
         return self._seconds
 
     async def complete(self, request: Request) -> Completion:
-        """What the policy writes for a request of an agent behind the server. May be called in another thread.
+        """What the policy writes for a request of a gateway agent. May be called in another thread.
 
         A request that was aborted, because the agent has gone, is no part of the session. The request's own seed is not
         used: with it, all samples of a prompt would be alike.

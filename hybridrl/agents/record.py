@@ -147,7 +147,7 @@ def _check(output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
         if mask and log_prob is None:
             raise RolloutError(
                 f"an agent loop returned response_mask=1 for token {place} of its response (id "
-                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it "
+                f"{output.response_ids[place]}), which the policy did not generate after the tokens before it "
                 "(and their images); keep generated token ids as they are, and give text of others response_mask=0"
             )
     for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):

@@ -123,8 +123,8 @@ class Turns:
             return
         if self._differs("".join(behind), "".join(behind_again)):
             raise RolloutError(
-                f"{self._name}: it writes {''.join(behind)!r} behind the first turn of the model and "
-                f"{''.join(behind_again)!r} behind the second, for the same answer; {_ADVICE}"
+                f"{self._name}: it writes {''.join(behind)!r} after the first turn of the model and "
+                f"{''.join(behind_again)!r} after the second, for the same answer; {_ADVICE}"
             )
         if self._differs(shorter, twice[: len(shorter)]):
             start = next((i for i, (a, b) in enumerate(zip(shorter, twice, strict=False)) if a != b), len(twice))

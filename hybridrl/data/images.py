@@ -152,11 +152,11 @@ class RowImages:
         """Return `image_files`, for images that are not decoded yet.
 
         Raises:
-            DataError: an image is damaged, or one of them is a video, which agents behind the server cannot be shown.
+            DataError: an image is damaged, or one of them is a video, which gateway agents cannot be shown.
         """
         shown = [image for image in images if not isinstance(image, Clip)]
         if len(shown) < len(images):
-            raise DataError(f"{where} has a video, which agents behind the server cannot be shown; leave the row out")
+            raise DataError(f"{where} has a video, which gateway agents cannot be shown; leave the row out")
         try:
             return {IMAGE_FILES: [file_of(image) for image in shown]}
         except Exception as error:  # see `item`

@@ -328,14 +328,14 @@ class TrainEngines:
         model_types: Sequence[str] = ("language_model", "value_model"),
         settings: type | str | None = None,
     ) -> Callable[[type[Engine]], type[Engine]]:
-        """Class decorator. Its constructor takes the keyword arguments ``model_type, model, engine, optim``.
+        """Class decorator. Its constructor takes the keyword arguments `model_type, model, engine, optim`.
 
         Args:
-            name: value of ``strategy``.
+            name: value of `strategy`.
             model_types: the kinds of model that it can train.
-            settings: dataclass of its own settings, or where that is. They are further keys of ``fsdp_config``
-                (``critic.fsdp``, ``engine``), or of ``megatron`` if the class derives from ``MegatronConfig``, and the
-                engine finds them as attributes of its argument ``engine``.
+            settings: dataclass of its own settings, or where that is. They are further keys of `fsdp_config`
+                (`critic.fsdp`, `engine`), or of `megatron` if the class derives from `MegatronConfig`, and the
+                engine finds them as attributes of its argument `engine`.
 
         Raises:
             ModelError: another class has the name already.

@@ -14,7 +14,7 @@ ATTEMPT = "attempt"
 MISSING_SAMPLES = "missing_samples"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
-#: non-tensor: the files of a row's images as (media type, bytes), where agents behind the server send them
+#: non-tensor: the files of a row's images as (media type, bytes), where gateway agents send them
 IMAGE_FILES = "image_files"
 #: tensor [B, S] bool: the tokens of images, where the rollout says which they are; elsewhere every placeholder of a
 #: prompt is one

@@ -57,11 +57,11 @@ REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
 def register_reward_manager(
     name: str, *, settings: type | str | None = None, runs_functions: bool = True
 ) -> Callable[[type[RewardManager]], type[RewardManager]]:
-    """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
+    """Class decorator: make a manager known as `reward.reward_manager.name=NAME`.
 
     Args:
-        settings: dataclass of the keys of ``reward.reward_kwargs``, or ``module:Class``; the manager has an instance as
-            ``self.settings``. A method ``check(config)`` of it may yield sentences about what is wrong.
+        settings: dataclass of the keys of `reward.reward_kwargs`, or `module:Class`; the manager has an instance as
+            `self.settings`. A method `check(config)` of it may yield sentences about what is wrong.
         runs_functions: see `hybridrl.registry.ManagerFacts`.
 
     Raises:
@@ -81,7 +81,7 @@ register = register_reward_manager
 
 
 def get_reward_manager_cls(name: str) -> type[RewardManager]:
-    """The manager class registered under a name, or named as ``module:Class``.
+    """The manager class registered under a name, or named as `module:Class`.
 
     Raises:
         RewardError: there is none; lists the known ones.
@@ -134,7 +134,7 @@ class RewardManager:
 
     @classmethod
     def read_settings(cls, config: PPOTrainerConfig) -> Any:
-        """``reward.reward_kwargs`` as this class's own dataclass; None where it has none.
+        """`reward.reward_kwargs` as this class's own dataclass; None where it has none.
 
         Raises:
             RewardError: a key or a value is wrong.

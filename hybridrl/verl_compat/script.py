@@ -1,4 +1,4 @@
-"""`python -m hybridrl.verl_compat script`: tells what becomes of each setting of a shell script, and runs it."""
+"""`python -m hybridrl.verl_compat script`: reports what happens to each setting of a shell script, and runs it."""
 
 import argparse
 import sys

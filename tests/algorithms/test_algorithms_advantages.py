@@ -444,7 +444,7 @@ def test_bad_input_says_what_to_change() -> None:
         algorithms.compute_gae_advantage_return(ones, ones, ones, 1.5, 1.0)
     with pytest.raises(AlgorithmError, match="index has 3 entries for 2 rows"):
         algorithms.compute_grpo_outcome_advantage(ones, ones, np.arange(3))
-    with pytest.raises(AlgorithmError, match=r"rows \[1\] stand alone.*rollout.n"):
+    with pytest.raises(AlgorithmError, match=r"rows \[1\] have no other sample.*rollout.n"):
         algorithms.compute_grpo_passk_outcome_advantage(torch.ones(3, 1), torch.ones(3, 1), np.array([0, 1, 0]))
     with pytest.raises(AlgorithmError, match=r"names \['b'\].*the batch has \['a'\]"):
         config = SimpleNamespace(gdpo_reward_keys=["a", "b"])

@@ -45,7 +45,7 @@ class EnvironmentSession:
         return step_of(await self._timed(lambda: self._environment.step(action)))
 
     async def close(self) -> None:
-        """End the episode; what this raises is told and changes nothing."""
+        """End the episode; what this raises is reported and has no other effect."""
         close = getattr(self._environment, "close", None)
         try:
             if close is not None:

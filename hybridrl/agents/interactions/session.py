@@ -86,7 +86,7 @@ class InteractionSession:
         return score
 
     async def close(self) -> None:
-        """End the conversation; what this raises is told and changes nothing."""
+        """End the conversation; what this raises is reported and has no other effect."""
         try:
             if self._id is not None:
                 await self._ending(self._interaction.finalize_interaction)

@@ -85,8 +85,8 @@ def compute_grpo_passk_outcome_advantage(
     alone = (groups.sizes[groups.ids] < 2).nonzero().squeeze(-1)
     if len(alone):
         raise AlgorithmError(
-            f"adv_estimator=grpo_passk needs at least 2 samples a prompt, but rows {alone[:8].tolist()} stand alone in "
-            "their group. Set actor_rollout_ref.rollout.n to k >= 2."
+            f"adv_estimator=grpo_passk needs at least 2 samples per prompt, but rows {alone[:8].tolist()} have no "
+            "other sample of their prompt. Set actor_rollout_ref.rollout.n to k >= 2."
         )
     is_best, second = groups.best_and_second(scores)
     advantages = torch.where(is_best, scores - second, 0.0)

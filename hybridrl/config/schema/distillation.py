@@ -70,7 +70,7 @@ class DistillationLossConfig(ConfigNode):
     use_task_rewards: bool = key(
         True, "add the policy's loss on the rewards; false: the policy learns from teachers alone"
     )
-    distillation_loss_coef: float = key(1.0, "weight of the distillation loss beside that on rewards", ge=0)
+    distillation_loss_coef: float = key(1.0, "weight of the distillation loss in addition to that on rewards", ge=0)
     loss_max_clamp: float | None = key(None, "largest absolute value of a token's loss; null: no limit", gt=0)
     log_prob_min_clamp: float | None = key(
         None, "losses over several tokens: smallest log-probability of both models; null: no limit", lt=0

@@ -174,8 +174,8 @@ class AgentConfig(ConfigNode):
     )
     max_running: int | None = key(
         None,
-        "sessions of a batch that run at once, whatever their loop; the others wait. null: 256 agents behind the "
-        "server, each with a process of its own, and 4096 others",
+        "sessions of a batch that run at once, whatever their loop; the others wait. null: 256 gateway "
+        "agents, each with a process of its own, and 4096 others",
         gt=0,
     )
     default_environment: str | None = key(
@@ -202,26 +202,26 @@ class AgentConfig(ConfigNode):
         "gateway_agent: the agent, a command that finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
         "ANTHROPIC_API_KEY and HYBRIDRL_ROW in its environment; null: agent.function",
     )
-    timeout_s: float = key(1800.0, "agents behind the server: seconds that an agent may take; then it is ended", gt=0)
+    timeout_s: float = key(1800.0, "gateway agents: seconds that an agent may take; then it is ended", gt=0)
     sampling: str = key(
         "run",
-        "agents behind the server: whose temperature, top_p and top_k hold: run: those of the rollout, whatever "
+        "gateway agents: whose temperature, top_p and top_k hold: run: those of the rollout, whatever "
         "requests say; agent: those of requests, where they have any",
         choices=("run", "agent"),
     )
     match: str = key(
         "strict",
-        "agents behind the server: which messages continue a conversation: strict: the same text and calls; loose: "
+        "gateway agents: which messages continue a conversation: strict: the same text and calls; loose: "
         "ids of calls, spaces around text and the types of arguments may differ",
         choices=("strict", "loose"),
     )
     trace_dir: str | None = key(
         None,
-        "agents behind the server: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; "
+        "gateway agents: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; "
         "null: none is written",
     )
     retries: int = key(
-        1, "times that a failed session is run again at once, beside the others; not after a time limit", ge=0
+        1, "times that a failed session is run again at once, next to the others; not after a time limit", ge=0
     )
     on_error: str | None = key(
         None,

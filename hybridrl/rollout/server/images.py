@@ -189,7 +189,7 @@ def _file_of(value: Any, where: str) -> bytes:
         )
     if not isinstance(url, str) or not url.startswith("data:"):
         raise _refused(
-            f"{where} is {short(url)[:80]}: addresses, files and uploads are not read, because whoever trains has to "
+            f"{where} is {short(url)[:80]}: addresses, files and uploads are not read, because the training run has to "
             f"see the very image that was sampled from; {_ADVICE}"
         )
     head, _, data = url.partition(",")

@@ -167,7 +167,7 @@ def _is_a_risk(record: logging.LogRecord) -> bool:
 
 
 def _check_token(address: str) -> None:
-    """Warn if whoever reaches the cluster may use it, and keep the file with the token to its owner."""
+    """Warn if anyone who reaches the cluster may use it, and keep the file with the token to its owner."""
     with contextlib.suppress(OSError):
         token = os.path.expanduser("~/.ray/auth_token")  # Ray leaves it readable to every user of the machine
         if os.stat(token).st_mode & 0o077:
@@ -175,8 +175,8 @@ def _check_token(address: str) -> None:
     if get_authentication_mode() != AuthenticationMode.TOKEN:
         notify(
             f"the Ray cluster ({'started here' if address == 'local' else address}) has no token authentication: "
-            "whoever reaches its ports can run code on its nodes. Unset RAY_AUTH_MODE where Ray is started here; for a "
-            "cluster, make a token with `ray get-auth-token --generate` and start it with RAY_AUTH_MODE=token "
+            "anyone who reaches its ports can run code on its nodes. Unset RAY_AUTH_MODE where Ray is started here; "
+            "for a cluster, make a token with `ray get-auth-token --generate` and start it with RAY_AUTH_MODE=token "
             "(docs/network.md)",
             "warning",
         )
