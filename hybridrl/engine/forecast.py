@@ -57,6 +57,7 @@ class Forecast:
         kept_weights: what of `weights` and `masters` stays on the device between uses.
         kept_states: the same of `states`; also of `masters`, where they are kept with them.
         kept_gradients: the same of `gradients`.
+        notes: what is not counted as the engine computes it.
     """
 
     parameters: int
@@ -71,6 +72,7 @@ class Forecast:
     kept_weights: int
     kept_states: int
     kept_gradients: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def resident(self) -> int:

@@ -38,8 +38,9 @@ class MemoryForecast(ABC):
 
     def without_tokens(self) -> Self:
         """The same without what depends on how long sequences are."""
-        none = {"activations": 0, "logits": 0, "pass_activations": 0}
-        roles = {name: one and replace(one, **none) for name, one in self.roles.items()}
+        roles = {
+            name: one and replace(one, activations=0, logits=0, pass_activations=0) for name, one in self.roles.items()
+        }
         return replace(self, roles=roles)  # type: ignore[type-var]
 
     @property
@@ -68,7 +69,7 @@ class MemoryForecast(ABC):
                 "pass without gradients": one.pass_activations,
             }
             sizes = ", ".join(f"{what} {size / GIB:.3g}" for what, size in parts.items() if size)
-            told.append(f"{name}: {sizes}; kept between uses {one.resident / GIB:.3g}")
+            told.append("; ".join([f"{name}: {sizes}", f"kept between uses {one.resident / GIB:.3g}", *one.notes]))
         return told
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_helpers import make_engine, policy_loss, value_loss
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.forecast import LiveBytes, Workload, peak_of
 from hybridrl.engine.fsdp.forecast import forecast
+from hybridrl.engine.fsdp.offload import _plain_parts
 from hybridrl.protocol import DataProto
 
 PROMPT, RESPONSE, ROWS = 60, 90, 6
@@ -22,22 +32,48 @@ MICRO = MicroBatching(max_tokens=320)  # two sequences
 WORK = Workload(PROMPT, RESPONSE, ROWS, MICRO, MICRO)
 
 
+# Activations, logits and states are of similar size.
+SIZES: dict[str, Any] = {
+    "vocab_size": 2000,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+# PyTorch's fused attention on a CPU takes values of the size of keys only, here 16 per head.
+FAMILIES: dict[str, Any] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4}, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, moe_intermediate_size=64, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16,
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose activations, logits and states are of similar size."""
-    folder = tmp_path_factory.mktemp("wide_model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=2000,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of a family, by its name."""
+
+    @functools.cache
+    def folder_of(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(folder)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def wide_model(wide_models: Callable[[str], Path]) -> Path:
+    return wide_models("qwen2")
 
 
 def full_batch() -> DataProto:
@@ -53,7 +89,8 @@ def full_batch() -> DataProto:
 def state_of(engine: Any) -> list[torch.Tensor]:
     masters = engine._masters.tensors() if engine._masters else []
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    return [*engine.module.parameters(), *masters, *(value for value in states if isinstance(value, torch.Tensor))]
+    parts = [part for value in states if isinstance(value, torch.Tensor) for part in _plain_parts(value)]
+    return [*engine.module.parameters(), *masters, *parts]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +111,29 @@ def state_of(engine: Any) -> list[torch.Tensor]:
 def test_a_step_takes_what_was_forecast(
     wide_model: Path, kind: str, model: dict[str, Any], engine: dict[str, Any]
 ) -> None:
-    made: Any = make_engine(wide_model, kind, model=model, **engine)
+    check_forecast(wide_model, kind, model, engine)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "deepseek_v3"])
+def test_a_step_of_other_families_takes_what_was_forecast(
+    wide_models: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    for model in ({}, {"enable_gradient_checkpointing": False}):
+        check_forecast(wide_models(family), "language_model", model, {"dtype": dtype})
+
+
+@pytest.mark.parametrize("model", [{}, {"enable_gradient_checkpointing": False}], ids=str)
+def test_a_step_with_moments_in_8_bits_takes_what_was_forecast(wide_model: Path, model: dict[str, Any]) -> None:
+    pytest.importorskip("torchao", reason="the extra torchao is not installed")
+    optim = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
+    check_forecast(wide_model, "language_model", model, {}, optim)
+
+
+def check_forecast(
+    path: Path, kind: str, model: dict[str, Any], engine: dict[str, Any], optim: dict[str, Any] | None = None
+) -> None:
+    made: Any = make_engine(path, kind, model=model, optim=optim, **engine)
     language = kind == "language_model"
     batch, loss = full_batch(), policy_loss if language else value_loss
 

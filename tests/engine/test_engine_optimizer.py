@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from hybridrl.config.schema.engine import OptimConfig
+from hybridrl.engine.fsdp.offload import _plain_parts
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_factor, state_bytes
 from hybridrl.errors import ModelError
@@ -221,9 +222,16 @@ def test_memory_of_the_state_is_known_before_the_first_step(optim, per_element) 
 
 def test_memory_of_state_in_8_bits_is_known_before_the_first_step() -> None:
     pytest.importorskip("torchao", reason="the extra torchao is not installed")
-    matrices = [torch.nn.Parameter(torch.randn(512, 1024))]
-    config = settings("constant", optimizer="AdamW8bit", optimizer_impl="torchao.optim")
-    assert state_bytes(matrices, config) == pytest.approx(2 * matrices[0].numel(), rel=0.05)
+    shapes = [(512, 1024), (64, 192), (70, 96), (32, 64), (192,)]  # the last three are not quantised
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    config = OptimConfig(optimizer="AdamW8bit", optimizer_impl="torchao.optim")
+    found = state_bytes(parameters, config)
+    optimizer = build_optimizer(parameters, config)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for p in parameters for value in optimizer.state[p].values() if value.ndim]
+    assert found == sum(part.nbytes for value in states for part in _plain_parts(value))
 
 
 def test_another_case_is_refused_with_the_name_of_the_class() -> None:

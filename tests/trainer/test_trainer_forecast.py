@@ -22,6 +22,7 @@ from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading
 from hybridrl.trainer.ppo.memory import phase_peaks
 from hybridrl.trainer.supervised import forecast as tuning
 from hybridrl.trainer.supervised.rows import as_responses
+from hybridrl.utils import device
 from hybridrl.workers.forecast import forecast_model, forecast_roles
 from hybridrl.workers.model_worker import micro_batching
 
@@ -159,6 +160,13 @@ def test_the_command_prints_every_part(micro_model: Path, tmp_path: Path, capsys
     told = capsys.readouterr().out
     for part in ("memory forecast per device, GiB", "update_actor", "values", "actor_rollout: weights", "optimizer"):
         assert part in told
+
+
+def test_the_forecast_says_that_it_does_not_count_liger(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(micro_model, **{**ONE_DEVICE, "actor_rollout_ref.model.use_liger": True})
+    assert "use_liger" not in forecast_run(config).lines(None)[-1]  # it has no effect on a CPU
+    monkeypatch.setattr(device, "runs_triton", lambda: True)
+    assert "without model.use_liger" in forecast_run(config).lines(None)[-1]
 
 
 def tuning_words(model: Path, **more: Any) -> list[str]:

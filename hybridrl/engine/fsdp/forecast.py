@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from hybridrl.algorithms import functional, linear_statistics
@@ -23,6 +24,7 @@ from hybridrl.utils import device
 
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
 _ATTENTION = "hybridrl_forecast"
+_WITHOUT_LIGER = "activations are those without model.use_liger, which takes less"  # its kernels need values
 _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
 
 
@@ -83,6 +85,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         pass_activations=0 if work.infer is None else passes.peak(work.infer, training=False),
         kept_weights=0 if engine.param_offload else weights + masters,
         kept_states=0 if engine.optimizer_offload else states,
+        notes=(_WITHOUT_LIGER,) if model.use_liger and device.runs_triton() else (),
     )
 
 
@@ -136,7 +139,7 @@ class _Passes:
             if training:
                 loss.backward()
 
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), _GroupedProducts():
             return peak_of(run, *self.module.parameters(), *self.module.buffers()) // self.sharers
 
     def _layout(self, micro: MicroBatching, response: int) -> Layout:
@@ -175,6 +178,18 @@ class _Passes:
             logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
         )
         return list(found.values())
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Shapes of products of experts on the meta device in every dtype; PyTorch takes only bfloat16 there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        left, right, offsets = args[:3]
+        # A matrix has rows of all experts. Of two matrices, as for gradients of the weights, each expert has a product.
+        experts = {4: offsets.shape, 5: (), 6: left.shape[:1]}[left.dim() + right.dim()]
+        return left.new_empty((*experts, left.shape[-2], right.shape[-1]))
 
 
 def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool) -> int:

@@ -20,6 +20,7 @@ from hybridrl.hybrid_engine.shards import Box
 
 KINDS = ("AdamW8bit", "Adam8bit")
 BLOCKS = (256, 128, 64)
+CODE_VALUES = 256  # float32: what each code of a moment stands for
 LEAST = 4096  # elements; smaller parameters keep moments in their own dtype, as in the paper
 CODES, SCALE = ".codes", ".scale"
 SIGNED = ("exp_avg",)
@@ -30,6 +31,15 @@ def block_size(shape: torch.Size) -> int | None:
     if len(shape) < 2 or shape.numel() < LEAST:
         return None
     return next((block for block in BLOCKS if shape[-1] % block == 0), None)
+
+
+def moment_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a moment of the parameter, or of this rank's part of it."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    block = block_size(parameter.shape)
+    if block is None or not local.numel():
+        return local.nbytes
+    return local.numel() + 4 * (local.numel() // block + CODE_VALUES)
 
 
 def row_blocks(kind: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hybridrl.engine.optim.low_bit import row_blocks
+from hybridrl.engine.optim import low_bit
 from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.errors import ModelError
 from hybridrl.utils import device
@@ -45,7 +45,7 @@ def build_optimizer(
     if kind is torch.optim.Muon:
         return _build_muon(parameters, optim, matrices, overrides)
     if optim.optimizer_impl.split(".")[0] == "torchao":
-        kind = row_blocks(kind)
+        kind = low_bit.row_blocks(kind)
     return _make(kind, parameters, optim, overrides)
 
 
@@ -67,6 +67,9 @@ def state_bytes(parameters: Iterable[torch.Tensor], optim: Any, matrices: Collec
     for sample in samples:
         sample.grad = torch.zeros_like(sample)
     optimizer.step()
+    if low_bit.keeps(optimizer):
+        moments = sum(_bytes_of(value) > 0 for value in optimizer.state[samples[0]].values())
+        return moments * sum(map(low_bit.moment_bytes, parameters))
     per_element = [
         sum(_bytes_of(value) for value in optimizer.state.get(sample, {}).values()) / sample.numel()
         for sample in samples
@@ -79,7 +82,7 @@ def state_bytes(parameters: Iterable[torch.Tensor], optim: Any, matrices: Collec
 
 
 def _bytes_of(value: Any) -> int:
-    """Bytes of a tensor of an optimizer's state; one of 8-bit state consists of several tensors."""
+    """Bytes of a tensor of an optimizer's state; one of quantised state consists of several tensors."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return 0
     if not is_traceable_wrapper_subclass(value):
