@@ -11,6 +11,7 @@ import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
@@ -137,6 +138,17 @@ def test_an_mlp_gets_a_tile_at_a_time(micro_model: Path) -> None:
     layers = len(engine.module.model.layers)
     real = int(FIELDS["attention_mask"].sum() - FIELDS["attention_mask"][5].sum())
     assert len(seen) % (3 * layers) == 0 and real * layers <= sum(seen) <= 2 * real * layers
+
+
+def test_layers_whose_mlp_is_not_tiled_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        mlp_only_layers=[0],
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    make_engine(tmp_path, model={"tiled_mlp": TiledMLPConfig(enabled=True)})
+    assert "model.tiled_mlp.enabled=True acts on 1 of 3 layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

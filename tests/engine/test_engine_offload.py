@@ -15,12 +15,13 @@ from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, po
 from late_transfer import LateTransfer
 from ranks import spawn
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.engine.fsdp.offload import HostCopies, _plain_parts, _rebuilt
+from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.utils import device, distributed
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -307,6 +308,38 @@ def body(rank: int, model: Path, folder: Path) -> None:
 @pytest.mark.slow
 def test_offloading_changes_nothing_on_two_ranks(micro_model: Path, tmp_path: Path) -> None:
     spawn(body, 2, micro_model, tmp_path)
+
+
+def test_offloading_by_fsdp2_has_no_effect_on_one_rank(micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP2 does not run there, and what the other settings move is still moved."""
+    plain, engine = (make_engine(micro_model, **OFFLOAD, offload_policy=policy) for policy in (False, True))
+    assert capsys.readouterr().err.count("offload_policy=True has no effect") == 1
+    assert step(engine) == step(plain)
+    between = set(places(engine))
+    with engine.loaded(optimizer=True):
+        assert not set(places(engine)) & between
+
+
+def test_buffers_are_on_the_device_that_computes(
+    world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 keeps parameters in main memory and brings them; nothing brings a router's bias."""
+    monkeypatch.setattr(FSDPEngine, "_is_sharded", lambda _: True)
+    monkeypatch.setattr(ShardedModule, "_receive", lambda *_: None)  # only the device that is asked for exists here
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=263, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    with device.computing_on(torch.device("meta")):
+        engine: Any = make_engine(tmp_path, offload_policy=True)
+    assert {parameter.to_local().device.type for parameter in engine.module.parameters()} == {"cpu"}
+    buffers = dict(engine.module.named_buffers())
+    assert any("e_score_correction_bias" in name for name in buffers)
+    assert {buffer.device.type for buffer in buffers.values()} == {"meta"}
 
 
 def test_memory_is_returned_after_each_use(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,24 @@ def test_cpu_offload_of_fsdp2(world_of_one, tiny_model: Path) -> None:
         torch.testing.assert_close(exported(moved)[name], tensor, atol=1e-4, rtol=1e-3)
 
 
+def test_cpu_offload_of_fsdp2_with_buffers(world_of_one, tmp_path: Path) -> None:
+    """Routers of DeepSeek-V3 have a bias that is a buffer."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=263, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, moe_intermediate_size=32, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    batch = batch_of(lognormal(12, 20, 40), 200)
+    plain, moved = built(Sharded, tmp_path), built(Sharded, tmp_path, offload_policy=True)
+    assert not any(_local(parameter).is_cuda for parameter in moved.module.parameters())
+    assert step(moved, batch)["loss"] == pytest.approx(step(plain, batch)["loss"], rel=2e-2, abs=2e-3)
+
+
 def test_sharded_equals_plain(world_of_one, tiny_model: Path) -> None:
     batch = batch_of(lognormal(12, 20, 40), 200)
     plain, sharded = built(FSDPEngine, tiny_model), built(Sharded, tiny_model)

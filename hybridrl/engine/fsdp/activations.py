@@ -12,7 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import decoder_layer_classes
-from hybridrl.utils import device
+from hybridrl.notify import notify
+from hybridrl.utils import device, distributed
 
 # A gated or plain MLP, which computes each token on its own, has a layer of this name.
 _LAST_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
@@ -124,6 +125,12 @@ def _tile(module: nn.Module, tiles: int) -> None:
         raise ModelError(
             f"model.tiled_mlp.enabled=True: {type(module).__name__} has no MLP that computes each token on its own; "
             "set it to False"
+        )
+    if len(known) < len(layers) and distributed.get_rank() == 0:
+        notify(
+            f"model.tiled_mlp.enabled=True acts on {len(known)} of {len(layers)} layers of {type(module).__name__}: "
+            "those with a plain or gated MLP, not those with a mixture of experts",
+            once=True,  # the forecast of memory says it, too
         )
     for mlp in known:
         mlp.forward = functools.partial(_in_tiles, mlp.forward, tiles)  # type: ignore[union-attr]

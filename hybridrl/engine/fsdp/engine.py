@@ -35,7 +35,7 @@ from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
 from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
-from hybridrl.engine.fsdp.offload import Offload
+from hybridrl.engine.fsdp.offload import Offload, tell_unused_policy
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
@@ -177,6 +177,7 @@ class FSDPEngine(
             self._sharded.fill(source.open)
             self.module = self._sharded.module
         else:
+            tell_unused_policy(engine)
             self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
@@ -200,7 +201,7 @@ class FSDPEngine(
             self.module,
             self._masters,
             self.optimizer,
-            parameters=engine.param_offload and not engine.offload_policy,
+            parameters=engine.param_offload and not self._steps_in_main_memory,
             states=engine.optimizer_offload and not self._steps_in_main_memory,
         )
         self._offload.unload(changed=True)

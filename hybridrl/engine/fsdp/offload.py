@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridrl.engine.fsdp.master_weights import MasterWeights
+from hybridrl.notify import notify
 from hybridrl.utils import device
 
 #: target and source of each copy
@@ -210,6 +211,15 @@ class Offload:
             group.unload(changed, updated)
         if self._always or self._for_updates:
             device.empty_cache()
+
+
+def tell_unused_policy(engine: Any) -> None:
+    """Tell that `offload_policy` of an `FSDPConfig`, which is a setting of FSDP2, has no effect on one rank."""
+    if engine.offload_policy:
+        notify(
+            "fsdp_config.offload_policy=True has no effect on one rank, which does not use FSDP2; param_offload=True "
+            "and optimizer_offload=True keep parameters and optimizer state in main memory between uses"
+        )
 
 
 def _parameters(module: nn.Module) -> list[torch.Tensor]:

@@ -122,9 +122,9 @@ class ShardedModule:
         if message[1] is not None:
             raise message[1]
         dtypes = {name: (dtype, shape) for name, dtype, shape in message[0]}
-        self.module.to_empty(device=self.parameter_device)
+        self._allocate()
         if hasattr(self.module, "tie_weights"):
-            self.module.tie_weights()  # type: ignore[operator]  # to_empty separates tied parameters
+            self.module.tie_weights()  # type: ignore[operator]  # `_allocate` separates tied parameters
         targets = dict(named_tensors(self.module))
         expected = {name: tuple(t.shape) for name, t in targets.items()}
         if {name: shape for name, (_, shape) in dtypes.items()} != expected:
@@ -137,6 +137,15 @@ class ShardedModule:
                 self._receive(targets.pop(name), value, *dtypes[name])
         if targets:
             raise ModelError(f"the weight files lack {', '.join(sorted(targets)[:5])}")
+
+    def _allocate(self) -> None:
+        """Give parameters and buffers memory. FSDP2 brings parameters to the device that computes, but no buffers."""
+        here = device.current_device()
+        self.module._apply(
+            lambda tensor: torch.empty_like(
+                tensor, device=self.parameter_device if isinstance(tensor, nn.Parameter) else here
+            )
+        )
 
     def _receive(
         self, target: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
