@@ -50,6 +50,32 @@ class ModelError(UserError):
     """A model directory, tokenizer or checkpoint cannot be used as asked; the message says which and what to change."""
 
 
+class MicroBatchError(ModelError):
+    """A rank ran out of memory, and others wait for it in collectives. With smaller micro-batches it may have enough.
+
+    Attributes:
+        key: the setting that limits the tokens of a micro-batch; empty if the caller of the engine did not name it.
+        tokens: those of the rank's largest micro-batch of several sequences, on each of the ranks that share them.
+        ranks: number of these ranks.
+        by_tokens: whether nothing but the number of tokens limits micro-batches.
+    """
+
+    def __init__(self, message: str, key: str, tokens: int, ranks: int, by_tokens: bool) -> None:
+        super().__init__(message)
+        self.key = key
+        self.tokens = tokens
+        self.ranks = ranks
+        self.by_tokens = by_tokens
+
+    @property
+    def half(self) -> int:
+        """A limit that cuts the largest micro-batch in two."""
+        return max(1, self.tokens // 2)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.key, self.tokens, self.ranks, self.by_tokens)
+
+
 class RewardError(UserError):
     """A reward function, manager or score cannot be used; the message names the sample or file and what to change."""
 

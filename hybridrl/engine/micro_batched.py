@@ -18,7 +18,7 @@ from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
-from hybridrl.errors import ModelError, is_out_of_memory
+from hybridrl.errors import MicroBatchError, ModelError, is_out_of_memory
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
 from hybridrl.models.work import Work
 from hybridrl.notify import notify
@@ -35,6 +35,9 @@ OUTPUTS = {
 }
 BUDGET_KEYS = (
     "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or data.max_token_len_per_gpu (or the micro-batch size)"
+)
+_OTHER_REMEDIES = (
+    "set model.enable_gradient_checkpointing, model.use_fused_kernels, param_offload and optimizer_offload"
 )
 USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
@@ -215,10 +218,13 @@ class MicroBatchedEngine(Engine):
 
         An error in a backward pass leaves part of a micro-batch's gradients, so the whole call is repeated, without
         the gradients so far. Its result is that of a call that began with the smaller micro-batches. Later calls begin
-        with them. With several ranks nothing is repeated: the others wait in collectives of the failed micro-batch.
+        with them. With several ranks nothing is repeated here, because the others wait in collectives of the failed
+        micro-batch. They end with the failed rank, and the program begins again from its last checkpoint
+        (`hybridrl.trainer.repeating`).
 
         Raises:
-            ModelError: memory is not sufficient for one sequence, or several ranks compute together.
+            ModelError: memory is not sufficient for one sequence.
+            MicroBatchError: several ranks compute together.
         """
         limit = self._budgets.get(call)
         while True:
@@ -231,17 +237,17 @@ class MicroBatchedEngine(Engine):
                 if not is_out_of_memory(error):
                     raise
                 limit = plan.halved_budget()
-                if limit is None or distributed.get_world_size() > 1:
-                    raise _memory_error(
-                        error, max(map(plan.tokens, plan.groups), default=0), others=limit is not None
-                    ) from error
+                if limit is None:
+                    raise _too_long(error, plan) from error
+                if distributed.get_world_size() > 1:
+                    raise _smaller_needed(error, plan, call, micro, limit, self.geometry.cp_size) from error
                 what = _first_line(error)
             self._budgets[call] = limit
             gc.collect()  # what the error held
             device.empty_cache()
             notify(
                 f"{call} ran out of memory and is repeated with at most {limit} tokens per micro-batch, as later ones "
-                f"are: {what}. To begin with this limit, lower {BUDGET_KEYS}",
+                f"are: {what}. To begin with this limit, {_lower(micro.key, limit)}",
                 "warning",
             )
 
@@ -381,23 +387,39 @@ def _savings(plan: BatchPlan, layouts: Sequence[Layout]) -> dict[str, Metric]:
     return found
 
 
-def _memory_error(error: Exception, tokens: int, others: bool) -> ModelError:
-    """The error for a call that ran out of memory and cannot be repeated with smaller micro-batches.
+def _too_long(error: Exception, plan: BatchPlan) -> ModelError:
+    """The error for a call that ran out of memory though each micro-batch is a single sequence."""
+    tokens = max(map(plan.tokens, plan.groups), default=0)
+    return ModelError(
+        f"rank {distributed.get_rank()} ran out of memory, and a micro-batch of {tokens} tokens is a single sequence; "
+        f"shorten sequences (data.max_response_length), or {_OTHER_REMEDIES}. {_first_line(error)}"
+    )
+
+
+def _smaller_needed(
+    error: Exception, plan: BatchPlan, call: str, micro: MicroBatching, limit: int, ranks: int
+) -> MicroBatchError:
+    """The error for a call on several ranks that ran out of memory.
 
     Args:
-        tokens: those of the largest micro-batch.
-        others: whether there would be smaller ones, but other ranks wait for this one.
+        limit: tokens that cut the largest micro-batch in two.
+        ranks: those that share sequences.
     """
-    why = f"a micro-batch of {tokens} tokens is a single sequence; shorten sequences (data.max_response_length)"
-    if others:
-        why = (
-            "the other ranks wait in collectives of the same micro-batch, so it cannot be repeated; lower "
-            f"{BUDGET_KEYS} below {tokens}"
-        )
-    return ModelError(
-        f"rank {distributed.get_rank()} ran out of memory, and {why}, or set model.enable_gradient_checkpointing, "
-        f"model.use_fused_kernels, param_offload and optimizer_offload. {_first_line(error)}"
+    largest = max(plan.groups, key=plan.tokens)
+    return MicroBatchError(
+        f"rank {distributed.get_rank()} ran out of memory in {call}, whose largest micro-batch there has "
+        f"{len(largest)} sequences with {plan.tokens(largest)} tokens. Other ranks wait for this one, so the "
+        f"micro-batch cannot be repeated: {_lower(micro.key, max(1, limit // ranks))}, or {_OTHER_REMEDIES}. "
+        f"{_first_line(error)}",
+        key=micro.key,
+        tokens=2 * limit // ranks,
+        ranks=ranks,
+        by_tokens=micro.size is None,
     )
+
+
+def _lower(key: str, limit: int) -> str:
+    return f"set {key}={limit}" if key else f"lower {BUDGET_KEYS} to {limit} tokens"
 
 
 def _first_line(error: Exception) -> str:

@@ -62,11 +62,13 @@ class MicroBatching:
             compute fast.
         rows_together: So many rows that follow each other, from the first, are in the same micro-batch and keep their
             order: 2 for pairs that a loss compares. `size` counts rows.
+        key: The setting that `max_tokens` comes from, for messages.
     """
 
     size: int | None = None
     max_tokens: int | None = None
     rows_together: int = 1
+    key: str = ""
 
     def __post_init__(self) -> None:
         for name in ("size", "max_tokens"):

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -134,16 +134,20 @@ def fewest_changes(
 
 
 def get_key(config: Any, key: str) -> Any:
-    """The value at a dotted path."""
-    for name in key.split("."):
-        config = getattr(config, name)
+    """The value at a dotted path, whose parts are attributes or keys of a mapping."""
+    for name in key.split(".") if key else []:
+        config = config[name] if isinstance(config, Mapping) else getattr(config, name)
     return config
 
 
 def set_key(config: Any, key: str, value: Any) -> None:
     """Set the value at a dotted path."""
     where, _, name = key.rpartition(".")
-    setattr(get_key(config, where), name, value)
+    part = get_key(config, where)
+    if isinstance(part, MutableMapping):
+        part[name] = value
+    else:
+        setattr(part, name, value)
 
 
 def check_group(

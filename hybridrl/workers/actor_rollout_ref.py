@@ -229,6 +229,7 @@ class ActorRolloutRefWorker(ModelWorker):
             rollout.log_prob_micro_batch_size_per_gpu,
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu,
+            key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
         )
         with self.loaded("compute_log_prob"), self._with_reference(compares):
             records = self.config.actor.router_replay.records_in_pass
@@ -249,7 +250,10 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         ref = self.config.ref
         micro = micro_batching(
-            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
+            ref.log_prob_micro_batch_size_per_gpu,
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+            key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
         )
         with self.loaded("compute_ref_log_prob"), self._base_alone():
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
@@ -265,7 +269,10 @@ class ActorRolloutRefWorker(ModelWorker):
         actor, correction, distillation = self.config.actor, plan.rollout_correction, plan.distillation
         loss = PolicyLoss.of(actor, correction)
         micro = micro_batching(
-            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
+            actor.ppo_micro_batch_size_per_gpu,
+            actor.use_dynamic_bsz,
+            actor.ppo_max_token_len_per_gpu,
+            key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         )
         # Without a pass for old log-probabilities, the entropy of the run is measured here.
         no_pass = "old_log_probs" not in batch.batch.keys() or loss.samplers_old

@@ -35,7 +35,10 @@ class CriticWorker(ModelWorker):
         """`values` [B, T]: V of the state before each response token."""
         config = self.config
         micro = micro_batching(
-            config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+            config.forward_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.forward_max_token_len_per_gpu,
+            key="critic.forward_max_token_len_per_gpu",
         )
         with self.loaded("compute_values"):
             outputs = self.engine.infer(batch, micro, temperature=1.0, outputs=("values",))
@@ -46,7 +49,10 @@ class CriticWorker(ModelWorker):
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
         config = self.config
         micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
+            key="critic.ppo_max_token_len_per_gpu",
         )
         return self.update(
             batch,

@@ -282,12 +282,15 @@ def pipeline_mesh(mesh_name: str) -> str:
     return f"{mesh_name}_pp"
 
 
-def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
+def micro_batching(size: int | None, dynamic: bool, max_tokens: int, key: str = "") -> MicroBatching:
     """Micro-batches of at most `max_tokens` tokens, and unless `dynamic` of at most `size` sequences.
 
     The limit on tokens always holds: logits of eight sequences of 16,000 tokens would take 40 GB.
+
+    Args:
+        key: the setting that `max_tokens` comes from.
     """
-    return MicroBatching(size=None if dynamic else size, max_tokens=max_tokens)
+    return MicroBatching(size=None if dynamic else size, max_tokens=max_tokens, key=key)
 
 
 def as_output(tensors: Mapping[str, torch.Tensor], **names: str) -> DataProto:

@@ -72,7 +72,10 @@ class PrimeWorker(ModelWorker):
     def _micro(self) -> Any:
         config = self.config
         return micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
+            key="roles.prime.ppo_max_token_len_per_gpu",
         )
 
     def _reference_log_probs(self, batch: DataProto) -> dict[str, torch.Tensor]:

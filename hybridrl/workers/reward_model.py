@@ -35,7 +35,10 @@ class RewardModelWorker(ModelWorker):
         """`rm_scores` [B, T]: the head's output before each response token; T is 1 in a batch of `Conversations`."""
         config = self.config
         micro = micro_batching(
-            config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+            config.micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.forward_max_token_len_per_gpu,
+            key="reward.reward_model.forward_max_token_len_per_gpu",
         )
         with self.loaded("compute_rm_score"):
             outputs = self.engine.infer(batch, micro, temperature=1.0, outputs=("values",))

@@ -120,4 +120,5 @@ class SupervisedWorker(ModelWorker):
     def _micro_batching(self) -> MicroBatching:
         data, together = self.config.data, self.objective.rows_together
         size = data.micro_batch_size_per_gpu * together
-        return replace(micro_batching(size, data.use_dynamic_bsz, data.max_token_len_per_gpu), rows_together=together)
+        micro = micro_batching(size, data.use_dynamic_bsz, data.max_token_len_per_gpu, key="data.max_token_len_per_gpu")
+        return replace(micro, rows_together=together)

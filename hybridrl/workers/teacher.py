@@ -85,7 +85,8 @@ class TeacherWorker(ModelWorker):
         )
         # A row without response tokens is in no micro-batch.
         asked.batch["response_mask"] = batch.batch["response_mask"] * mine[:, None]
-        micro = MicroBatching(size=inference.max_num_seqs, max_tokens=inference.max_num_batched_tokens)
+        key = f"{self.config.teachers[number].where}.inference.max_num_batched_tokens"
+        micro = MicroBatching(size=inference.max_num_seqs, max_tokens=inference.max_num_batched_tokens, key=key)
         temperature = inference.temperature or float(batch.meta_info.get("temperature", 1.0))
         function = TopTokens(settings.distillation_loss.topk) if settings.reads == "top" else None
         outputs = ("log_probs", *(() if function is None else function.outputs))

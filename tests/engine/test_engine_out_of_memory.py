@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+from engine_helpers import (
+    TEMPERATURE,
+    make_batch,
+    make_engine,
+    make_fields,
+    policy_loss,
+    related,
+    value_loss,
+    weights,
+)
+from ranks import spawn
 
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.microbatch import BatchPlan
-from hybridrl.errors import ModelError
+from hybridrl.engine.prefix_plan import PrefixPlan
+from hybridrl.errors import MicroBatchError, ModelError
+from hybridrl.utils import distributed
 
 FIELDS = make_fields()
 MICRO = MicroBatching(max_tokens=100)
@@ -30,7 +43,7 @@ def no_memory(kind: str) -> None:
 def failing(engine: Any, place: str, call: int, kind: str = "cpu") -> Iterator[list[int]]:
     """Within the context, the last layer's forward or backward pass fails the `call`-th time."""
     calls: list[int] = []
-    layer = engine.module.model.layers[-1]
+    layer = next(part for name, part in engine.module.named_modules() if name.endswith("layers.1"))
 
     def count(*_: Any) -> None:
         calls.append(1)
@@ -80,6 +93,71 @@ def test_a_step_that_runs_out_of_memory_equals_one_that_does_not(
         failed.infer(make_batch(FIELDS), MICRO, TEMPERATURE)
     assert len(calls) == len(BatchPlan(FIELDS, MICRO, packed=False).groups)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("model_type", "model"),
+    [
+        ("language_model", {"override_config": {"attn_implementation": "hybridrl_varlen"}}),  # packed rows
+        ("language_model", {"share_prefixes": True}),
+        ("value_model", {"share_prefixes": True}),
+        ("value_model", {"share_prefixes": False}),
+    ],
+)
+def test_so_do_those_of_packed_rows_of_trees_and_of_a_critic(
+    micro_model: Path, capsys: pytest.CaptureFixture[str], model_type: str, model: dict[str, Any], place: str
+) -> None:
+    fields, micro = related(FIELDS), MicroBatching(max_tokens=60, key="group.max_tokens")
+    loss = policy_loss if model_type == "language_model" else value_loss
+    engines: list[Any] = [make_engine(micro_model, model_type, PLAIN, model) for _ in range(3)]
+    failed, smaller, larger = engines
+    shares = bool(model.get("share_prefixes"))
+    assert failed.packed == ("override_config" in model) and (failed.shares_prefixes is True) == shares
+    plan = failed._plan(make_batch(fields), micro)
+    assert isinstance(plan, PrefixPlan) == shares and len(plan.groups) > 1
+    limit = plan.halved_budget()
+    with failing(failed, place, call=2):
+        got = failed.train_batch(make_batch(fields), micro, loss, TEMPERATURE)
+    told = capsys.readouterr().err
+    assert f"at most {limit} tokens" in told and f"set group.max_tokens={limit}" in told
+    expected = smaller.train_batch(make_batch(fields), MicroBatching(max_tokens=limit), loss, TEMPERATURE)
+    assert got == expected
+    assert all(torch.equal(weights(failed)[name], tensor) for name, tensor in weights(smaller).items())
+    larger.train_batch(make_batch(fields), micro, loss, TEMPERATURE)
+    for name, tensor in weights(larger).items():
+        torch.testing.assert_close(weights(failed)[name], tensor, atol=2e-6, rtol=2e-5)
+    output = "log_probs" if model_type == "language_model" else "values"
+    with failing(failed, "forward", call=2):
+        found = failed.infer(make_batch(fields), micro, TEMPERATURE, (output,))[output]
+    apart = smaller.infer(make_batch(fields), MicroBatching(max_tokens=limit), TEMPERATURE, (output,))[output]
+    assert torch.equal(found, apart)
+
+
+def on_two_ranks(rank: int, model: Path, shared: int) -> None:
+    engine: Any = make_engine(model, optim=PLAIN, ulysses_sequence_parallel_size=shared)
+    rows = slice(None) if shared == 2 else slice(6 * rank, 6 * rank + 6)
+    micro = MicroBatching(max_tokens=100 // shared, key="group.max_tokens")
+    plan = engine._plan(make_batch(FIELDS, rows), micro)
+    if rank == 0:  # its collective ends with the other process
+        with pytest.raises(RuntimeError):
+            engine.train_batch(make_batch(FIELDS, rows), micro, policy_loss, TEMPERATURE)
+        return
+    half = plan.halved_budget()
+    message = (
+        rf"rank 1 .*train_batch.*{max(map(plan.tokens, plan.groups))} tokens.*group\.max_tokens={half // shared}\b"
+    )
+    with failing(engine, "backward", call=1), pytest.raises(MicroBatchError, match=message) as raised:
+        engine.train_batch(make_batch(FIELDS, rows), micro, policy_loss, TEMPERATURE)
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copy), copy.key, copy.half) == (str(raised.value), "group.max_tokens", half // shared)
+    assert copy.by_tokens and copy.ranks == shared
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_on_several_ranks_the_error_says_what_to_set_and_no_rank_hangs(micro_model: Path, shared: int) -> None:
+    spawn(on_two_ranks, 2, micro_model, shared)
 
 
 def test_a_pass_that_runs_out_of_memory_several_times(micro_model: Path) -> None:

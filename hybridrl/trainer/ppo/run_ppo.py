@@ -5,6 +5,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import PPOTrainerConfig, validate
+from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.registry import import_external_lib
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None) -> Outcome:
-    """Train as `config` says.
+    """Train as `config` says. Where one of several ranks runs out of memory, see `hybridrl.trainer.repeating`.
 
     Args:
         role_worker_mapping: worker classes by role, in place of the library's classes.
@@ -25,9 +26,17 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | N
     Raises:
         ConfigError: `validate` finds faults in the configuration.
     """
-    with started_trainer(config, role_worker_mapping) as trainer:
-        trainer.fit()
-        return trainer.run.outcome
+    while True:
+        with started_trainer(config, role_worker_mapping) as trainer:
+            try:
+                trainer.fit()
+                return trainer.run.outcome
+            except WorkerUserError as error:
+                from hybridrl.trainer.repeating import settings_to_repeat
+
+                rollout = config.actor_rollout_ref.rollout
+                longest = rollout.prompt_length + rollout.response_length
+                config = settings_to_repeat(config, longest, trainer.run, error)
 
 
 @contextmanager

@@ -1,20 +1,43 @@
 """The programs of supervised training (`sft`, `dpo`, `rm`), from the configuration to the last step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from hybridrl.config import SupervisedConfig, validate
+from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
+if TYPE_CHECKING:
+    from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+
 ROLE = "model"
 
 
 def run_supervised(config: SupervisedConfig) -> Outcome:
-    """Train as `config` says.
+    """Train as `config` says. Where one of several ranks runs out of memory, see `hybridrl.trainer.repeating`.
 
     Raises:
         ConfigError: `validate` finds faults in the configuration.
     """
+    while True:
+        with _started_trainer(config) as trainer:
+            try:
+                trainer.fit()
+                return trainer.run.outcome
+            except WorkerUserError as error:
+                from hybridrl.trainer.repeating import settings_to_repeat
+
+                longest = config.data.max_length * trainer.objective.rows_together
+                config = settings_to_repeat(config, longest, trainer.run, error)
+
+
+@contextmanager
+def _started_trainer(config: SupervisedConfig) -> Iterator["SupervisedTrainer"]:
+    """Start everything that `fit` needs; the workers end with the block."""
     validate(config)
     placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]
@@ -44,5 +67,4 @@ def run_supervised(config: SupervisedConfig) -> Outcome:
         notify(f"{trainer.sizes()}; loading the model {config.model.path}")
         group = started()
         trainer.init_workers(group, check_before_loading(config, group))
-        trainer.fit()
-        return trainer.run.outcome
+        yield trainer
