@@ -27,12 +27,17 @@ _SIDE = 128
 
 
 class _Options(NamedTuple):
-    """What to compute, and for how many tokens at a time."""
+    """What to compute, and for how many tokens at a time.
+
+    With a cap, the logits z of the layer become cap tanh(multiplier z / cap) before they are scaled.
+    """
 
     scale: float
     entropy: bool
     sum_pi_squared: bool
     rows: int
+    multiplier: float = 1.0
+    cap: float | None = None
 
 
 class _LinearStatistics(torch.autograd.Function):
@@ -54,6 +59,7 @@ class _LinearStatistics(torch.autograd.Function):
             of_tiles = []
             for words in tiles:
                 logits = _tile_logits(hidden[part], weight[words], None if bias is None else bias[words], memory)
+                logits = _capped(logits, options, memory)
                 of_tiles.append(_tile_statistics(logits, None if y is None else y - words.start, options, memory))
                 del logits  # before the next tile is allocated
             found.append(_of_all_words(of_tiles))
@@ -75,6 +81,16 @@ class _LinearStatistics(torch.autograd.Function):
 
         def of_tile(part: slice, words: slice) -> Tensor:
             logits = _tile_logits(hidden[part], weight[words], None if bias is None else bias[words], memory)
+            if options.cap is None:
+                return of_logits(logits, part, words)
+            logits = _capped(logits, options, memory)
+            slope = torch.mul(
+                logits, 1 / options.cap, out=memory.of("slopes", logits.shape, logits.device, logits.dtype)
+            )
+            slope.square_().neg_().add_(1.0).mul_(options.multiplier)  # of the cap: 1 - tanh^2
+            return of_logits(logits, part, words).mul_(slope)
+
+        def of_logits(logits: Tensor, part: slice, words: slice) -> Tensor:
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
             near = None if y is None else y - words.start
             if (kernels := kernels_for(logits)) is not None:
@@ -117,6 +133,13 @@ def _tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, memory: _T
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
     return torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _capped(logits: Tensor, options: _Options, memory: _TileMemory) -> Tensor:
+    """The logits with the soft cap, in at least float32, if there is one."""
+    if options.cap is None:
+        return logits
+    return _scaled(logits, options.multiplier / options.cap, memory).tanh_().mul_(options.cap)
 
 
 def _scaled(logits: Tensor, scale: float, memory: _TileMemory) -> Tensor:
@@ -321,8 +344,12 @@ def linear_token_statistics(
     entropy: bool = False,
     sum_pi_squared: bool = False,
     chunk_size: int | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float | None = None,
 ) -> dict[str, Tensor]:
     """Compute what `token_statistics` computes from logits = hidden W^T + b, which never exist as a whole.
+
+    Some models change the output z of their last layer: to multiplier z, or to cap tanh(multiplier z / cap).
 
     Args:
         hidden: [N, H].
@@ -334,15 +361,19 @@ def linear_token_statistics(
         sum_pi_squared: also return `sum_pi_squared`, without gradient.
         chunk_size: a tile has at most as many elements as this many tokens have logits; by default as many as make an
             efficient matrix product.
+        multiplier: of the logits, above 0.
+        soft_cap: cap, above 0; None: none.
 
     Returns:
         The requested ones of `log_probs`, `entropy` and `sum_pi_squared`, each [N] in float32.
 
     Raises:
-        AlgorithmError: shapes do not match, or the temperature is not positive.
+        AlgorithmError: shapes do not match, or the temperature, the multiplier or the cap is not positive.
     """
     if not temperature > 0:
         raise AlgorithmError(f"temperature is {temperature}; the training distribution needs one above 0.")
+    if not multiplier > 0 or not (soft_cap is None or soft_cap > 0):
+        raise AlgorithmError(f"multiplier is {multiplier} and soft_cap {soft_cap}; both need to be above 0.")
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise AlgorithmError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they are [N, H] and [V, H]."
@@ -351,7 +382,8 @@ def linear_token_statistics(
         raise AlgorithmError(f"labels have shape {tuple(labels.shape)}; {hidden.shape[0]} tokens need one each.")
     if chunk_size is None:
         chunk_size = rows_at_a_time(hidden.device.type, weight.shape[0])
-    options = _Options(1.0 / temperature, entropy, sum_pi_squared, max(1, chunk_size))
+    scale = 1.0 / temperature if soft_cap is not None else multiplier / temperature
+    options = _Options(scale, entropy, sum_pi_squared, max(1, chunk_size), multiplier, soft_cap)
     if hidden.shape[0] == 0:
         empty = linear(hidden, weight, bias).sum(-1).to(working_dtype(hidden.dtype))
         found: tuple[Tensor | None, ...] = (empty, empty, empty)

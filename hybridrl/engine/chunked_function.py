@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from hybridrl.algorithms.linear_statistics import chunks, layer_gradients, rows_at_a_time
+from hybridrl.engine.logit_change import LogitChange
 from hybridrl.engine.logits_functions import LogitsFunction
 
 
@@ -22,11 +23,17 @@ class Hidden(NamedTuple):
         states: `[N, H]`, the same on each rank that shares the vocabulary.
         weight: this rank's rows of the output layer, `[V, H]` if it has all of them.
         bias: `[V]`, if the layer has one.
+        change: what the model does to the output of the layer; None: nothing.
     """
 
     states: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    change: LogitChange | None = None
+
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's logits from those of its output layer."""
+        return logits if self.change is None else self.change(logits)
 
 
 class OwnVocabulary:
@@ -37,7 +44,7 @@ class OwnVocabulary:
         return tensor[chunk]
 
     def logits(self, hidden: Hidden, chunk: slice) -> torch.Tensor:
-        """The whole logits of this rank's tokens of a chunk, `[n, V]`."""
+        """The whole output of the layer for this rank's tokens of a chunk, `[n, V]`."""
         return linear(hidden.states[chunk], hidden.weight, hidden.bias)
 
     def by_words(self, of_tokens: torch.Tensor, tokens: int, rows: int) -> torch.Tensor:
@@ -73,8 +80,8 @@ def chunked_function(
     """
     rows = rows_at_a_time(hidden.states.device.type, len(hidden.weight)) if chunk_size is None else chunk_size
     whole = OwnVocabulary() if vocabulary is None else vocabulary
-    pass_ = _Pass(function, dict(inputs), temperature, other, whole, max(1, rows))
-    found: tuple[torch.Tensor, ...] = _ChunkedFunction.apply(*hidden, pass_)
+    pass_ = _Pass(function, dict(inputs), temperature, other, whole, max(1, rows), hidden.change)
+    found: tuple[torch.Tensor, ...] = _ChunkedFunction.apply(hidden.states, hidden.weight, hidden.bias, pass_)
     return dict(zip(function.outputs, found, strict=True))
 
 
@@ -87,11 +94,13 @@ class _Pass(NamedTuple):
     other: Hidden | None
     vocabulary: OwnVocabulary
     rows: int
+    change: LogitChange | None
 
     def compute(self, logits: torch.Tensor, chunk: slice) -> list[torch.Tensor]:
-        """The function's outputs for this rank's tokens of a chunk."""
+        """The function's outputs for this rank's tokens of a chunk, from the output of the layer."""
         with torch.no_grad():
-            other = None if self.other is None else self.vocabulary.logits(self.other, chunk)
+            other = None if self.other is None else self.other.changed(self.vocabulary.logits(self.other, chunk))
+        logits = logits if self.change is None else self.change(logits)
         inputs = {name: self.vocabulary.own(self.inputs[name], chunk) for name in self.function.fields}
         found = self.function(logits, inputs, self.temperature, other)
         return [found[name] for name in self.function.outputs]

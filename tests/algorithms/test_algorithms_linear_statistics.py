@@ -64,6 +64,28 @@ def test_values_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool, 
         torch.testing.assert_close(chunked_value, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("multiplier", "cap"), [(0.3, None), (1.0, 1.5), (0.7, 1.5)])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("wanted", [("log_probs",), ("log_probs", "entropy", "sum_pi_squared")])
+def test_a_scale_and_a_soft_cap(multiplier: float, cap: float | None, chunk: int, wanted: tuple[str, ...]) -> None:
+    options: dict[str, Any] = {"labels": LABELS, "temperature": 0.7, "entropy": "entropy" in wanted}
+    options["sum_pi_squared"] = "sum_pi_squared" in wanted
+    found = []
+    for tiled in (False, True):
+        hidden, weight, offset = tensors = inputs()
+        assert hidden is not None and weight is not None
+        if tiled:
+            change: dict[str, Any] = {"multiplier": multiplier, "soft_cap": cap}
+            values = linear_token_statistics(hidden, weight, offset, chunk_size=chunk, **change, **options)
+        else:
+            logits = torch.nn.functional.linear(hidden, weight, offset) * multiplier
+            values = token_statistics(logits if cap is None else cap * torch.tanh(logits / cap), **options)
+        sum(values[name].square().sum() for name in wanted[:2]).backward()  # type: ignore[union-attr]
+        found.append([*(values[name].detach() for name in wanted), *(t.grad for t in tensors if t is not None)])
+    for whole, tiles in zip(*found, strict=True):
+        torch.testing.assert_close(tiles, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_gradients_equal_finite_differences() -> None:
     def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         found = linear_token_statistics(hidden, weight, bias, LABELS, 1.3, entropy=True, chunk_size=5)
@@ -164,6 +186,9 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         linear_token_statistics(hidden, weight, labels=LABELS[1:])
     with pytest.raises(AlgorithmError, match="temperature"):
         linear_token_statistics(hidden, weight, labels=LABELS, temperature=0.0)
+    for wrong in ({"multiplier": 0.0}, {"soft_cap": -1.0}):
+        with pytest.raises(AlgorithmError, match=r"multiplier.*soft_cap"):
+            linear_token_statistics(hidden, weight, labels=LABELS, **wrong)  # type: ignore[arg-type]
     empty = linear_token_statistics(hidden[:0], weight, labels=LABELS[:0])["log_probs"]
     assert empty.shape == (0,)
     empty.sum().backward()

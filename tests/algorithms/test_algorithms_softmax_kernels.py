@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -81,8 +82,9 @@ def test_each_alone(on_kernels: ModuleType, wanted: tuple[str, ...]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("bias", [True, False])
-def test_without_whole_logits(on_kernels: ModuleType, bias: bool) -> None:
+def test_without_whole_logits(on_kernels: ModuleType, bias: bool, cap: float | None) -> None:
     """Tiles that hold a token's label and tiles that do not."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(9, 8, generator=draw), torch.randn(50, 8, generator=draw)
@@ -96,7 +98,8 @@ def test_without_whole_logits(on_kernels: ModuleType, bias: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if dtype == torch.float64:
                 patch.setattr("hybridrl.algorithms.linear_statistics.kernels_for", lambda logits: None)
-            values = linear_token_statistics(*tensors, labels, 0.8, entropy=True, chunk_size=2)  # type: ignore[arg-type]
+            options: dict[str, Any] = {"entropy": True, "chunk_size": 2, "multiplier": 1.2, "soft_cap": cap}
+            values = linear_token_statistics(*tensors, labels, 0.8, **options)  # type: ignore[arg-type]
             (values["log_probs"] - 0.2 * values["entropy"]).sum().backward()
         results.append([values["log_probs"], values["entropy"], *(x.grad for x in tensors if x is not None)])
     for value, expected in zip(*results, strict=True):
@@ -123,4 +126,4 @@ def test_the_kernels_in_triton_s_interpreter(finish) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__))]
     command += ["-k", "not interpreter and not tiles"]
     ended: subprocess.CompletedProcess[str] = finish(command, limit=200, env={**os.environ, VARIABLE: "1"})
-    assert ended.returncode == 0 and "17 passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout[-3000:]
+    assert ended.returncode == 0 and "19 passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout[-3000:]

@@ -19,7 +19,7 @@ from engine_helpers import (
 )
 from ranks import spawn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PhiConfig
 
 from hybridrl.algorithms import linear_statistics
 from hybridrl.engine import MicroBatching
@@ -43,7 +43,10 @@ CONFIGS = {
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "soft cap": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0),
     "scaled": CohereConfig(**SIZES, logit_scale=0.3),
+    "divided": GraniteConfig(**SIZES, logits_scaling=2.5),
+    "biased": PhiConfig(**SIZES, partial_rotary_factor=0.5),
 }
+CHANGED = ("soft cap", "scaled", "divided")
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +70,45 @@ def test_the_results_are_those_of_whole_logits(kind: str, tmp_path: Path, capfd:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path)
     metrics, before, after = trained(tmp_path, fused=True)
-    told = "use_fused_kernels has no effect" in capfd.readouterr().err
-    assert told == (kind in ("soft cap", "scaled"))  # these change their logits after the output layer
+    assert "use_fused_kernels has no effect" not in capfd.readouterr().err
     expected_metrics, expected, expected_after = trained(tmp_path, fused=False)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
     for name in OUTPUTS:
         torch.testing.assert_close(before[name], expected[name], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after, expected_after, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [*CHANGED, "plain"])
+def test_another_change_of_logits_than_the_configuration_says_keeps_them(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A hook changes them once more; the plain model's configuration says something that it does not do."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path)
+
+    def once_more(module: torch.nn.Module, arguments: tuple, output: Any) -> Any:
+        output.logits = output.logits + 0.01 * output.logits.abs()
+        return output
+
+    found = []
+    for fused in (True, False):
+        engine: Any = make_engine(tmp_path, model={"use_fused_kernels": fused})
+        engine.config.final_logit_softcapping = engine.config.to_dict().get("final_logit_softcapping", 2.0)
+        engine.module.register_forward_hook(once_more)
+        found.append(engine.infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE, OUTPUTS))
+        assert ("changes its logits after its output layer" in capfd.readouterr().err) == fused
+    for name in OUTPUTS:
+        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-6, rtol=1e-6)
+
+
+def test_a_soft_cap_that_the_model_does_not_compute_is_none(micro_model: Path) -> None:
+    """Some configurations have the field, and their model does not read it."""
+    found = []
+    for cap in (2.0, None):
+        engine: Any = make_engine(micro_model, model=FUSED)
+        engine.config.final_logit_softcapping = cap
+        found.append(engine.infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE)["log_probs"])
+    assert torch.equal(*found)
 
 
 def test_words_that_the_model_leaves_out_do_not_count(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -117,8 +152,9 @@ class Rows(TorchFunctionMode):
         return result
 
 
-def test_logits_never_exist_as_a_whole(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(CONFIGS["plain"]).save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["plain", "soft cap"])
+def test_logits_never_exist_as_a_whole(kind: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path)
     most = {}
     for fused in (True, False):
         with Rows(VOCABULARY) as rows:
@@ -194,9 +230,9 @@ def compared(path: Path, fused: bool, **reference: Any) -> tuple[torch.Tensor, l
     return before, metrics, weights(engine)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "soft cap"])
+@pytest.mark.parametrize("kind", ["plain", "tied", *CHANGED])
 def test_full_kl_is_that_of_whole_logits(kind: str, tmp_path: Path) -> None:
-    """Also where only the policy was asked to leave logits out, and for a head that cannot."""
+    """Also where only the policy was asked to leave logits out."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path)
     before, metrics, after = compared(tmp_path, fused=True, model={"use_fused_kernels": False})

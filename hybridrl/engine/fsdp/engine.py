@@ -182,7 +182,7 @@ class FSDPEngine(
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
-        self._fusing = Fusing(self._head, self._logits, engine.most_tokens)
+        self._fusing = Fusing(self.module, self._head, self._logits, engine.most_tokens)
         self._fuses = self._may_fuse()
         if engine.router_aux_loss_coef and self.optim_config is not None:
             check_router_loss(model, engine)
@@ -354,7 +354,7 @@ class FSDPEngine(
 
     @functools.cached_property
     def has_plain_head(self) -> bool:
-        """Whether the output layer is linear and its output is the logits, by a trial; tell why not. Collective."""
+        """Whether logits are a linear layer's output or a known change of it, by a trial; tell why not. Collective."""
         layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         reason = self._fusing.why_not(layout.to(device.current_device()))
         if reason is not None:

@@ -14,6 +14,7 @@ from hybridrl.algorithms import functional, linear_statistics
 from hybridrl.engine.forecast import Forecast, Workload, fused_attention, layer_rows, logits_rows, peak_of
 from hybridrl.engine.fsdp.activations import save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
+from hybridrl.engine.logit_change import LogitChange
 from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
@@ -159,11 +160,19 @@ class _Passes:
 
     def _outputs(self, layout: Layout) -> list[torch.Tensor]:
         kind = device.get_device_name()
+        change = LogitChange.described(self.module.config) or LogitChange()
 
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = layer_rows(kind, device.runs_triton(), weight.shape[0], self.most_tokens)
             found = linear_statistics.linear_token_statistics(
-                hidden, weight, bias, layout.labels, entropy=self.work.entropy, chunk_size=rows
+                hidden,
+                weight,
+                bias,
+                layout.labels,
+                entropy=self.work.entropy,
+                chunk_size=rows,
+                multiplier=change.multiplier,
+                soft_cap=change.soft_cap,
             )
             return torch.stack(list(found.values()), dim=-1)
 

@@ -5,31 +5,37 @@ Legend: N response tokens, H features, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from hybridrl.algorithms.linear_statistics import linear_token_statistics, rows_at_a_time
 from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.fsdp.forward import SelectingHead
+from hybridrl.engine.logit_change import LogitChange, left_out
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.microbatch import Layout
 
 #: functions of logits, each with what the output layer of the engine reads that it compares with
 Compared = Sequence[tuple[LogitsFunction, Hidden | None]]
 _STATISTICS = ("log_probs", "entropy", "sum_pi_squared")
+#: a logit beyond usual ones
+_FURTHEST = 64.0
 
 
 class ChangedOutputError(Exception):
-    """The model does something with the output of its head, so that it must compute logits."""
+    """The model does something with the output of its head that is not known, so that it must compute logits."""
 
 
 class Fusing:
     """Lets a model's output layer return what is wanted of its logits, in place of them.
 
     Args:
+        module: the model.
         head: of the model.
         forward: the model's forward pass, which returns what the head does, `[N, ...]`.
         most_tokens: a tile of statistics is at most as large as the logits of so many tokens; None: as large as
@@ -37,9 +43,15 @@ class Fusing:
     """
 
     def __init__(
-        self, head: SelectingHead, forward: Callable[[Layout], torch.Tensor], most_tokens: int | None = None
+        self,
+        module: nn.Module,
+        head: SelectingHead,
+        forward: Callable[[Layout], torch.Tensor],
+        most_tokens: int | None = None,
     ) -> None:
-        self._head, self._forward, self._most_tokens = head, forward, most_tokens
+        self._module, self._head, self._forward, self._most_tokens = module, head, forward, most_tokens
+        #: what it does to its logits, once `why_not` has found out
+        self._change: LogitChange | None = None
 
     def outputs(
         self, layout: Layout, temperature: float, wanted: Collection[str], compared: Compared = ()
@@ -50,15 +62,15 @@ class Fusing:
         of shards) happens before its backward pass.
 
         Raises:
-            ChangedOutputError: the model would do something with the logits (a soft cap, a scale). That it leaves out
-                words of them is not noticed here.
+            ChangedOutputError: the model would do something else with the logits than `why_not` found. That it leaves
+                out words of them is not noticed here.
         """
         aside: dict[str, torch.Tensor] = {}
         shapes: dict[str, torch.Size] = {}
         returned: list[tuple[torch.Tensor, int]] = []
 
         def compute(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            hidden = Hidden(states, weight, bias)
+            hidden = Hidden(states, weight, bias, self._change)
             found = _statistics(hidden, layout, temperature, wanted, self._most_tokens)
             for function, other in compared:
                 found |= chunked_function(function, hidden, layout.inputs or {}, temperature, other)
@@ -69,10 +81,11 @@ class Fusing:
             returned.append((joined, joined._version))
             return joined
 
-        with self._head.replaced_by(compute):
-            output = self._forward(layout)
+        output = self._unchanged(compute, layout)
         own, version = returned[0]
-        if output.data_ptr() != own.data_ptr() or output.shape != own.shape or own._version != version:
+        # A change that is left out may copy its input, times 1.
+        same = self._change is not None or output.data_ptr() == own.data_ptr()
+        if not same or output.shape != own.shape or own._version != version:
             raise ChangedOutputError
         parts = output.split([math.prod(shape) for shape in shapes.values()], dim=1)
         found = {
@@ -91,12 +104,18 @@ class Fusing:
         def capture(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             kept = [None if x is None else x.detach().clone() if copies else x.detach() for x in (weight, bias)]
             assert kept[0] is not None
-            captured.append(Hidden(states, kept[0], kept[1]))
+            captured.append(Hidden(states, kept[0], kept[1], self._change))
             return states
 
         with self._head.replaced_by(capture):
             self._forward(layout)
         return captured[0]
+
+    def _unchanged(self, compute: Callable[..., torch.Tensor], layout: Layout) -> torch.Tensor:
+        """What the model makes of `compute(hidden, weight, bias)` in place of logits, without its known change."""
+        known = contextlib.nullcontext() if self._change is None else left_out(self._module)
+        with self._head.replaced_by(compute), known:
+            return self._forward(layout)
 
     @torch.no_grad()
     def why_not(self, layout: Layout) -> str | None:
@@ -109,11 +128,33 @@ class Fusing:
         layout = replace(layout, selected=one, labels=one)
         if self._forward(layout).shape[-1] != self._head.width:  # it cuts off words of padding
             return changed
-        try:
+        self._change = None
+        with contextlib.suppress(ChangedOutputError):
             self.outputs(layout, 1.0, _STATISTICS[:1])
-        except ChangedOutputError:
-            return changed
-        return None
+            return None
+        self._change = LogitChange.described(self._module.config)
+        if self._change is not None and self._changes_as(self._change, layout):
+            return None
+        self._change = None
+        return changed
+
+    def _changes_as(self, change: LogitChange, layout: Layout) -> bool:
+        """Whether the model does this to logits and nothing else, and nothing at all where it is left out.
+
+        It is tried with an output of the layer whose values are far apart, so that a soft cap shows.
+        """
+        probes: list[torch.Tensor] = []
+
+        def probe(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            probes.append(torch.linspace(-_FURTHEST, _FURTHEST, len(weight), device=states.device)[None])
+            return probes[-1].clone()
+
+        with self._head.replaced_by(probe):
+            found = self._forward(layout)
+        plain, expected = self._unchanged(probe, layout), change(probes[0])
+        if found.shape != expected.shape or found.dtype != expected.dtype or not torch.equal(plain, probes[1]):
+            return False
+        return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def _statistics(
@@ -121,11 +162,16 @@ def _statistics(
 ) -> dict[str, torch.Tensor]:
     if not any(name in wanted for name in _STATISTICS):
         return {}
+    change = hidden.change or LogitChange()
     return linear_token_statistics(
-        *hidden,
+        hidden.states,
+        hidden.weight,
+        hidden.bias,
         labels=layout.labels if "log_probs" in wanted else None,
         temperature=temperature,
         entropy="entropy" in wanted,
         sum_pi_squared="sum_pi_squared" in wanted,
         chunk_size=rows_at_a_time(hidden.states.device.type, len(hidden.weight), most_tokens),
+        multiplier=change.multiplier,
+        soft_cap=change.soft_cap,
     )
