@@ -1,9 +1,9 @@
 """Fixed models that inference engines serve in replicas: a reward model, a judge, and teachers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.rollout import EngineKwargsConfig, RolloutConfig
@@ -32,6 +32,7 @@ class ServedModel:
         replicas: how many; 0: as many as there is room for.
         top: with the task `read`, how many of the likeliest tokens are asked for.
         temperature: with the task `read`, what logits are divided by.
+        arguments: `engine_kwargs` as it was given; `rollout` has what is below the names of engines.
         needs: tokens that a text may have, with what is generated of it; `rollout.max_model_len` is None where the
             model's own limit may be less.
     """
@@ -45,6 +46,7 @@ class ServedModel:
     replicas: int = 0
     top: int = 0
     temperature: float = 1.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -60,7 +62,8 @@ def served_reward_model(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
     where = "reward.reward_model.rollout"
     needs = part.rollout.max_model_len or part.max_length or _LONGER * _tokens(config) + _MORE_TOKENS
     rollout = _rollout(part.rollout, config, part.rollout.max_model_len or part.max_length)
-    return (ServedModel(where, part.rollout.name, part.model, rollout, "score", needs),)
+    arguments = part.rollout.engine_kwargs
+    return (ServedModel(where, part.rollout.name, part.model, rollout, "score", needs, arguments=arguments),)
 
 
 def served_judge(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
@@ -75,7 +78,8 @@ def served_judge(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
     rollout = _rollout(serving, config, serving.max_model_len)
     sampled = judge.temperature > 0
     rollout = replace(rollout, do_sample=sampled, temperature=judge.temperature if sampled else 1.0)
-    return (ServedModel("reward.reward_model.rollout", serving.name, part.model, rollout, "generate", needs),)
+    where, arguments = "reward.reward_model.rollout", serving.engine_kwargs
+    return (ServedModel(where, serving.name, part.model, rollout, "generate", needs, arguments=arguments),)
 
 
 def _text_of(template: str | None) -> str:
@@ -109,6 +113,7 @@ def served_teachers(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
                 replicas=teacher.settings.num_replicas,
                 top=distillation.distillation_loss.topk if distillation.reads == "top" else 0,
                 temperature=inference.temperature or config.actor_rollout_ref.rollout.temperature,
+                arguments=inference.engine_kwargs,
             )
         )
     return tuple(found)

@@ -1,7 +1,13 @@
 """The keys of verl's scripts for reward models and teachers in inference engines arrive at these engines."""
 
-from hybridrl.config import load_config
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.config import load_config, validate
+from hybridrl.config.roles import ROLES
 from hybridrl.config.served import served_reward_model, served_teachers
+from hybridrl.errors import ConfigError
 
 TEACHER = "distillation.teacher_models.teacher_model"
 
@@ -40,3 +46,21 @@ def test_a_teacher_in_an_engine_by_verls_keys() -> None:
     assert found.rollout.engine_kwargs.vllm == {"max_logprobs": 64} and found.rollout.dtype == "auto"
     (tokens,) = served_teachers(load_config("ppo_trainer", [*words, "distillation.distillation_loss.loss_mode=k3"]))
     assert tokens.top == 0
+
+
+def test_engines_and_arguments_of_every_served_role_are_checked(monkeypatch) -> None:
+    """Of the library's reward model, and of a role of a user's own."""
+
+    def served(config):
+        (model,) = served_reward_model(config)
+        return (replace(model, where="roles.own", arguments={"vllm": {"swap_space": 2}, "trtllm": {"x": 1}}),)
+
+    monkeypatch.setitem(ROLES, "own", replace(ROLES["reward_model"], name="own", served=served))
+    words = ["reward.reward_model.enable=True", "reward.reward_model.model.path=x"]
+    words += ["reward.reward_model.rollout.name=nowhere", "reward.reward_model.rollout.engine_kwargs.sglang.y=1"]
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config("ppo_trainer", words))
+    for where in ("reward.reward_model.rollout", "roles.own"):
+        assert [one for one in caught.value.faults if one.startswith(f"{where}.name=nowhere: unknown; there are hf,")]
+    (arguments,) = [one for one in caught.value.faults if "engine_kwargs" in one]
+    assert arguments.startswith("roles.own.engine_kwargs.trtllm=")

@@ -1,8 +1,8 @@
 """Cross-checks of fixed models that inference engines serve: reward models and teachers."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from hybridrl.config.checks.algorithm import check_names
 from hybridrl.config.roles import ROLES, pool_of, pools_of, shares_pool
 from hybridrl.config.schema.rollout import EngineKwargsConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
@@ -24,27 +24,21 @@ def check_served(config: PPOTrainerConfig) -> Iterator[str]:
             shared = shares_pool(spec, config) if models else False
         except ConfigError:
             return  # another check reports it
-        unknown = [model for model in models if not INFERENCE_ENGINES.knows(model.engine)]
-        yield from (
-            f"{model.where}.name={model.engine}: unknown; there are {', '.join(INFERENCE_ENGINES.names())}"
-            for model in unknown
-            if spec.name == "teacher"  # other names are checked with their settings
-        )
         for model in models:
-            yield from _check_arguments(spec.name, model, config)
+            yield from check_names(
+                "actor_rollout_ref.", None, {f"{model.where}.name": (INFERENCE_ENGINES, model.engine)}
+            )
+            yield from _check_arguments(model)
         pool = pool_of(spec, config)
-        if models and not unknown and pool in pools_of(config):
+        known = all(INFERENCE_ENGINES.knows(model.engine) for model in models)
+        if models and known and pool in pools_of(config):
             yield from divide(models, pools_of(config)[str(pool)], shared)[1]
 
 
-def _check_arguments(role: str, model: ServedModel, config: PPOTrainerConfig) -> Iterator[str]:
+def _check_arguments(model: ServedModel) -> Iterator[str]:
     """Check `engine_kwargs`, whose settings are below the name of an engine."""
-    serving: Any = config.reward.reward_model.rollout
-    if role == "teacher":
-        found = {f"{one.where}.inference": one.settings.inference for one in teachers_of(config).teachers}
-        serving = found[model.where]
     known = EngineKwargsConfig().keys()
-    for name, given in serving.engine_kwargs.items():
+    for name, given in model.arguments.items():
         if name not in known or not isinstance(given, Mapping):
             names = ", ".join(f"engine_kwargs.{one}" for one in EngineKwargsConfig().keys())
             yield f"{model.where}.engine_kwargs.{name}={given}: arguments of an engine are below {names}"
