@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import ray
 import torch
@@ -31,7 +32,31 @@ from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 from hybridrl.workers.update_plan import UpdatePlan
 
-ROLES = ("actor", "actor_rollout", "rollout", "ref")
+
+@dataclass(frozen=True)
+class Part:
+    """What a worker with one of verl's role strings does.
+
+    Attributes:
+        mesh: the dispatch mesh of its passes and updates.
+        trains: it has an optimizer.
+        generates: `generate_sequences` may be called.
+        frozen: it is the reference policy, whose weights never change and reach no inference engine.
+    """
+
+    mesh: str = "actor"
+    trains: bool = False
+    generates: bool = False
+    frozen: bool = False
+
+
+#: what each string means that the argument `role` may be; they are verl's
+PARTS = {
+    "actor": Part(trains=True),
+    "actor_rollout": Part(trains=True, generates=True),
+    "rollout": Part(generates=True),
+    "ref": Part(mesh="ref", frozen=True),
+}
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -39,7 +64,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     Args:
         config: the `actor_rollout_ref` part of the configuration.
-        role: one of `ROLES`. "rollout" generates with the model's own weights and has no optimizer; its settings are
+        role: one of `PARTS`. "rollout" generates with the model's own weights and has no optimizer; its settings are
             those of `actor`. A reference policy in the same pool is a second worker in the same process.
         timeout_s: how long a collective may wait for other ranks.
     """
@@ -47,11 +72,11 @@ class ActorRolloutRefWorker(ModelWorker):
     metric_prefix = "actor"
 
     def __init__(self, config: ActorRolloutRefConfig, role: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-        if role not in ROLES:
-            raise ValueError(f"role is {role!r}; an ActorRolloutRefWorker plays one of {', '.join(ROLES)}")
+        if role not in PARTS:
+            raise ValueError(f"role is {role!r}; an ActorRolloutRefWorker plays one of {', '.join(PARTS)}")
         super().__init__(timeout_s)
         self.config = config
-        self.role = role
+        self.role, self.part = role, PARTS[role]
         self.rollout: HFRollout | None = None
         self._shard_sender: ShardSender | None = None
         self._told_streamed = False
@@ -60,20 +85,20 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the model; see `ModelWorker.build_engine`."""
         config = self.config
-        part = config.ref if self.role == "ref" else config.actor
-        optim = config.actor.optim if self.role in ("actor", "actor_rollout") else None
+        part = config.ref if self.part.frozen else config.actor
+        optim = config.actor.optim if self.part.trains else None
         settings = engine_settings(part, config.model.external_lib)
         self.build_engine("language_model", part.strategy, config.model, settings, optim, steps, updates_per_step)
-        self.place_in_mesh("ref" if self.role == "ref" else "actor")
+        self.place_in_mesh(self.part.mesh)
         if self._is_own_reference:
             self.place_in_mesh("ref")
-        if self.role != "ref":
+        if not self.part.frozen:
             self.place_in_generation_mesh("rollout")  # each rank generates with whole weights, rows of its own
 
     @property
     def _is_own_reference(self) -> bool:
         """Whether the policy without its adapter is the reference policy."""
-        return self.role != "ref" and self.config.model.adapted
+        return not self.part.frozen and self.config.model.adapted
 
     @property
     def reference(self) -> Engine | None:
@@ -138,7 +163,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         See `Rollout.generate`.
         """
-        if self.role not in ("actor_rollout", "rollout"):
+        if not self.part.generates:
             raise RuntimeError(
                 f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate"
             )
