@@ -169,9 +169,23 @@ class TrainFacts(Facts):
 
     Attributes:
         model_types: what it can train: `language_model`, `value_model`, `reward_model`, `step_model`.
+        layout: class of the layouts in which it holds a model, a `hybrid_engine.topology.Layout`, or its location as
+            `module:Class`; None: it exports whole tensors only.
     """
 
     model_types: tuple[str, ...] = ("language_model", "value_model")
+    layout: type | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLoopFacts(Facts):
+    """An agent loop.
+
+    Attributes:
+        only_answers: it answers each prompt once, without tools and simulated users.
+    """
+
+    only_answers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,7 +477,7 @@ AGENT_LOOPS = Registry(
     "actor_rollout_ref.rollout.agent.default_agent_loop",
     ("register",),
     "agents/loops/*.py",
-    Facts,
+    AgentLoopFacts,
     RolloutError,
 )
 TOOL_PARSERS = Registry(

@@ -19,7 +19,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, Facts
+from hybridrl.registry import AGENT_LOOPS, AgentLoopFacts
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.replicas.pool import request_number
@@ -480,11 +480,15 @@ class AgentLoopBase(ABC):
         return split_images(tensors) if tensors else []
 
 
-def register(agent_name: str) -> Callable[[T], T]:
-    """Class decorator: rows with this `agent_name`, or `rollout.agent.default_agent_loop`, use this loop."""
+def register(agent_name: str, *, only_answers: bool = False) -> Callable[[T], T]:
+    """Class decorator: rows with this `agent_name`, or `rollout.agent.default_agent_loop`, use this loop.
+
+    Args:
+        only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
+    """
 
     def add(loop: T) -> T:
-        AGENT_LOOPS.add(agent_name, loop, Facts())
+        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers))
         return loop
 
     return add

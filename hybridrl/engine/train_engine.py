@@ -329,6 +329,7 @@ class TrainEngines:
         *,
         model_types: Sequence[str] = ("language_model", "value_model"),
         settings: type | str | None = None,
+        layout: type | str | None = None,
     ) -> Callable[[type[Engine]], type[Engine]]:
         """Class decorator. Its constructor takes the keyword arguments `model_type, model, engine, optim`.
 
@@ -338,13 +339,17 @@ class TrainEngines:
             settings: dataclass of its own settings, or where that is. They are further keys of `fsdp_config`
                 (`critic.fsdp`, `engine`), or of `megatron` if the class derives from `MegatronConfig`, and the
                 engine finds them as attributes of its argument `engine`.
+            layout: class of the layouts in which it holds a model (`ExportsShards.training_layout`), or where that is,
+                for `python -m hybridrl.hybrid_engine.plan`.
 
         Raises:
             ModelError: another class has the name already.
         """
 
         def add(engine: type[Engine]) -> type[Engine]:
-            TRAIN_ENGINES.add(name, engine, TrainFacts(model_types=tuple(model_types), settings=settings))
+            TRAIN_ENGINES.add(
+                name, engine, TrainFacts(model_types=tuple(model_types), settings=settings, layout=layout)
+            )
             return engine
 
         return add

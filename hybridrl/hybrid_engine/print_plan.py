@@ -12,10 +12,10 @@ import numpy as np
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import Plan, compared, plan
-from hybridrl.hybrid_engine.topology import GenerationLayout, Layout, MegatronLayout, ShardedLayout, parse_layout
+from hybridrl.hybrid_engine.topology import GenerationLayout, Layout, parse_layout
 from hybridrl.models.loading import load_model_config
-
-_TRAINING: dict[str, type[Layout]] = {"fsdp2": ShardedLayout, "megatron": MegatronLayout}
+from hybridrl.registry import TRAIN_ENGINES
+from hybridrl.utils.user_code import load_object
 
 
 def parse_training(text: str) -> Layout:
@@ -25,9 +25,12 @@ def parse_training(text: str) -> Layout:
         ConfigError: another strategy, or a size that the strategy's layout does not have.
     """
     strategy, _, sizes = text.partition(":")
-    if strategy not in _TRAINING:
-        raise ConfigError(f"{text!r} does not begin with one of {', '.join(_TRAINING)}, then a colon")
-    return parse_layout(sizes, _TRAINING[strategy])
+    layouts = {name: found for name in TRAIN_ENGINES.names() if (found := TRAIN_ENGINES.facts(name).layout) is not None}
+    if strategy not in layouts:
+        raise ConfigError(f"{text!r} does not begin with one of {', '.join(layouts)}, then a colon")
+    found = layouts[strategy]
+    layout = load_object(found, None, "layout", "layout") if isinstance(found, str) else found
+    return parse_layout(sizes, layout)
 
 
 def _gigabytes(elements: float, width: int) -> str:

@@ -7,15 +7,16 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
+from hybridrl.agents.loop import AgentLoopBase, register
 from hybridrl.algorithms.registry import reads_whole_sequences
 from hybridrl.config import load_config, to_yaml, validate
 from hybridrl.errors import ConfigError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
+    AGENT_LOOPS,
     INFERENCE_ENGINES,
     OBJECTIVES,
     POLICY_LOSSES,
@@ -279,6 +280,24 @@ def test_a_name_that_is_taken_is_refused(own_module) -> None:
             registry.add(name, type("Other", (), {"__module__": "elsewhere"}), registry.facts(name))
 
 
-def test_tables_of_names_are_gone() -> None:
-    source = (Path(__file__).parents[2] / "hybridrl/config/schema/names.py").read_text()
-    assert not [name for name in ("vanilla", "grpo", "vllm", "dapo") if f'"{name}"' in source]
+def test_tools_need_a_loop_that_does_more_than_answer() -> None:
+    @register("answers_of_a_test", only_answers=True)
+    class Answers(AgentLoopBase):
+        pass
+
+    rollout = "actor_rollout_ref.rollout"
+    try:
+        for loop, wrong in (
+            ("null", True),
+            ("single_turn_agent", True),
+            ("answers_of_a_test", True),
+            ("tool_agent", False),
+            ("elsewhere", False),
+        ):
+            words = [f"{rollout}.multi_turn.tool_config_path=x.yaml", f"{rollout}.agent.default_agent_loop={loop}"]
+            with pytest.raises(ConfigError) as caught:
+                validate(load_config("ppo_trainer", words))
+            found = [one for one in caught.value.faults if "without a loop that calls tools" in one]
+            assert bool(found) is wrong, loop
+    finally:
+        del AGENT_LOOPS.objects["answers_of_a_test"], AGENT_LOOPS._facts["answers_of_a_test"]

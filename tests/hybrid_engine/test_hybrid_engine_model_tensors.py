@@ -26,10 +26,11 @@ from transformers import (
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import compared, plan
-from hybridrl.hybrid_engine.print_plan import main
+from hybridrl.hybrid_engine.print_plan import main, parse_training
 from hybridrl.hybrid_engine.shards import Cut, boxes_of
 from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, ShardedLayout
 from hybridrl.models.loading import load_model_config
+from hybridrl.registry import TRAIN_ENGINES, TrainFacts
 
 SIZES = {
     "vocab_size": 256,
@@ -225,3 +226,12 @@ def test_fsdp_of_512_devices() -> None:
     made = plan(specs, ShardedLayout(512), GenerationLayout(tp=8, replicas=64), layers)
     assert list(made.kept + made.received) == list(made.needed)
     assert made.sent.sum() == made.received.sum()
+
+
+def test_the_command_knows_the_layouts_of_registered_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_training("fsdp2:shard=4") == ShardedLayout(shard=4)
+    with pytest.raises(ConfigError, match=r"'own:shard=4' does not begin with one of fsdp2, megatron,"):
+        parse_training("own:shard=4")
+    monkeypatch.setitem(TRAIN_ENGINES.objects, "own", object())
+    monkeypatch.setitem(TRAIN_ENGINES._facts, "own", TrainFacts(layout=ShardedLayout))
+    assert parse_training("own:shard=4") == ShardedLayout(shard=4)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopOutput, register
 
 
-@register("single_turn_agent")
+@register("single_turn_agent", only_answers=True)
 class SingleTurnAgentLoop(AgentLoopBase):
     """Answers the prompt once: what a rollout without agents does, next to rows with other loops."""
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.paths import check_source_file
 from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig, RolloutConfig
+from hybridrl.registry import AGENT_LOOPS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 #: what `agent.max_running` is where nothing is set: agents behind the gateway, and other sessions
@@ -15,7 +16,9 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
     settings, agent = rollout.multi_turn, rollout.agent
     tools = {name: getattr(settings, name) for name in ("tool_config_path", "function_tool_path")}
     given = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
-    plain = agent.default_agent_loop in (None, "single_turn_agent") and agent.agent_loop_config_path is None
+    loop = agent.default_agent_loop  # one from a file is not in the registry
+    answers = loop is None or (AGENT_LOOPS.knows(loop) and AGENT_LOOPS.facts(loop).only_answers)
+    plain = answers and agent.agent_loop_config_path is None
     if given and plain and not settings.enable:
         only = given[0].partition(".")[2].partition("=")[0]
         yield (

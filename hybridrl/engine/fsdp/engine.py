@@ -72,6 +72,7 @@ from hybridrl.utils.metrics import Metric
     "fsdp2",
     model_types=("language_model", "value_model", "reward_model", "step_model"),
     settings="hybridrl.config.schema.engine:FSDPConfig",
+    layout="hybridrl.hybrid_engine.topology:ShardedLayout",
 )
 class FSDPEngine(
     MicroBatchedEngine,

@@ -43,7 +43,11 @@ from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
 
-@TrainEngines.register("megatron", settings="hybridrl.config.schema.megatron:MegatronConfig")
+@TrainEngines.register(
+    "megatron",
+    settings="hybridrl.config.schema.megatron:MegatronConfig",
+    layout="hybridrl.hybrid_engine.topology:MegatronLayout",
+)
 class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits, CopiesState, ExportsShards):
     """A decoder of Megatron-core with the weights of a Hugging Face model, or its backbone with a value head.
 
