@@ -212,7 +212,7 @@ def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any
     the settings, and accept the settings of the engine that it names.
 
     Args:
-        prefix: dotted path of the mapping, `roles.NAME.`.
+        prefix: dotted path of the mapping, ending in a dot.
         config: the run's configuration. If the dataclass has a method `check(config)`, which yields sentences, those
             are added.
     """
@@ -222,13 +222,18 @@ def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any
     if missing:
         return None, [*faults.values(), *(f"{prefix}{name} is missing; it has no default" for name in missing)]
     built = build(settings, values, faults, {}, prefix)
-    role = prefix.split(".")[1]
-    _add_of_engines(
-        {_POLICY: config.actor_rollout_ref, "roles": {role: built}}, {"roles": {role: values}}, faults, engines
-    )
+    if engines:
+        policy = {_POLICY: config.actor_rollout_ref}
+        _add_of_engines({**policy, **_nested(prefix, built)}, _nested(prefix, values), faults, engines)
     check = getattr(built, "check", None)
     more = list(check(config)) if check is not None and not faults else []
     return built, [*faults.values(), *more]
+
+
+def _nested(prefix: str, value: Any) -> dict[str, Any]:
+    """Mappings in which `value` is at a dotted path that ends in a dot."""
+    first, _, rest = prefix.partition(".")
+    return {first: _nested(rest, value) if rest else value}
 
 
 def _add_of_engines(

@@ -49,6 +49,23 @@ def _at_once(config: PPOTrainerConfig) -> int:
 
 
 @dataclass(frozen=True)
+class MicroBatches:
+    """The settings by which a phase divides rows into micro-batches.
+
+    Attributes:
+        where: their group.
+        size: sequences that a process computes at once.
+        tokens: most tokens that it computes at once, where micro-batches are filled by tokens.
+        dynamic: whether they are.
+    """
+
+    where: str
+    size: str = "ppo_micro_batch_size_per_gpu"
+    tokens: str = "ppo_max_token_len_per_gpu"
+    dynamic: str = "use_dynamic_bsz"
+
+
+@dataclass(frozen=True)
 class Pass:
     """A forward pass over a batch before the update: one call of the worker group whose columns join the batch.
 
@@ -61,6 +78,7 @@ class Pass:
         per_token: whether `timing_per_token_ms/<phase>` is reported.
         optional: further fields that it gets if the batch has them.
         gives: columns that it returns, which an estimator may need.
+        batching: its micro-batches, for advice on speed.
     """
 
     phase: str
@@ -70,6 +88,7 @@ class Pass:
     per_token: bool = True
     optional: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    batching: MicroBatches | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,7 @@ class Scoring:
             has a method `rewards`, that makes rewards [B, T] and columns of the scores, what was read and the batch.
         weight: w.
         advice: what to change if the phase runs out of memory.
+        batching: its micro-batches, for advice on speed.
     """
 
     phase: str
@@ -96,6 +116,7 @@ class Scoring:
     reader: Callable[[], Any]
     weight: Callable[[PPOTrainerConfig], float]
     advice: str = ""
+    batching: MicroBatches | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +132,8 @@ class Update:
         after: number of steps before the role starts to learn. Its schedule begins then.
         first: whether it learns before the passes, which then use its new weights. Its fields are the sampler's.
         advice: what to change if the phase runs out of memory.
+        batching: its micro-batches, for advice on speed.
+        value_head: whether the model's output layer is a value head, which counts for the FLOPs of the update.
     """
 
     phase: str
@@ -120,6 +143,8 @@ class Update:
     after: Callable[[PPOTrainerConfig], int] = _at_once
     first: Callable[[PPOTrainerConfig], bool] = _never
     advice: str = ""
+    batching: MicroBatches | None = None
+    value_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,11 +172,14 @@ class RoleSpec:
             if there is none.
         passes: forward passes before the update.
         scoring: how it scores responses before groups are chosen; None if it does not.
-        asked_in: the phase in which the reward manager asks the role's model; "" if it does not.
+        asked_in: the phase in which the reward manager asks the role's model; "" if it does not. The role's `server` is
+            then a `trainer.ppo.judge.ServedJudge`.
         served: the models of the role that inference engines serve in replicas in this run; none: the worker computes.
         server: returns the class that then stands in for the worker group, a `trainer.ppo.served.ServedRole`.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
         update: how the role learns; None for a frozen model.
+        forecast: returns a function, imported only then, which gets the configuration and the number of ranks and
+            returns an `engine.forecast.Forecast` of the model's memory, or None where its engine has none.
         saved: the role's folder in a checkpoint, whose contents are those of `checkpoint` in its settings; None if
             there is nothing to save.
     """
@@ -174,6 +202,7 @@ class RoleSpec:
     server: Callable[[], Any] | None = None
     scores: Callable[[Any], Any] | None = None
     update: Update | None = None
+    forecast: Callable[[], Any] | None = None
     saved: str | None = None
 
     @property
@@ -211,12 +240,12 @@ def part_of(config: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), config)
 
 
-def _class(module: str, name: str) -> Callable[[], Any]:
-    """Return a function that imports a class: workers import torch and Ray, which the checks do not need."""
+def _imported(module: str, name: str) -> Callable[[], Any]:
+    """Return a function that imports `name`: workers import torch and Ray, which the checks do not need."""
     return lambda: getattr(importlib.import_module(module), name)
 
 
-_policy_worker = _class("hybridrl.workers.actor_rollout_ref", "ActorRolloutRefWorker")
+_policy_worker = _imported("hybridrl.workers.actor_rollout_ref", "ActorRolloutRefWorker")
 
 _ACTOR = "actor_rollout_ref.actor"
 _LOG_PROBS = "log_prob_micro_batch_size_per_gpu (or log_prob_max_token_len_per_gpu)"
@@ -226,11 +255,22 @@ _TRAINING = (
     "rollout engine keeps its memory while actor_rollout_ref.rollout.free_cache_engine=False"
 )
 
+
+def _log_probs(where: str) -> MicroBatches:
+    size, tokens = "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"
+    return MicroBatches(where, size, tokens, "log_prob_use_dynamic_bsz")
+
+
+def _forecast(name: str) -> Callable[[], Any]:
+    return _imported("hybridrl.workers.forecast", name)
+
+
 _REFERENCE_PASS = Pass(
     "ref",
     "compute_ref_log_prob",
     needed=lambda needs: needs.ref_log_prob,
     advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
+    batching=_log_probs("actor_rollout_ref.ref"),
 )
 
 #: In the order of evaluation. Loading and updating use the reverse order: a critic or reference in the same pool loads
@@ -277,6 +317,7 @@ register_role(
                 advice=f"lower actor_rollout_ref.rollout.{_LOG_PROBS}",
                 per_token=False,  # verl has no such metric
                 optional=("routed_experts",),
+                batching=_log_probs("actor_rollout_ref.rollout"),
             ),
             dataclasses.replace(_REFERENCE_PASS, needed=lambda needs: needs.ref_log_prob and needs.reference_in_policy),
         ),
@@ -294,7 +335,9 @@ register_role(
             ),
             after=lambda config: config.trainer.critic_warmup,
             advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
+            batching=MicroBatches(_ACTOR),
         ),
+        forecast=_forecast("forecast_policy"),
         saved="actor",
     )
 )
@@ -309,12 +352,13 @@ register_role(
         mesh="ref",
         arguments={"role": "ref"},
         passes=(_REFERENCE_PASS,),
+        forecast=_forecast("forecast_reference"),
     )
 )
 register_role(
     RoleSpec(
         name="teacher",
-        worker=_class("hybridrl.workers.teacher", "TeacherWorker"),
+        worker=_imported("hybridrl.workers.teacher", "TeacherWorker"),
         path="distillation",
         config=teachers_of,
         needed=lambda config: config.distillation.enabled,
@@ -332,24 +376,35 @@ register_role(
             ),
         ),
         served=served_teachers,
-        server=_class("hybridrl.trainer.ppo.served", "ServedTeachers"),
+        server=_imported("hybridrl.trainer.ppo.served", "ServedTeachers"),
+        forecast=_forecast("forecast_teachers"),
     )
 )
 register_role(
     RoleSpec(
         name="critic",
-        worker=_class("hybridrl.workers.critic", "CriticWorker"),
+        worker=_imported("hybridrl.workers.critic", "CriticWorker"),
         path="critic",
         needed=lambda config: config.use_critic,
         placement=("critic",),
         mesh="critic",
-        passes=(Pass("values", "compute_values", advice="lower critic.forward_micro_batch_size_per_gpu"),),
+        passes=(
+            Pass(
+                "values",
+                "compute_values",
+                advice="lower critic.forward_micro_batch_size_per_gpu",
+                batching=MicroBatches("critic", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
+            ),
+        ),
         update=Update(
             "update_critic",
             "update_critic",
             fields=("values", "returns"),
             advice=_TRAINING.format("critic", "critic.fsdp"),
+            batching=MicroBatches("critic"),
+            value_head=True,
         ),
+        forecast=_forecast("forecast_critic"),
         saved="critic",
     )
 )
@@ -358,7 +413,7 @@ register_role(
 register_role(
     RoleSpec(
         name="reward_model",
-        worker=_class("hybridrl.workers.reward_model", "RewardModelWorker"),
+        worker=_imported("hybridrl.workers.reward_model", "RewardModelWorker"),
         path="reward.reward_model",
         needed=lambda config: config.reward.reward_model.enable and not config.reward.reward_model.is_judge,
         placement=("reward_model", "actor_rollout_ref"),
@@ -368,13 +423,15 @@ register_role(
             "reward_model",
             "compute_rm_score",
             column="rm_scores",
-            reader=_class("hybridrl.reward.conversations", "reader_of"),
+            reader=_imported("hybridrl.reward.conversations", "reader_of"),
             weight=lambda config: config.reward.reward_model.weight,
             advice="lower reward.reward_model.micro_batch_size_per_gpu (or forward_max_token_len_per_gpu with "
             "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",
+            batching=MicroBatches("reward.reward_model", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
         ),
+        forecast=_forecast("forecast_reward_model"),
         served=served_reward_model,
-        server=_class("hybridrl.trainer.ppo.served", "ServedRewardModel"),
+        server=_imported("hybridrl.trainer.ppo.served", "ServedRewardModel"),
     )
 )
 
@@ -391,7 +448,7 @@ register_role(
         mesh="judge",
         asked_in="reward",
         served=served_judge,
-        server=_class("hybridrl.trainer.ppo.judge", "ServedJudge"),
+        server=_imported("hybridrl.trainer.ppo.judge", "ServedJudge"),
     )
 )
 
@@ -399,7 +456,7 @@ register_role(
 register_role(
     RoleSpec(
         name="prime",
-        worker=_class("hybridrl.workers.prime", "PrimeWorker"),
+        worker=_imported("hybridrl.workers.prime", "PrimeWorker"),
         settings=PrimeConfig,
         needed=lambda config: "process_rewards" in ADV_ESTIMATORS.facts(config.algorithm.adv_estimator).needs,
         placement=("prime", "actor_rollout_ref"),
@@ -411,6 +468,7 @@ register_role(
                 "compute_process_rewards",
                 advice="lower roles.prime.ppo_micro_batch_size_per_gpu",
                 gives=("process_rewards",),
+                batching=MicroBatches("roles.prime"),
             ),
         ),
         update=Update(
@@ -420,10 +478,18 @@ register_role(
             optional=("prime_ref_log_prob",),
             first=lambda config: ROLES["prime"].settings_of(config).update == "before",
             advice=_TRAINING.format("roles.prime", "roles.prime.fsdp_config"),
+            batching=MicroBatches("roles.prime"),
         ),
+        forecast=_forecast("forecast_prime"),
         saved="prime",
     )
 )
+
+
+def phases_per_token() -> tuple[str, ...]:
+    """Return the phases that process every token of prompts and responses. Their time per token is reported."""
+    passes = dict.fromkeys(one.phase for spec in ROLES.values() for one in spec.passes if one.per_token)
+    return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 
 def pool_of(spec: RoleSpec, config: PPOTrainerConfig) -> str | None:

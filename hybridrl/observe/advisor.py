@@ -5,11 +5,15 @@ proposes never changes what is trained, except where it says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
+from hybridrl.config.roles import POLICY, ROLES, MicroBatches, Pass, RoleSpec, Scoring
+from hybridrl.config.schema.node import declared
 from hybridrl.observe.timeline import rank_seconds
+from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.utils.spans import Span
 
 _STEPS = 20  # of the run's end; what happened before may be another setting
@@ -18,11 +22,8 @@ _TAIL = 4.0  # the longest response is this many times the mean
 _FEW_TOKENS = 4096  # in a micro-batch: below it, a device waits for its kernels to start
 _OUTSIDE = ("save_checkpoint", "testing")  # phases that are no part of `timing_s/step`
 _NOT_A_PHASE = ("step", "workers")
-_UPDATES = {
-    "update_actor": ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
-    "update_critic": ("critic", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
-    "update_model": ("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
-}
+_FINE_TUNING = MicroBatches("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+_PROFILE = "global_profiler.tool=torch, to see what it does"
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,19 @@ class _Facts:
         found: Any = self.config
         for name in key.split("."):
             if not isinstance(found, Mapping) or found.get(name) is None:
-                return default
+                return _default_in_role(key, default)
             found = found[name]
         return found
+
+
+def _default_in_role(key: str, default: Any) -> Any:
+    """The default of a setting below `roles`, where a run's configuration has only what was set."""
+    for spec in ROLES.values():
+        if spec.settings is not None and key.startswith(f"{spec.where}."):
+            field = declared(spec.settings, f"{spec.where}.").get(key)
+            if field is not None and field.default is not MISSING:
+                return default if field.default is None else field.default
+    return default
 
 
 def advise(
@@ -100,7 +111,7 @@ def advise(
         method, rank, factor = facts.slow
         reason = f"rank {rank} needs {factor:.1f} times as long as the others in {method.partition('/')[2]}"
         return Advice(phase, share, f"{rank} of {method}", reason, _for_slow_rank(facts))
-    reason, override = _RULES.get(phase, _other)(facts, phase)
+    reason, override = _rule_of(phase)(facts)
     return Advice(phase, share, None, reason, override)
 
 
@@ -130,7 +141,7 @@ def _for_slow_rank(facts: _Facts) -> str:
     return "global_profiler.tool=torch with that rank in actor_rollout_ref.actor.profiler.ranks, to see what it does"
 
 
-def _reward(facts: _Facts, phase: str) -> tuple[str, str]:
+def _reward(facts: _Facts) -> tuple[str, str]:
     workers, judge = facts.setting("reward.num_workers"), "reward.reward_model.judge"
     if facts.setting("reward.reward_model.enable") and facts.setting(f"{judge}.url"):
         return (
@@ -148,7 +159,7 @@ def _reward(facts: _Facts, phase: str) -> tuple[str, str]:
     )
 
 
-def _generation(facts: _Facts, phase: str) -> tuple[str, str]:
+def _generation(facts: _Facts) -> tuple[str, str]:
     mean = facts.metrics.get("response_length/mean", 0.0)
     longest = facts.metrics.get("response_length/max", 0.0)
     if mean and longest >= _TAIL * mean:
@@ -158,13 +169,16 @@ def _generation(facts: _Facts, phase: str) -> tuple[str, str]:
             f"data.max_response_length={int(longest) // 2} (it cuts off the longest responses, which changes what is "
             "trained)",
         )
-    if facts.setting("actor_rollout_ref.rollout.name") == "hf":
-        return "rollout.name=hf generates without an inference engine", "actor_rollout_ref.rollout.name=vllm"
+    name = facts.setting("actor_rollout_ref.rollout.name", "")
+    if INFERENCE_ENGINES.knows(name) and INFERENCE_ENGINES.facts(name).in_place:
+        engines = [one for one in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.facts(one).auto]
+        first = min(engines, key=lambda one: INFERENCE_ENGINES.facts(one).auto)
+        return f"rollout.name={name} generates without an inference engine", f"actor_rollout_ref.rollout.name={first}"
     sequences = facts.setting("actor_rollout_ref.rollout.max_num_seqs", 256)
     return "all responses are about as long", f"actor_rollout_ref.rollout.max_num_seqs={2 * sequences}"
 
 
-def _weights(facts: _Facts, phase: str) -> tuple[str, str]:
+def _weights(facts: _Facts) -> tuple[str, str]:
     key = "actor_rollout_ref.rollout.checkpoint_engine"
     if facts.setting(f"{key}.method") == "streamed":
         return "whole parameters are sent to the engines (method=streamed)", f"{key}.method=auto"
@@ -172,42 +186,70 @@ def _weights(facts: _Facts, phase: str) -> tuple[str, str]:
     return "new weights take long to reach the engines", f"{key}.update_weights_bucket_megabytes={2 * size}"
 
 
-def _update(facts: _Facts, phase: str) -> tuple[str, str]:
-    part, size_key, tokens_key = _UPDATES[phase]
-    length = facts.metrics.get("response_length/mean", 0.0) + facts.metrics.get("prompt_length/mean", 0.0)
-    if not length:  # fine-tuning
-        rows = facts.setting("data.train_batch_size", 1)
-        length = facts.metrics.get("perf/total_num_tokens", 0.0) / max(rows, 1)
-    if facts.setting(f"{part}.use_dynamic_bsz"):
-        tokens = facts.setting(f"{part}.{tokens_key}", 0)
-        if tokens < _FEW_TOKENS:
-            return f"a micro-batch has at most {tokens} tokens", f"{part}.{tokens_key}={2 * _FEW_TOKENS}"
-    else:
-        size = facts.setting(f"{part}.{size_key}", 1)
-        wanted = 2 ** max(size.bit_length(), round(_FEW_TOKENS / max(length, 1)).bit_length())
-        if part == "data":  # a micro-batch is part of a batch of as many rows
-            wanted = min(wanted, facts.setting("data.train_batch_size", wanted))
-        if 0 < size * length < _FEW_TOKENS and wanted > size:
-            return (
-                f"a micro-batch has about {size * length:.0f} tokens, too few to keep a device busy",
-                f"{part}.{size_key}={wanted}",
-            )
-    model = "model" if part == "data" else f"{part.partition('.')[0]}.model"
+def _update(how: MicroBatches | None, model: str, facts: _Facts) -> tuple[str, str]:
+    """What to change about an update.
+
+    Args:
+        how: its micro-batches.
+        model: where the settings of the model are.
+    """
+    if how is not None and (found := _too_small(how, facts)):
+        return found
     if facts.setting(f"{model}.enable_gradient_checkpointing"):
         off = f"{model}.enable_gradient_checkpointing=False"
         if facts.setting(f"{model}.recompute_granularity") == "selective":
             full = f"{model}.recompute_granularity=full"
             return "some activations are computed again", f"{off} {full}, if the memory suffices"
         return "activations are computed twice (enable_gradient_checkpointing)", f"{off}, if the memory suffices"
-    return "the model's passes are most of the work", f"{part}.use_dynamic_bsz=True"
+    reason = "the model's passes are most of the work"
+    if how is None or facts.setting(f"{how.where}.{how.dynamic}"):
+        return reason, _PROFILE
+    return reason, f"{how.where}.{how.dynamic}=True"
 
 
-def _data(facts: _Facts, phase: str) -> tuple[str, str]:
+def _too_small(how: MicroBatches, facts: _Facts) -> tuple[str, str] | None:
+    """What to change about micro-batches of few tokens; None where they have enough."""
+    length = facts.metrics.get("response_length/mean", 0.0) + facts.metrics.get("prompt_length/mean", 0.0)
+    if not length:  # fine-tuning
+        rows = facts.setting("data.train_batch_size", 1)
+        length = facts.metrics.get("perf/total_num_tokens", 0.0) / max(rows, 1)
+    if facts.setting(f"{how.where}.{how.dynamic}"):
+        tokens = facts.setting(f"{how.where}.{how.tokens}", _FEW_TOKENS)
+        if tokens < _FEW_TOKENS:
+            return f"a micro-batch has at most {tokens} tokens", f"{how.where}.{how.tokens}={2 * _FEW_TOKENS}"
+        return None
+    size = facts.setting(f"{how.where}.{how.size}", 1)
+    wanted = 2 ** max(size.bit_length(), round(_FEW_TOKENS / max(length, 1)).bit_length())
+    if how is _FINE_TUNING:  # a micro-batch is part of a batch of as many rows
+        wanted = min(wanted, facts.setting("data.train_batch_size", wanted))
+    if 0 < size * length < _FEW_TOKENS and wanted > size:
+        return (
+            f"a micro-batch has about {size * length:.0f} tokens, too few to keep a device busy",
+            f"{how.where}.{how.size}={wanted}",
+        )
+    return None
+
+
+def _pass(spec: RoleSpec, how: MicroBatches | None, facts: _Facts) -> tuple[str, str]:
+    """What to change about a pass of a role's model, whose results the step waits for."""
+    reason = f"the model of {spec.where} computes the batch in one more pass"
+    served = facts.setting(f"{spec.where}.rollout.name") is not None
+    if how is not None and not served:
+        if not facts.setting(f"{how.where}.{how.dynamic}"):
+            return reason, f"{how.where}.{how.dynamic}=True"
+        if found := _too_small(how, facts):
+            return found
+    if spec.name == POLICY:
+        return reason, _PROFILE
+    return reason, f"placement.roles.{spec.placement[0]}=NAME with devices of its own in placement.pools.NAME"
+
+
+def _data(facts: _Facts) -> tuple[str, str]:
     key = "data.num_workers" if facts.setting("data.micro_batch_size_per_gpu") else "data.dataloader_num_workers"
     return "the next batch is not ready when it is needed", f"{key}={max(2 * int(facts.setting(key, 0)), 4)}"
 
 
-def _saving(facts: _Facts, phase: str) -> tuple[str, str]:
+def _saving(facts: _Facts) -> tuple[str, str]:
     key = "actor_rollout_ref.actor.checkpoint" if facts.setting("actor_rollout_ref") else "checkpoint"
     if not facts.setting(f"{key}.async_save"):
         return "training waits while a checkpoint is written", f"{key}.async_save=True"
@@ -215,28 +257,36 @@ def _saving(facts: _Facts, phase: str) -> tuple[str, str]:
     return "a checkpoint is due before the one before is written", f"trainer.save_freq={2 * max(int(frequency), 1)}"
 
 
-def _testing(facts: _Facts, phase: str) -> tuple[str, str]:
+def _testing(facts: _Facts) -> tuple[str, str]:
     return "validation runs often", f"trainer.test_freq={2 * max(int(facts.setting('trainer.test_freq', 1)), 1)}"
 
 
-def _passes(facts: _Facts, phase: str) -> tuple[str, str]:
-    part = "actor_rollout_ref.ref" if phase == "ref" else "actor_rollout_ref.rollout"
-    return "log-probabilities are computed in one more pass", f"{part}.log_prob_use_dynamic_bsz=True"
+def _other(facts: _Facts) -> tuple[str, str]:
+    return "no rule here knows this phase", _PROFILE
 
 
-def _other(facts: _Facts, phase: str) -> tuple[str, str]:
-    return "no rule here knows this phase", "global_profiler.tool=torch, to see what it does"
-
-
-_RULES: dict[str, Callable[[_Facts, str], tuple[str, str]]] = {
+_Rule = Callable[[_Facts], tuple[str, str]]
+_RULES: dict[str, _Rule] = {
     "reward": _reward,
     "gen": _generation,
     "gen_max": _generation,
     "update_weights": _weights,
-    **dict.fromkeys(_UPDATES, _update),
+    "update_model": partial(_update, _FINE_TUNING, "model"),
     "data": _data,
     "save_checkpoint": _saving,
     "testing": _testing,
-    "old_log_prob": _passes,
-    "ref": _passes,
 }
+
+
+def _rule_of(phase: str) -> _Rule:
+    """The rule for a phase: that of its name, or of what the role does in it whose phase it is."""
+    if phase in _RULES:
+        return _RULES[phase]
+    for spec in ROLES.values():
+        if spec.update is not None and spec.update.phase == phase:
+            return partial(_update, spec.update.batching, spec.model_path)
+        passes: list[Pass | Scoring] = [*spec.passes, *([spec.scoring] if spec.scoring is not None else [])]
+        for one in passes:
+            if one.phase == phase:
+                return partial(_pass, spec, one.batching)
+    return _other

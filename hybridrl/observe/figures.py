@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from hybridrl.config.roles import ROLES
 from hybridrl.observe.history import Curve, RunHistory
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -45,10 +46,8 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hybridrl",  # the same bytes in every run
 }
-_PHASES = (
-    *("gen", "reward", "reward_model", "old_log_prob", "ref", "values", "adv"),
-    *("update_critic", "update_actor", "update_weights"),
-)
+# Times of a step that are no phase of it.
+_NO_PHASES = ("step", "workers", "testing", "save_checkpoint")
 _MARKED_UP_TO, _SMOOTH_FROM = 12, 25
 _POINTS = 2000  # of a line, whose values the page can show
 
@@ -107,15 +106,24 @@ def panels(history: RunHistory) -> list[Panel]:
     if names:
         lines = tuple((name, name.removeprefix("val-core/")) for name in names)
         found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
-    per_token = "timing_per_token_ms/"  # the prefix also finds phases of roles that the user registered
-    named = [name.removeprefix(per_token) for name in history.curves if name.startswith(per_token)]
-    known = dict.fromkeys([*_PHASES, *named])
-    phases = tuple((f"timing_s/{name}", name) for name in known if history.curve(f"timing_s/{name}"))
+    phases = tuple((f"timing_s/{name}", name) for name in _phases(history))
     if len(phases) > 1:
         found.append(Panel("Seconds per step, by phase", phases, "stack"))
     elif history.curve("timing_s/step"):
         found.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
     return found
+
+
+def _phases(history: RunHistory) -> list[str]:
+    """The phases of a step that were measured, in about their order. Unknown ones come before the last."""
+    specs = list(ROLES.values())
+    before = ("data", "gen", "gen_max", "reward", *(spec.scoring.phase for spec in specs if spec.scoring is not None))
+    passes = (*(one.phase for spec in specs for one in spec.passes), "rollout_corr", "adv")
+    updates = [spec.update.phase for spec in reversed(specs) if spec.update is not None]
+    found = [name.removeprefix("timing_s/") for name in history.curves if name.startswith("timing_s/")]
+    others = [name for name in found if "/" not in name and name not in _NO_PHASES and name != "update_weights"]
+    order = dict.fromkeys((*before, *passes, *updates, *others, "update_weights"))
+    return [name for name in order if name in found]
 
 
 def _telling(history: RunHistory, name: str) -> bool:

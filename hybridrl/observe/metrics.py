@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.sessions import split_sessions
+from hybridrl.config.roles import phases_per_token
 from hybridrl.observe.validation_metrics import (
     bootstrap_metric,
     calc_maj_val,
@@ -39,9 +40,8 @@ __all__ = [
 
 _EXPLAINED_VARIANCE_EPS = 1e-5
 
-# Phases that process only generated tokens, and phases that also process prompts.
+# Phases that process only generated tokens. Those that also process prompts are in the table of roles.
 _RESPONSE_PHASES = ("gen",)
-_WHOLE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -205,23 +205,21 @@ def staleness_metrics(batch: "DataProto", version: int) -> dict[str, float]:
     return {"rollout/staleness/mean": behind.mean().item(), "rollout/staleness/max": behind.max().item()}
 
 
-def compute_timing_metrics(
-    batch: "DataProto", timing_raw: Mapping[str, float], whole_phases: Sequence[str] = _WHOLE_PHASES
-) -> dict[str, float]:
+def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase, and the milliseconds per token of the phases that process tokens.
 
     Args:
         batch: `attention_mask` and `responses`, for the number of tokens.
-        timing_raw: phase -> seconds. `gen` is divided by the number of generated tokens.
-        whole_phases: phases that are divided by the number of prompt and response tokens together.
+        timing_raw: phase -> seconds. `gen` is divided by the number of generated tokens, the phases of
+            `phases_per_token` by the number of prompt and response tokens together.
 
     Returns:
-        `timing_s/<phase>` for every phase, and `timing_per_token_ms/<phase>` for `gen` and `whole_phases`.
+        `timing_s/<phase>` for every phase, and `timing_per_token_ms/<phase>` for `gen` and those.
     """
     metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_raw.items()}
     whole = int(_fields(batch)["attention_mask"].sum())
     generated = int(_lengths(batch)[1].sum())
-    for names, count in ((_RESPONSE_PHASES, generated), (whole_phases, whole)):
+    for names, count in ((_RESPONSE_PHASES, generated), (phases_per_token(), whole)):
         for name in names:
             if name in timing_raw and count > 0:
                 metrics[f"timing_per_token_ms/{name}"] = float(timing_raw[name]) * 1000.0 / count

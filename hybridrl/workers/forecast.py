@@ -13,6 +13,7 @@ from hybridrl.config.strategies import engine_settings
 from hybridrl.config.teachers import teachers_of
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.registry import import_external_lib
 from hybridrl.workers.model_worker import micro_batching
 from hybridrl.workers.objectives import Objective
 
@@ -24,17 +25,11 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
         ranks: number of ranks of each role.
 
     Returns:
-        None for a role whose strategy or kind of model has no forecast.
+        None for a role whose row, strategy or kind of model has no forecast.
     """
-    makers = {
-        "actor_rollout": _policy,
-        "ref": _reference,
-        "teacher": _teachers,
-        "critic": _critic,
-        "reward_model": _reward_model,
-        "prime": _process_rewards,
-    }
-    return {name: makers[name](config, count) if name in makers else None for name, count in ranks.items()}
+    import_external_lib(config.actor_rollout_ref.model.external_lib)  # which may have registered roles
+    makers = {name: ROLES[name].forecast if name in ROLES else None for name in ranks}
+    return {name: None if (make := makers[name]) is None else make()(config, count) for name, count in ranks.items()}
 
 
 def forecast_model(config: SupervisedConfig, ranks: int, role: str = "model") -> Forecast | None:
@@ -58,7 +53,8 @@ def forecast_model(config: SupervisedConfig, ranks: int, role: str = "model") ->
     return _forecast(objective.model_type, config.engine, config.model, config.optim, ranks, work)
 
 
-def _policy(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+def forecast_policy(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the policy."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     update = micro_batching(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)
     infer = micro_batching(
@@ -70,7 +66,8 @@ def _policy(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     return _forecast("language_model", actor, config.actor_rollout_ref.model, actor.optim, ranks, work)
 
 
-def _reference(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+def forecast_reference(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the reference policy."""
     ref = config.actor_rollout_ref.ref
     infer = micro_batching(
         ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
@@ -79,8 +76,8 @@ def _reference(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     return _forecast("language_model", ref, config.actor_rollout_ref.model, None, ranks, work)
 
 
-def _teachers(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
-    """Teachers are all there at once unless they are offloaded, and compute one after the other."""
+def forecast_teachers(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the teachers. They are all there at once unless they are offloaded, and compute one after the other."""
     found, settings = [], config.distillation
     for teacher in teachers_of(config).teachers:
         inference = teacher.settings.inference
@@ -101,7 +98,8 @@ def _teachers(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     return Forecast(**{**largest, **changed})
 
 
-def _critic(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+def forecast_critic(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the critic."""
     critic = config.critic
     update = micro_batching(
         critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
@@ -113,7 +111,8 @@ def _critic(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     return _forecast("value_model", critic, critic.model, critic.optim, ranks, work)
 
 
-def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+def forecast_reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the reward model."""
     part = config.reward.reward_model
     infer = micro_batching(part.micro_batch_size_per_gpu, part.use_dynamic_bsz, part.forward_max_token_len_per_gpu)
     work = _workload(config, config.data.train_batch_size, ranks, None, infer)
@@ -121,8 +120,8 @@ def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     return _forecast(kind, part, part.model, None, ranks, work)
 
 
-def _process_rewards(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
-    """The forecast of a model that learns, next to its frozen copy."""
+def forecast_prime(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the process reward model, which learns, next to its frozen copy."""
     part = ROLES["prime"].settings_of(config)
     micro = micro_batching(part.ppo_micro_batch_size_per_gpu, part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu)
     work = _workload(config, part.ppo_mini_batch_size, ranks, micro, micro)

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
+from hybridrl.config.roles import ROLES, MicroBatches, Pass, RoleSpec, Scoring, Update
 from hybridrl.errors import UserError
-from hybridrl.observe.advisor import advise
+from hybridrl.observe.advisor import Advice, advise
 from hybridrl.observe.history import load_history
 from hybridrl.observe.jsonl import JsonLines
 from hybridrl.observe.report import summarize, write_report
 from hybridrl.observe.timeline import TIMELINE, Timeline, picture, read_timeline
+from hybridrl.registry import INFERENCE_ENGINES
+from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.utils.spans import CONTROLLER, Span
 
 BALANCED = {
@@ -159,6 +162,84 @@ def test_the_planted_limit_is_named_with_its_rank_and_a_setting_to_try(tmp_path:
     assert advice.override.startswith(override)
     expected = 20.0 / (sum(BALANCED.values()) - BALANCED.get(phase, 0.0) + 20.0)
     assert advice.share == pytest.approx(expected, rel=1e-3)
+
+
+def limited_by(tmp_path: Path, phase: str, config: dict[str, Any]) -> Advice:
+    """The advice of a run that this phase limits."""
+    history = load_history(_write(tmp_path, {**BALANCED, phase: 20.0}, config={**CONFIG, **config}))
+    advice = advise(history.steps(), {}, history.config)
+    assert advice is not None and advice.phase == phase
+    return advice
+
+
+PRIME = {"roles": {"prime": {"model": {"path": "x"}}}}  # a run's file has only what was set of such a role
+LEARNING = {"ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
+
+
+@pytest.mark.parametrize(
+    ("phase", "config", "override"),
+    [
+        ("update_prime", PRIME, "roles.prime.model.enable_gradient_checkpointing=False"),
+        (
+            "update_prime",
+            {"roles": {"prime": {"model": {"enable_gradient_checkpointing": False}}}},
+            "roles.prime.use_dynamic_bsz=True",
+        ),
+        ("update_prime", {"roles": {"prime": LEARNING}}, "roles.prime.ppo_micro_batch_size_per_gpu=8"),
+        ("update_critic", {"critic": LEARNING}, "critic.ppo_micro_batch_size_per_gpu=8"),
+        ("update_critic", {"critic": {"use_dynamic_bsz": True}}, "global_profiler.tool=torch"),
+        ("process_rewards", PRIME, "roles.prime.use_dynamic_bsz=True"),
+        (
+            "process_rewards",
+            {"roles": {"prime": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 512}}},
+            "roles.prime.ppo_max_token_len_per_gpu=8192",
+        ),
+        ("values", {}, "critic.use_dynamic_bsz=True"),
+        ("values", {"critic": {"use_dynamic_bsz": True}}, "placement.roles.critic="),
+        ("ref", {}, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True"),
+        ("old_log_prob", {}, "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"),
+        ("teacher", {}, "placement.roles.teacher="),
+        ("reward_model", {}, "reward.reward_model.use_dynamic_bsz=True"),
+        (
+            "reward_model",
+            {"reward": {"reward_model": {"rollout": {"name": "vllm"}}}},
+            "placement.roles.reward_model=",
+        ),
+        ("own_scores", {}, "placement.roles.own="),
+        ("own_update", {}, "global_profiler.tool=torch"),
+        ("own_pass", {}, "roles.own.my_dynamic=True"),
+    ],
+)
+def test_phases_of_every_role_have_a_rule(tmp_path: Path, monkeypatch, phase, config, override) -> None:
+    own = RoleSpec(
+        name="own",
+        worker=None,
+        needed=lambda config: True,
+        placement=("own",),
+        mesh="own",
+        passes=(Pass("own_pass", "compute", batching=MicroBatches("roles.own", "my_size", "my_tokens", "my_dynamic")),),
+        scoring=Scoring("own_scores", "score", "own", reader=lambda: None, weight=lambda config: 1.0),
+        update=Update("own_update", "update", fields=()),
+    )
+    monkeypatch.setitem(ROLES, "own", own)
+    advice = limited_by(tmp_path, phase, config)
+    assert advice.override.startswith(override) and "no rule here" not in advice.reason
+
+
+def test_an_engine_that_generates_in_the_training_workers_is_named(tmp_path: Path) -> None:
+    @InferenceEngines.register("in_place_of_advisor", in_place=True)
+    class InPlace:
+        pass
+
+    try:
+        for name in ("hf", "in_place_of_advisor"):
+            rollout = {**CONFIG["actor_rollout_ref"]["rollout"], "name": name}
+            config = {"actor_rollout_ref": {**CONFIG["actor_rollout_ref"], "rollout": rollout}}
+            advice = limited_by(tmp_path / name, "gen", config)
+            assert f"rollout.name={name} " in advice.reason
+            assert advice.override == "actor_rollout_ref.rollout.name=vllm"
+    finally:
+        del INFERENCE_ENGINES.objects["in_place_of_advisor"]
 
 
 def test_the_report_shows_the_timeline_of_every_rank_and_the_advice(tmp_path: Path) -> None:

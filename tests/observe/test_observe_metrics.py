@@ -1,6 +1,7 @@
 """Step metrics against formulas written out row by row."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl import DataProto
+from hybridrl.config.roles import ROLES, Pass
 from hybridrl.observe.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -139,7 +141,7 @@ def test_turns_and_tool_calls() -> None:
     assert found["tool_call_counts/max"] == 3
 
 
-def test_timing_and_throughput() -> None:
+def test_timing_and_throughput(monkeypatch) -> None:
     batch = make_batch([3, 2], [4, 1], P=5, T=4)
     timing = compute_timing_metrics(batch, {"gen": 0.5, "update_actor": 1.0, "testing": 2.0})
     assert timing == pytest.approx(
@@ -151,9 +153,10 @@ def test_timing_and_throughput() -> None:
             "timing_per_token_ms/update_actor": 1000 / 10,
         }
     )
-    own = compute_timing_metrics(batch, {"scorer": 1.0, "update_actor": 1.0}, whole_phases=("scorer",))
+    monkeypatch.setitem(ROLES, "scorer", replace(ROLES["ref"], name="scorer", passes=(Pass("scorer", "score"),)))
+    own = compute_timing_metrics(batch, {"scorer": 1.0, "reward": 1.0})
     assert own["timing_per_token_ms/scorer"] == pytest.approx(1000 / 10)
-    assert "timing_per_token_ms/update_actor" not in own
+    assert "timing_per_token_ms/reward" not in own
     assert compute_throughout_metrics(batch, {"step": 2.0}, n_gpus=5) == {
         "perf/total_num_tokens": 10,
         "perf/time_per_step": 2.0,

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from hybridrl.config.roles import ROLES, Pass, Scoring
 from hybridrl.errors import UserError
 from hybridrl.observe import textplot
 from hybridrl.observe.dump import dump_generations
@@ -229,15 +231,19 @@ def test_charts_that_would_tell_nothing_are_left_out(tmp_path: Path) -> None:
     assert "KL divergence" in write_report(make_run(tmp_path / "b", 5, **{"actor/ppo_kl": 1e-9})).read_text()
 
 
-def test_phases_of_roles_that_the_user_registered_are_drawn(tmp_path: Path) -> None:
+def test_phases_of_roles_that_the_user_registered_are_drawn(tmp_path: Path, monkeypatch) -> None:
+    """In their order where the table has the role, as in the run itself, and otherwise too."""
+    scoring = Scoring("own_scores", "score", "own", reader=lambda: None, weight=lambda config: 1.0)
+    own = replace(ROLES["ref"], name="own", scoring=scoring, passes=(Pass("own_pass", "compute"),))
+    monkeypatch.setitem(ROLES, "own", own)
     points = Curve(np.arange(3), np.ones(3))
     names = (
-        "timing_s/gen",
-        "timing_s/scorer",
-        "timing_per_token_ms/gen",
-        "timing_per_token_ms/scorer",
-        "timing_s/step",
+        *("timing_s/step", "timing_s/workers", "timing_s/testing", "timing_s/reward_sample/mean"),
+        *("timing_s/update_weights", "timing_s/update_actor", "timing_s/update_critic", "timing_s/values"),
+        *("timing_s/own_scores", "timing_s/own_pass", "timing_s/reward", "timing_s/gen", "timing_s/elsewhere"),
     )
     found = panels(RunHistory(tmp_path, dict.fromkeys(names, points), last_step=2))
     (phases,) = [panel for panel in found if panel.kind == "stack"]
-    assert phases.lines == (("timing_s/gen", "gen"), ("timing_s/scorer", "scorer"))
+    drawn = [label for _, label in phases.lines]
+    assert drawn[:4] == ["gen", "reward", "own_scores", "values"] and drawn[4] == "own_pass"
+    assert drawn[5:] == ["update_critic", "update_actor", "elsewhere", "update_weights"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
+from hybridrl.config.roles import ROLES
 from hybridrl.config.strategies import engine_settings
 from hybridrl.engine import TrainEngines
 from hybridrl.engine.forecast import peak_of
@@ -65,6 +66,38 @@ def test_models_in_one_pool_share_a_device(micro_model: Path) -> None:
     assert ref.states == ref.gradients == ref.activations == 0 < ref.pass_activations
     alone = apart.roles["critic"]
     assert alone is not None and apart.phases()["update_critic"] == alone.update
+
+
+def test_a_row_of_the_table_brings_its_own_forecast(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(
+        ROLES["ref"],
+        name="own",
+        needed=lambda config: True,
+        forecast=lambda: lambda config, ranks: replace(policy, weights=policy.weights * ranks),
+    )
+    without = forecast_run(settings(micro_model))
+    policy = without.roles["actor_rollout"]
+    assert policy is not None
+    monkeypatch.setitem(ROLES, "own", own)
+    found = forecast_run(settings(micro_model))
+    assert found.roles["own"] == replace(policy, weights=2 * policy.weights)
+    assert found.phases()["update_actor"] == without.phases()["update_actor"] + found.roles["own"].resident
+    monkeypatch.setitem(ROLES, "own", replace(own, forecast=None))
+    assert forecast_run(settings(micro_model)).roles["own"] is None
+
+
+def test_roles_of_external_lib_are_forecast_before_a_worker_has_imported_it(micro_model: Path, tmp_path: Path) -> None:
+    module = tmp_path / "role_of_forecast.py"
+    module.write_text(
+        "from dataclasses import replace\n"
+        "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "ROLES['late'] = replace(ROLES['ref'], name='late', forecast=lambda: lambda config, ranks: ranks)\n"
+    )
+    config = settings(micro_model, **{"actor_rollout_ref.model.external_lib": module})
+    try:
+        assert forecast_roles(config, {"late": 3}) == {"late": 3}
+    finally:
+        ROLES.pop("late", None)
 
 
 def test_an_engine_takes_its_share_of_a_gpu(micro_model: Path) -> None:

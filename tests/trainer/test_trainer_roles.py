@@ -14,6 +14,7 @@ import torch
 from trainer_tools import trained
 
 from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
+from hybridrl.config.roles import phases_per_token
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.roles import (
@@ -21,7 +22,6 @@ from hybridrl.trainer.ppo.roles import (
     Role,
     Update,
     active_roles,
-    phases_per_token,
     register_role,
     resource_pools,
 )

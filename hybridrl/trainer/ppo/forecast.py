@@ -211,14 +211,9 @@ def changes_that_fit(
 def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[tuple[str, Any]]:
     rollout = config.actor_rollout_ref.rollout
     sequence = rollout.prompt_length + rollout.response_length
+    idle = tuple(f"{spec.where}." for spec in ROLES.values() if not spec.needed(config))
     for key, value in _CHANGES:
-        if key.startswith("critic.") and not config.use_critic:
-            continue
-        if key.startswith("distillation.") and not config.distillation.enabled:
-            continue
-        if key.startswith("reward.") and not config.reward.reward_model.enable:
-            continue
-        if unread_by(config, key):
+        if key.startswith(idle) or unread_by(config, key):
             continue
         if value == "a sequence":
             if get_key(config, key) > sequence:

@@ -8,18 +8,17 @@ import functools
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.loading import check_weights, checked_source
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
-from hybridrl.reward.judge_pool import Answering, JudgePool, judges_in
+from hybridrl.reward.judge_pool import JudgePool, judges_in
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Request
@@ -45,9 +44,10 @@ class ServedJudge(ServedRole):
         self._lock = threading.Lock()
         self._answering, self._since = 0, 0.0
 
-    def answering(self, judge: JudgeConfig) -> Answering:
-        """Return what answers questions with these settings."""
-        return functools.partial(self.answer, judge)
+    def answer_for(self, judges: Iterable[JudgePool], config: PPOTrainerConfig) -> None:
+        """Answer what these ask from now on."""
+        for judge in judges:
+            judge.connect(functools.partial(self.answer, config.reward.reward_model.judge))
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ def check_judge_model(config: PPOTrainerConfig) -> None:
         ModelError: names the setting and what to change.
     """
     part = config.reward.reward_model
-    if not ROLES["judge"].needed(config):
+    if not part.serves_judge:
         return
     where, hf_config = f"{_KEY}.model.path={part.model.path}", config_of(part.model)
     writes = [name for name in hf_config.architectures or () if name.endswith(("LMHeadModel", "ForCausalLM"))]

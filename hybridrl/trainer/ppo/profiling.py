@@ -1,4 +1,4 @@
-"""Profiles chosen steps of a run on chosen ranks (`global_profiler`, and `profiler` of the actor and the critic)."""
+"""Profiles chosen steps of a run on chosen ranks (`global_profiler`, and `profiler` of each role)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
-from hybridrl.trainer.ppo.roles import POLICY
+from hybridrl.trainer.ppo.roles import active_roles
 from hybridrl.utils.files import check_writable
 from hybridrl.workers.profiling import ProfileRequest
 
@@ -33,12 +34,16 @@ class StepProfiler:
         self._groups: dict[str, Any] = {}
         if self._config.tool is None or not self._config.steps:
             return
-        actor = config.actor_rollout_ref.actor.profiler
-        chosen = [(POLICY, "actor_rollout_ref.actor.profiler", actor)]
-        chosen.append(("critic", "critic.profiler", config.critic.profiler))
-        for role, where, wanted in chosen:
+        for spec in active_roles(config):
+            role, where, wanted = (
+                spec.name,
+                f"{spec.where}.profiler",
+                getattr(spec.settings_of(config), "profiler", None),
+            )
             group = groups.get(role)
-            if group is None or not wanted.enable or not (wanted.all_ranks or wanted.ranks):
+            if group is None or not isinstance(wanted, RoleProfilerConfig) or not wanted.enable:
+                continue
+            if not (wanted.all_ranks or wanted.ranks):
                 continue
             if wrong := [rank for rank in wanted.ranks if not 0 <= rank < group.world_size]:
                 raise UserError(

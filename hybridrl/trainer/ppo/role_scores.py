@@ -45,7 +45,7 @@ class Scorer:
         self._config = config
         self._roles: list[tuple[Scoring, Callable[[DataProto], DataProto], Any]] = []
         self._lend_cache: Callable[[], None] | None = None
-        self._judge: ServedJudge | None = None
+        self._judges: list[ServedJudge] = []
 
     @classmethod
     def of(cls, config: PPOTrainerConfig, tokenizer: Any) -> Scorer:
@@ -67,10 +67,11 @@ class Scorer:
         assert self._config is not None
         specs = [spec for spec in active_roles(self._config) if spec.name in self._readers and spec.name in groups]
         self._roles = [(spec.scoring, self._readers[spec.name], groups[spec.name]) for spec in specs if spec.scoring]
-        judge = groups.get("judge")
-        self._judge = judge if isinstance(judge, ServedJudge) else None
+        judges: list[Any] = [groups.get(spec.name) for spec in active_roles(self._config) if spec.asked_in]
+        self._judges = [judge for judge in judges if isinstance(judge, ServedJudge)]
         pool, asked = groups[POLICY].resource_pool, [groups[spec.name] for spec in specs]
-        shared = any(group.resource_pool is pool for group in (*asked, *([self._judge] if self._judge else [])))
+        sharing: list[Any] = [*asked, *self._judges]
+        shared = any(group.resource_pool is pool for group in sharing)
         if shared and rollout.gives_memory_back and not self._config.actor_rollout_ref.rollout.nnodes:
             self._lend_cache = rollout.lend_cache
 
@@ -91,7 +92,9 @@ class Scorer:
             with timer.phase(scoring.phase):
                 asked = read(batch)
                 pending.append((scoring, read, asked, getattr(group, scoring.method)(asked)))
-        with timer.phase("reward"), contextlib.nullcontext() if self._judge is None else self._judge.turn():
+        with timer.phase("reward"), contextlib.ExitStack() as turns:
+            for judge in self._judges:
+                turns.enter_context(judge.turn())
             result = ask(reward_fn, batch)
         for scoring, read, asked, future in pending:
             with timer.phase(scoring.phase):

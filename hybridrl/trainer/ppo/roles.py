@@ -8,8 +8,10 @@ from typing import Any
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.roles import POLICY as POLICY
 from hybridrl.config.roles import ROLES as ROLES
+from hybridrl.config.roles import MicroBatches as MicroBatches
 from hybridrl.config.roles import Pass as Pass
 from hybridrl.config.roles import RoleSpec as RoleSpec
+from hybridrl.config.roles import Scoring as Scoring
 from hybridrl.config.roles import Update as Update
 from hybridrl.config.roles import active_roles as active_roles
 from hybridrl.config.roles import pool_of, pools_of
@@ -38,12 +40,6 @@ class Role(StrEnum):
     RefPolicy = "ref"
     RewardModel = "reward_model"
     ActorRolloutRef = "actor_rollout_ref"
-
-
-def phases_per_token() -> tuple[str, ...]:
-    """Return the phases that process every token of prompts and responses. Their time per token is reported."""
-    passes = dict.fromkeys(one.phase for spec in ROLES.values() for one in spec.passes if one.per_token)
-    return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 
 def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:

@@ -37,7 +37,7 @@ from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.profiling import StepProfiler
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
-from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, phases_per_token, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, spawn_worker_groups
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
@@ -132,8 +132,9 @@ class RayPPOTrainer:
         self.run.writers = self.learner.background_writers
         self._start_rollout(self.groups[POLICY])
         self.scorer.connect(self.groups, self.rollout)
-        for judge in self._judges:
-            judge.connect(self.groups["judge"].answering(self.config.reward.reward_model.judge))
+        for spec in self.learner.roles:
+            if spec.asked_in:
+                self.groups[spec.name].answer_for(self._judges, self.config)
         self.sampler = self.sampler_class(
             self.config, self.rollout, self.reward_fn, self.train_loader, self.pool, self.scorer
         )
@@ -145,7 +146,7 @@ class RayPPOTrainer:
             group, model = self.groups[spec.name], getattr(spec.config_of(self.config), "model", None)
             if spec.update is not None and isinstance(model, ModelConfig) and hasattr(group, "device_name"):
                 name, peak = spec.update.phase.removeprefix("update_"), self.config.trainer.peak_tflops
-                found[spec.name] = Utilization(name, model, group, spec.update.method, name == "critic", peak)
+                found[spec.name] = Utilization(name, model, group, spec.update.method, spec.update.value_head, peak)
         return found
 
     def _utilization_metrics(self, batch: DataProto) -> dict[str, float]:
@@ -271,7 +272,7 @@ class RayPPOTrainer:
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
         )
-        metrics |= compute_timing_metrics(batch, timing, phases_per_token())
+        metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.n_devices)
         metrics |= self._utilization_metrics(batch)
         metrics |= as_metrics(self.peaks.measure()) | pass_metrics(self.groups)
