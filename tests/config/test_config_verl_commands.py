@@ -156,6 +156,9 @@ def test_the_lengths_of_generation_have_two_names():
         ("ppo_trainer", f"{POLICY}.rollout.calculate_log_probs=False", "always"),
         ("ppo_trainer", f"{POLICY}.rollout.enable_rollout_routing_replay=True", "mode=R3"),
         ("sft_trainer", "checkpoint.strict=False", "all of its weights"),
+        ("sft_trainer", "profiler.tool=torch", "global_profiler"),
+        ("sft_trainer", "trainer.profile_interval=[3,4]", "global_profiler.steps"),
+        ("sft_trainer", "global_profiler.profile_continuous_steps=True", "profile"),
     ],
 )
 def test_what_has_no_effect_is_said_with_the_reason(root, word, named):

@@ -59,11 +59,14 @@ def test_tools_that_record_gpus_are_refused_without_one(tmp_path: Path, tool: st
     ],
 )
 def test_settings_that_write_no_profile_are_told(words: list[str], told: str) -> None:
-    config = load_config("ppo_trainer", words)
-    (notice,) = [one for one in consequences(config) if "profile" in one]
-    assert told in notice
+    for program, where in (("ppo_trainer", ACTOR), ("sft_trainer", "profiler")):
+        config = load_config(program, [word.replace(ACTOR, where) for word in words])  # type: ignore[call-overload]
+        (notice,) = [one for one in consequences(config) if "profile" in one]
+        assert told.replace(ACTOR, where) in notice
 
 
-def test_settings_that_write_one_are_not() -> None:
-    words = ["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ACTOR}.enable=True", f"{ACTOR}.ranks=[0]"]
-    assert not [one for one in consequences(load_config("ppo_trainer", words)) if "profile" in one]
+@pytest.mark.parametrize(("program", "where"), [("ppo_trainer", ACTOR), ("sft_trainer", "profiler")])
+def test_settings_that_write_one_are_not(program: str, where: str) -> None:
+    words = ["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{where}.enable=True", f"{where}.ranks=[0]"]
+    config = load_config(program, words)  # type: ignore[call-overload]
+    assert not [one for one in consequences(config) if "profile" in one]

@@ -1,13 +1,14 @@
 """Valid settings with a consequence that the user may not expect; each is one notice before the run."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hybridrl.config.checks.distillation import distillation_notices
 from hybridrl.config.checks.served import served_notices
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.engine import FSDPConfig
-from hybridrl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig, RootConfig
+from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
+from hybridrl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig, RootConfig, SupervisedConfig
 from hybridrl.config.schema.trainer import RunConfig
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -18,6 +19,8 @@ def consequences(config: RootConfig) -> Iterator[str]:
     """Yield the notices about a configuration without faults."""
     if isinstance(config, PPOTrainerConfig):
         yield from _of_training(config)
+    if isinstance(config, SupervisedConfig):
+        yield from _of_profiling(config.global_profiler, {"profiler": config.profiler})
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         yield from _of_resuming(trainer)
@@ -52,7 +55,8 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             f"reward.reward_model.model.path={part.model.path} has no effect without reward.reward_model.enable: no "
             "reward model takes part"
         )
-    yield from _of_profiling(config)
+    roles = {"actor_rollout_ref.actor.profiler": config.actor_rollout_ref.actor.profiler}
+    yield from _of_profiling(config.global_profiler, roles | {"critic.profiler": config.critic.profiler})
     yield from distillation_notices(config)
     yield from served_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
@@ -65,9 +69,9 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             )
 
 
-def _of_profiling(config: PPOTrainerConfig) -> Iterator[str]:
-    wanted, where = config.global_profiler, "actor_rollout_ref.actor.profiler"
-    roles = {where: config.actor_rollout_ref.actor.profiler, "critic.profiler": config.critic.profiler}
+def _of_profiling(wanted: GlobalProfilerConfig, roles: Mapping[str, RoleProfilerConfig]) -> Iterator[str]:
+    """Say by which setting no profile is written. `roles` are by key, first the one that is named."""
+    where = next(iter(roles))
     enabled = {name: one for name, one in roles.items() if one.enable}
     if wanted.tool is None:
         if wanted.steps or enabled:

@@ -38,7 +38,10 @@ class GlobalProfilerConfig(ConfigNode):
 
 @dataclass
 class RoleProfilerConfig(ConfigNode):
-    """`profiler` of the policy, the critic or a role of your own: which of its ranks are profiled."""
+    """`profiler` of the policy, the critic, a role of your own, and the model of supervised training.
+
+    It says which of its ranks are profiled.
+    """
 
     enable: bool = key(False, "profile this role in global_profiler.steps")
     all_ranks: bool = key(False, "profile every rank")

@@ -20,7 +20,7 @@ from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
-from hybridrl.config.schema.profiler import GlobalProfilerConfig
+from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
@@ -93,6 +93,8 @@ class SupervisedConfig(ConfigNode):
     trainer: SFTRunConfig = group(SFTRunConfig)
     placement: PlacementConfig = group(PlacementConfig, roles={"model": "global"})
     ray_kwargs: RayConfig = group(RayConfig)
+    global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)
+    profiler: RoleProfilerConfig = group(RoleProfilerConfig)
 
     @property
     def objective(self) -> ObjectiveConfig:

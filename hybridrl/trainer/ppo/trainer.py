@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, PPOTrainerConfig
+from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
@@ -34,13 +35,13 @@ from hybridrl.trainer.ppo.judge import judges_of
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
 from hybridrl.trainer.ppo.needs import total_training_steps
-from hybridrl.trainer.ppo.profiling import StepProfiler
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, spawn_worker_groups
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
+from hybridrl.trainer.profiling import ProfiledRole, StepProfiler
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.utilization import Utilization
 
@@ -126,7 +127,7 @@ class RayPPOTrainer:
         forecast = check_before_loading(self.config, self.groups[POLICY])
         self.learner.init_models(self.run.total_steps)
         self.utilization = self._measured_roles()
-        self.profiler = StepProfiler(self.config, self.groups)
+        self.profiler = StepProfiler(self.config.global_profiler, self._profiled_roles())
         self.peaks = phase_peaks(self.groups, forecast)
         self.run.groups = list(self.groups.values())
         self.run.writers = self.learner.background_writers
@@ -148,6 +149,12 @@ class RayPPOTrainer:
                 name, peak = spec.update.phase.removeprefix("update_"), self.config.trainer.peak_tflops
                 found[spec.name] = Utilization(name, model, group, spec.update.method, spec.update.value_head, peak)
         return found
+
+    def _profiled_roles(self) -> Iterator[ProfiledRole]:
+        for spec in active_roles(self.config):
+            settings = getattr(spec.settings_of(self.config), "profiler", None)
+            if spec.name in self.groups and isinstance(settings, RoleProfilerConfig):
+                yield ProfiledRole(spec.name, f"{spec.where}.profiler", settings, self.groups[spec.name])
 
     def _utilization_metrics(self, batch: DataProto) -> dict[str, float]:
         mask = batch.batch["response_mask"]

@@ -19,6 +19,7 @@ from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.forecast import MemoryForecast
 from hybridrl.trainer.memory import PhasePeaks, as_metrics
 from hybridrl.trainer.ppo.batching import sequence_work, spread_over_ranks
+from hybridrl.trainer.profiling import ProfiledRole, StepProfiler
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.supervised.reference import CachedReference, Reference
 from hybridrl.trainer.supervised.rows import Totals, as_responses, as_scored, normalise
@@ -91,6 +92,9 @@ class SupervisedTrainer:
         self.peaks = PhasePeaks([(group, _PHASES)], forecast)
         source = self.config.reference
         self.group.init_model(self.run.total_steps, reference=source == "model", overrides=self._overrides())
+        self.profiler = StepProfiler(
+            self.config.global_profiler, [ProfiledRole("model", "profiler", self.config.profiler, group)]
+        )
         self.run.groups = [group]
         peak = self.config.trainer.peak_tflops
         is_value = self.objective.output == "values"
@@ -119,7 +123,7 @@ class SupervisedTrainer:
             self.prepare_reference()
             self.restore()
             for batch in self.run.batches(self.train_loader):
-                with self.run.measured_step():
+                with self.run.measured_step(), self.profiler.step(self.run.step):
                     metrics = self.update(batch)
                     self.train_loader.after_step(batch)  # for a sampler or dataset that learns from it
                 self.report(metrics)
