@@ -1,11 +1,13 @@
 """What the forecasts of memory of all programs share: how they are told, and what is refused."""
 
 import copy
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
+from hybridrl.config import OptimConfig
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray import RayWorkerGroup
@@ -107,7 +109,7 @@ def fewest_changes(
     config: Config,
     total: float,
     peak_of: Callable[[Config], float],
-    candidates: Callable[[Config], Iterable[tuple[str, Any]]],
+    candidates: Callable[[Config], Iterable[Mapping[str, Any]]],
 ) -> Changes:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice.
 
@@ -115,22 +117,34 @@ def fewest_changes(
         config: the settings of the run, which stay as they are.
         total: bytes of a device.
         peak_of: the peak of a run with these settings.
-        candidates: keys and values to try in this order. It sees those that were taken before.
+        candidates: keys with their new values, to try in this order. It sees those that were taken before.
     """
     tried = copy.deepcopy(config)
     peak, chosen = peak_of(tried), []
-    for key, value in candidates(tried):
+    for settings in candidates(tried):
         if peak <= total:
             break
-        before = get_key(tried, key)
-        set_key(tried, key, value)
+        before = {key: get_key(tried, key) for key in settings}
+        _set_keys(tried, settings)
         lower = peak_of(tried)
         if lower < 0.99 * peak:
-            chosen.append((key, value))
+            chosen += settings.items()
             peak = lower
         else:
-            set_key(tried, key, before)
+            _set_keys(tried, before)
     return chosen, peak <= total
+
+
+def eight_bit_adam(where: str, optim: OptimConfig) -> dict[str, Any]:
+    """The settings by which AdamW keeps its state in 8 bits; none where another class may not take the arguments.
+
+    Args:
+        where: the key of `optim`.
+    """
+    is_usual = (optim.optimizer, optim.optimizer_impl) == ("AdamW", "torch.optim")
+    if not is_usual or optim.override_optimizer_config or importlib.util.find_spec("torchao") is None:
+        return {}
+    return {f"{where}.optimizer": "AdamW8bit", f"{where}.optimizer_impl": "torchao.optim"}
 
 
 def get_key(config: Any, key: str) -> Any:
@@ -148,6 +162,12 @@ def set_key(config: Any, key: str, value: Any) -> None:
         part[name] = value
     else:
         setattr(part, name, value)
+
+
+def _set_keys(config: Any, settings: Mapping[str, Any]) -> None:
+    """Set the values at dotted paths."""
+    for key, value in settings.items():
+        set_key(config, key, value)
 
 
 def check_group(

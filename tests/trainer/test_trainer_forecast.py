@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,6 +301,50 @@ def test_the_command_prints_fine_tuning_and_names_an_engine_without_a_forecast(
     unknown = tuning.TuningForecast({"model": None}, {"model": "engine.strategy=own:Engine"})
     with pytest.raises(PlacementError, match=r"engine\.strategy=own:Engine has none"):
         print_found(lambda _: unknown, lambda *_: None, [[1]])
+
+
+TIGHT = {
+    "data.train_batch_size": 1,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.1,
+    "actor_rollout_ref.model.use_fused_kernels": True,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 300,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 300,
+    "algorithm.adv_estimator": "grpo",
+}
+EIGHT_BIT = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
+has_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="8-bit optimizers are torchao's")
+
+
+@has_torchao
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_makes_weights_and_state_of_a_policy_fit(micro_model: Path, ranks: int) -> None:
+    """FSDP2's own offloading needs several ranks; 8-bit Adam, which changes results, comes after what does not."""
+    actor, offload = "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config.offload_policy"
+    config = settings(micro_model, **TIGHT, **{"trainer.n_gpus_per_node": ranks})
+    policy = forecast_run(config).roles["actor_rollout"]
+    assert policy is not None
+    eight_bit = [(f"{actor}.optim.{name}", value) for name, value in EIGHT_BIT.items()]
+    freed = 0.9 * (policy.weights + policy.states + policy.gradients) if ranks == 2 else 0.7 * policy.states
+    enough = policy.update - freed
+    changes, fits = changes_that_fit(config, enough)
+    assert fits and changes == ([(offload, True)] if ranks == 2 else eight_bit)
+
+
+@has_torchao
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_makes_weights_and_state_of_fine_tuning_fit(micro_model: Path, ranks: int) -> None:
+    given = {"model.use_fused_kernels": True, "model.enable_gradient_checkpointing": True}
+    config = tuning_settings(
+        micro_model, **given, **{"data.max_token_len_per_gpu": 200, "trainer.n_gpus_per_node": ranks}
+    )
+    one = tuning.forecast_tuning(config).roles["model"]
+    assert one is not None
+    changes, fits = tuning.changes_that_fit(config, one.update - 0.7 * one.states)
+    expected = [("engine.offload_policy", True)] if ranks == 2 else [(f"optim.{k}", v) for k, v in EIGHT_BIT.items()]
+    assert fits and changes == expected
 
 
 @pytest.mark.slow(20)

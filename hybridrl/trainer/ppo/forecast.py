@@ -9,7 +9,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.served import ServedModel
 from hybridrl.config.unread import unread_by
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
-from hybridrl.single_controller.ray import RayWorkerGroup
+from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
 from hybridrl.trainer.ppo.roles import POLICY, ROLES, active_roles, resource_pools
@@ -20,7 +20,7 @@ ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | 
 _MIB = 1024**2
 _ENGINE_BYTES = 2  # of a parameter in an inference engine: bfloat16
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-#: changes that save memory, the cheapest first: the key and its value
+#: changes that save memory, the cheapest first: the key and its value. The last one also changes the results a little.
 _CHANGES: tuple[tuple[str, Any], ...] = (
     (f"{_MODEL}.use_fused_kernels", True),
     (f"{_ACTOR}.ppo_max_token_len_per_gpu", "a sequence"),
@@ -51,7 +51,13 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     (f"{_ACTOR}.megatron.param_offload", True),
     ("critic.fsdp.param_offload", True),
     ("critic.megatron.param_offload", True),
+    (f"{_ACTOR}.fsdp_config.offload_policy", "several ranks"),
+    ("critic.fsdp.offload_policy", "several ranks"),
+    (f"{_ACTOR}.optim", "8 bits"),
+    ("critic.optim", "8 bits"),
 )
+#: a setting that only an engine with 8-bit optimizers reads, by the key of the optimizer's settings
+_EIGHT_BIT = {f"{_ACTOR}.optim": f"{_ACTOR}.fsdp_config.offload_policy", "critic.optim": "critic.fsdp.offload_policy"}
 _LEAST_UTILIZATION = 0.1
 
 
@@ -135,7 +141,7 @@ def forecast_run(
         compute: `forecast_roles`, in a process that has a device of the kind that the models will have.
     """
     manager = resource_pools(config)
-    ranks = {name: sum(manager.resource_pool_spec[pool]) for name, pool in manager.mapping.items() if name in ROLES}
+    ranks = _ranks(manager)
     rollout = config.actor_rollout_ref.rollout
     shares = rollout.name == "auto" or INFERENCE_ENGINES.facts(rollout.name).reserves_of_total
     engine = 0.0
@@ -167,6 +173,11 @@ def forecast_run(
             for name, models in served.items()
         },
     )
+
+
+def _ranks(manager: ResourcePoolManager) -> dict[str, int]:
+    """The number of ranks of each role."""
+    return {str(name): sum(manager.resource_pool_spec[pool]) for name, pool in manager.mapping.items() if name in ROLES}
 
 
 def _taken(models: Sequence[ServedModel], total: float | None) -> list[float]:
@@ -208,24 +219,30 @@ def changes_that_fit(
     )
 
 
-def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[tuple[str, Any]]:
-    rollout = config.actor_rollout_ref.rollout
+def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[dict[str, Any]]:
+    rollout, ranks = config.actor_rollout_ref.rollout, _ranks(resource_pools(config))
     sequence = rollout.prompt_length + rollout.response_length
     idle = tuple(f"{spec.where}." for spec in ROLES.values() if not spec.needed(config))
     for key, value in _CHANGES:
-        if key.startswith(idle) or unread_by(config, key):
+        if key.startswith(idle) or unread_by(config, _EIGHT_BIT.get(key, key)):
             continue
         if value == "a sequence":
             if get_key(config, key) > sequence:
-                yield key, sequence
+                yield {key: sequence}
         elif value == "what is left":
             found = forecast_run(config, total, compute)
             left = (total - found.phases().get("gen", 0.0) + found.engine) / total
             fitting = math.floor(100 * left) / 100
             if _LEAST_UTILIZATION <= fitting < get_key(config, key):
-                yield key, fitting
+                yield {key: fitting}
+        elif value == "several ranks":
+            if ranks["critic" if key.startswith("critic.") else POLICY] > 1 and not get_key(config, key):
+                yield {key: True}
+        elif value == "8 bits":
+            if settings := shared.eight_bit_adam(key, get_key(config, key)):
+                yield settings
         elif get_key(config, key) != value:
-            yield key, value
+            yield {key: value}
 
 
 def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> RunForecast | None:

@@ -37,7 +37,7 @@ from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metric
 from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
-from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, active_roles, spawn_worker_groups
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate

@@ -15,7 +15,7 @@ from hybridrl.workers.forecast import Forecast, forecast_model
 ForModel = Callable[[SupervisedConfig, int, str], Forecast | None]
 
 _ROLE, _REFERENCE = "model", "reference"
-#: changes that save memory, the cheapest first: the key and its value
+#: changes that save memory, the cheapest first: the key and its value. The last one also changes the results a little.
 _CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.use_fused_kernels", True),
     ("dpo.reference", "cache"),
@@ -26,7 +26,8 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     ("engine.use_distributed_optimizer", True),
     ("engine.grad_offload", True),
     ("engine.param_offload", True),
-    ("engine.offload_policy", True),
+    ("engine.offload_policy", "several ranks"),
+    ("optim", "8 bits"),
 )
 
 
@@ -69,19 +70,25 @@ def changes_that_fit(config: SupervisedConfig, total: float, compute: ForModel =
     return shared.fewest_changes(config, total, lambda tried: forecast_tuning(tried, compute).peak, _candidates)
 
 
-def _candidates(config: SupervisedConfig) -> Iterator[tuple[str, Any]]:
+def _candidates(config: SupervisedConfig) -> Iterator[dict[str, Any]]:
     for key, value in _CHANGES:
-        if unread_by(config, key):
+        if unread_by(config, "engine.offload_policy" if key == "optim" else key):  # engines with 8-bit optimizers
             continue
         if value == "a row":
             longest = config.data.max_length * (2 if isinstance(config.data, PairsDataConfig) else 1)
             if get_key(config, key) > longest:
-                yield key, longest
+                yield {key: longest}
         elif value == "cache":
             if config.reference == "model":
-                yield key, value
+                yield {key: value}
+        elif value == "several ranks":
+            if sum(_pool(config)) > 1 and not get_key(config, key):
+                yield {key: True}
+        elif value == "8 bits":
+            if settings := shared.eight_bit_adam(key, config.optim):
+                yield settings
         elif get_key(config, key) != value:
-            yield key, value
+            yield {key: value}
 
 
 def _pool(config: SupervisedConfig) -> list[int]:
