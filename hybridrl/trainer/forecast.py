@@ -120,7 +120,8 @@ def fewest_changes(
         candidates: keys with their new values, to try in this order. It sees those that were taken before.
     """
     tried = copy.deepcopy(config)
-    peak, chosen = peak_of(tried), []
+    peak = peak_of(tried)
+    chosen: list[tuple[str, Any]] = []
     for settings in candidates(tried):
         if peak <= total:
             break

@@ -55,8 +55,11 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             f"reward.reward_model.model.path={part.model.path} has no effect without reward.reward_model.enable: no "
             "reward model takes part"
         )
-    roles = {"actor_rollout_ref.actor.profiler": config.actor_rollout_ref.actor.profiler}
-    yield from _of_profiling(config.global_profiler, roles | {"critic.profiler": config.critic.profiler})
+    profilers = {
+        f"{spec.where}.profiler": getattr(spec.settings_of(config), "profiler", None) for spec in active_roles(config)
+    }
+    chosen = {key: one for key, one in profilers.items() if isinstance(one, RoleProfilerConfig)}
+    yield from _of_profiling(config.global_profiler, chosen)
     yield from distillation_notices(config)
     yield from served_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
