@@ -82,25 +82,30 @@ def work_of(config: PreTrainedConfig, value_model: bool = False) -> Work:
         value_model: the output layer is a value head.
     """
     text = config.get_text_config()
-    layers = text.num_hidden_layers
-    is_latent = bool(getattr(text, "kv_lora_rank", None))
-    projections = _latent_projections(text) if is_latent else _projections(text)
+    layers = [text] * text.num_hidden_layers
+    if getattr(text, "is_heterogeneous", False):  # layers have settings of their own (Gemma 4)
+        layers = list(text.per_layer_config)
     kinds = getattr(text, "layer_types", None)
-    kinds = kinds or ["sliding_attention"] * layers  # older models have a window for all layers, or none
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
-    if not getattr(text, "use_sliding_window", True):
-        window = 0
+    kinds = kinds or ["sliding_attention"] * len(layers)  # older models have a window for all layers, or none
+    per_token = sum(_projections(layer) + _mlp(layer, number) for number, layer in enumerate(layers))
     per_pair: dict[int, int] = {}
-    for kind in kinds:
+    for layer, kind in zip(layers, kinds, strict=False):
         if kind in _ATTENTION:
-            size = window if kind in _WINDOWED else 0
-            per_pair[size] = per_pair.get(size, 0) + _of_a_pair(text, is_latent)
+            size = _window(layer) if kind in _WINDOWED else 0
+            per_pair[size] = per_pair.get(size, 0) + _of_a_pair(layer)
     return Work(
-        layers * projections + sum(_mlp(text, layer) for layer in range(layers)),
+        per_token,
         per_pair,
         per_output=int(text.hidden_size * (1 if value_model else text.vocab_size)),
         is_exact=text.model_type in _COUNTED,
     )
+
+
+def _window(layer: Any) -> int:
+    """The window of a layer that has one; 0 for none."""
+    if not getattr(layer, "use_sliding_window", True):
+        return 0
+    return getattr(layer, "sliding_window", None) or getattr(layer, "attention_chunk_size", None) or 0
 
 
 def forward_flops(
@@ -135,14 +140,20 @@ def _head_dim(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _of_a_pair(text: Any, is_latent: bool) -> int:
+def _is_latent(text: Any) -> bool:
+    return bool(getattr(text, "kv_lora_rank", None))
+
+
+def _of_a_pair(text: Any) -> int:
     """Multiplications of a query with a key, and of a weight with a value, of all heads."""
-    if is_latent:
+    if _is_latent(text):
         return int(text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim))
     return 2 * int(text.num_attention_heads) * _head_dim(text)
 
 
 def _projections(text: Any) -> int:
+    if _is_latent(text):
+        return _latent_projections(text)
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     return int(2 * text.hidden_size * _head_dim(text) * (heads + groups))

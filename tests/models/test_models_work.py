@@ -136,5 +136,15 @@ def test_windows_are_counted_by_layer() -> None:
     assert work.of(20) == 20 * work.per_token + 256 * (pairs(20, 8) + 210)
 
 
+def test_layers_with_settings_of_their_own_are_counted_with_them() -> None:
+    """Full attention of Gemma 4 has larger heads than that with a window, and other keys and values."""
+    sizes = {**SIZES, "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 8}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(**sizes, layer_types=kinds, global_head_dim=32)
+    work = work_of(config)
+    assert work.per_pair == {8: 2 * 2 * 4 * 16, 0: 2 * 4 * 32}
+    assert work.per_token == 2 * 48 * 16 * (4 + 2) * 2 + 2 * 48 * 32 * (4 + 2) + 3 * 3 * 48 * 80
+
+
 def test_the_work_of_an_unknown_family_is_an_estimate() -> None:
     assert work_of(transformers.GPT2Config()).per_token == 12 * (4 * 768**2 + 3 * 768 * 3072)
