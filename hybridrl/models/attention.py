@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -32,22 +38,44 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 #: parts of names of settings that only models with recurrent layers have
 _RECURRENT = ("mamba", "ssm", "linear_", "recurrent", "lru", "rwkv", "conv_L")
 LARGEST_HEAD = 256
+_UNPACKED = "model.use_remove_padding=False"
 _HEAD_MULTIPLE = 8  # the kernel takes heads of these sizes only
 
 _packed: ContextVar[bool] = ContextVar("hybridrl_packed", default=False)
 _shared: ContextVar[bool] = ContextVar("hybridrl_shared", default=False)
+#: within `trial`, what was found instead of being raised
+_problems: ContextVar[list[str] | None] = ContextVar("hybridrl_problems", default=None)
 
 
 def attention_implementation(config: PreTrainedConfig, override: Mapping[str, Any]) -> str:
-    """Choose the attention implementation: that of the override, else one that can pack, else sdpa."""
+    """Choose the attention implementation: that of the override, else one that can pack, else sdpa.
+
+    A model with a sliding window gets this module's attention where it fits. Some apply the window by the mask alone
+    (Qwen2-MoE, Phi-MoE), which flash attention does not read.
+    """
     chosen = override.get("attn_implementation")
     if chosen is not None:
         return str(chosen)
-    if device.supports_flash_attention():
+    fits = device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config))
+    if device.supports_flash_attention() and fits_flash_attention(config) and not (fits and has_window(config)):
         return "flash_attention_2"
-    if device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config)):
-        return VARLEN
-    return plain_attention(config)
+    return VARLEN if fits else plain_attention(config)
+
+
+def fits_flash_attention(config: PreTrainedConfig) -> bool:
+    """Whether transformers computes this model with the package flash-attn."""
+    model_class = model_class_of(config) or _class_of(config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    compatible = getattr(model_class, "_compatible_flash_implementations", None)
+    return (
+        bool(getattr(model_class, "_supports_flash_attn", False))
+        and (compatible is None or "flash_attention_2" in compatible)
+        and _largest_head(config) <= LARGEST_HEAD
+    )
+
+
+def has_window(config: PreTrainedConfig) -> bool:
+    """Whether layers of the model may have a sliding window."""
+    return bool(config.get_text_config().to_dict().get("sliding_window"))
 
 
 def plain_attention(config: PreTrainedConfig) -> str:
@@ -100,20 +128,28 @@ def why_not_varlen(config: PreTrainedConfig) -> str | None:
     reason = why_not_replaced(config)
     if reason is not None:
         return reason
-    text = config.get_text_config()
-    settings = text.to_dict()
+    if (size := _largest_head(config)) > LARGEST_HEAD:
+        return f"the kernel in PyTorch supports attention heads up to size {LARGEST_HEAD}, not {size}"
+    return None
+
+
+def _largest_head(config: PreTrainedConfig) -> int:
+    """The size of the model's largest attention heads; 0 if its configuration does not say."""
+    settings = config.get_text_config().to_dict()
     layers = [settings, *(settings.get("per_layer_config") or {}).values()]
     sizes = [size for layer in layers for name, size in layer.items() if name.endswith("head_dim") and size]
     if not sizes and settings.get("hidden_size") and settings.get("num_attention_heads"):
         sizes = [settings["hidden_size"] // settings["num_attention_heads"]]
-    if max(sizes, default=0) > LARGEST_HEAD:
-        return f"the kernel in PyTorch supports attention heads up to size {LARGEST_HEAD}, not {max(sizes)}"
-    return None
+    return max(sizes, default=0)
 
 
 def model_class_of(config: PreTrainedConfig) -> Any:
     """The class of causal language models with this configuration, if transformers has one."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return _class_of(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def _class_of(config: PreTrainedConfig, mapping: Any) -> Any:
+    found = mapping.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -134,8 +170,57 @@ def packed_row(shared_by: PreTrainedConfig | None = None) -> Iterator[None]:
         _shared.reset(sharing)
 
 
+@contextlib.contextmanager
+def trial() -> Iterator[list[str]]:
+    """Within the context, what a model cannot do is added to the list instead of being raised.
+
+    The layers that cannot return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
+    """
+    problems: list[str] = []
+    token = _problems.set(problems)
+    try:
+        yield problems
+    finally:
+        _problems.reset(token)
+
+
+def refuse(problem: str, remedy: str) -> None:
+    """Raise a `ModelError`, or within `trial` add the problem to its list."""
+    problems = _problems.get()
+    if problems is None:
+        raise ModelError(f"{problem}; set {remedy}")
+    problems.append(problem)
+
+
+def mask_of_window(**arguments: Any) -> torch.Tensor | None:
+    """What a layer gets in place of a causal mask: an empty tensor `[window, 1, 0, 0]`, or None without a window."""
+    if arguments.get("use_vmap"):  # the model has changed the mask, which the layer refuses
+        return sdpa_mask(**arguments)
+    window = arguments.get("local_size")
+    return None if window is None else torch.empty(window, 1, 0, 0, dtype=torch.bool, device=arguments["device"])
+
+
+def window_of(attention_mask: torch.Tensor | None, sliding_window: int | None) -> int:
+    """How many tokens a layer attends to: by its mask, see `mask_of_window`, and by its argument; 0 for all."""
+    of_mask = 0 if attention_mask is None else int(attention_mask.shape[0])
+    of_argument = sliding_window or 0
+    return min(of_mask, of_argument) if of_mask and of_argument else of_mask or of_argument
+
+
+def not_computed(attention_mask: torch.Tensor | None, further: Mapping[str, Any]) -> list[str]:
+    """What a layer asks for that attention by boundaries or along paths does not compute."""
+    found = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
+    return [*found, *(["a mask of its own"] if attention_mask is not None and attention_mask.numel() else [])]
+
+
+def zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What a layer that was refused returns within `trial`."""
+    batch, heads, tokens, _ = query.shape
+    return query.new_zeros(batch, tokens, heads, value.shape[-1])
+
+
 def _mask(**arguments: Any) -> torch.Tensor | None:
-    return None if _packed.get() else sdpa_mask(**arguments)
+    return mask_of_window(**arguments) if _packed.get() else sdpa_mask(**arguments)
 
 
 def _attention(
@@ -169,27 +254,25 @@ def _attention(
         what = "does not pass on which ranks share the sequences" if causal else "is not causal"
         raise ModelError(f"{type(module).__name__} {what}; set ulysses_sequence_parallel_size=1")
     if cu_seq_lens_q is None or not causal:
-        if causal and _packed.get():
-            raise ModelError(
-                f"{type(module).__name__} does not pass on where packed sequences begin; set model.use_remove_padding="
-                "False"
-            )
+        if _packed.get() and (causal or (attention_mask is not None and not attention_mask.numel())):
+            what = "does not pass on where packed sequences begin" if causal else "has a window and is not causal"
+            refuse(f"{type(module).__name__} {what}", _UNPACKED)
+            return zeros(query, value), None
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **further
         )
         return result
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
-    if unknown:
-        raise ModelError(
-            f"{type(module).__name__} uses {', '.join(unknown)}, which attention over packed rows does not compute; "
-            "set model.use_remove_padding=False"
-        )
+    if unknown := not_computed(attention_mask, further):
+        what = "which attention over packed rows does not compute"
+        refuse(f"{type(module).__name__} uses {', '.join(unknown)}, {what}", _UNPACKED)
+        return zeros(query, value), None
+    window = window_of(attention_mask, sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     assert max_length_q is not None
     if sequence_group is not None:
         query, key, value = tokens_to_heads(query, key, value, sequence_group)
-    out = packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
+    out = packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
     if sequence_group is not None:
         out = heads_to_tokens(out, sequence_group)
     return out[None], None

@@ -24,7 +24,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hybridrl.errors import ModelError
 from hybridrl.models import attention
 from hybridrl.models.prefix_tree import PrefixTree, Run
 from hybridrl.models.ulysses import heads_to_tokens, tokens_to_heads
@@ -32,6 +31,7 @@ from hybridrl.utils import device
 
 #: name of this module's attention in transformers; without a tree it is that of packed rows
 TREE = "hybridrl_tree"
+_APART = "model.share_prefixes=False"
 #: most queries of a block: its mask is small, and of a run's own keys it computes few that no query sees
 _BLOCK = 256
 #: cells of a score matrix that take as long as a call of their own
@@ -40,8 +40,6 @@ _CALL = 2048
 _sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
 #: the layers that followed paths in the innermost `flat_row`
 _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
-#: within `trial`, what was found instead of being raised
-_problems: ContextVar[list[str] | None] = ContextVar("hybridrl_problems", default=None)
 
 
 def why_not_shared(config: PreTrainedConfig) -> str | None:
@@ -149,7 +147,7 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         config: of the model that is called in the context.
 
     Raises:
-        ModelError: not every layer used the paths; not within `trial`.
+        ModelError: not every layer used the paths; not within `attention.trial`.
     """
     token, counted = _sharing.set(True), _followed.set([])
     try:
@@ -159,35 +157,15 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         _followed.reset(counted)
         _sharing.reset(token)
     if found < layers:
-        _refuse(
-            f"{found} of the {layers} layers of this {config.model_type} model compute attention along the paths of a "
-            "prefix tree"
-        )
-
-
-@contextlib.contextmanager
-def trial() -> Iterator[list[str]]:
-    """Within the context, what a model cannot do is added to the list instead of being raised.
-
-    The layers that cannot return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
-    """
-    problems: list[str] = []
-    token = _problems.set(problems)
-    try:
-        yield problems
-    finally:
-        _problems.reset(token)
-
-
-def _refuse(problem: str) -> None:
-    problems = _problems.get()
-    if problems is None:
-        raise ModelError(f"{problem}; set model.share_prefixes=False")
-    problems.append(problem)
+        what = f"layers of this {config.model_type} model compute attention along the paths of a prefix tree"
+        attention.refuse(f"{found} of the {layers} {what}", _APART)
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:
-    return None if _sharing.get() else ALL_MASK_ATTENTION_FUNCTIONS[attention.VARLEN](**arguments)
+    if _sharing.get():
+        return attention.mask_of_window(**arguments)
+    found: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[attention.VARLEN](**arguments)
+    return found
 
 
 def _attention(
@@ -213,38 +191,31 @@ def _attention(
     """
     if prefix_paths is None:
         if _sharing.get():
-            _refuse(f"{type(module).__name__} does not pass on the paths of a prefix tree")
-            return _zeros(query, value), None
+            attention.refuse(f"{type(module).__name__} does not pass on the paths of a prefix tree", _APART)
+            return attention.zeros(query, value), None
         options = {"sliding_window": sliding_window, "is_causal": is_causal, "sequence_group": sequence_group}
         result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[attention.VARLEN](
             module, query, key, value, attention_mask, scaling, **options, **further
         )
         return result
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
+    unknown = attention.not_computed(attention_mask, further)
     unknown += ["dropout"] if further.get("dropout") else []
     unknown += [] if causal else ["attention to later tokens"]
     if unknown:
-        _refuse(
-            f"{type(module).__name__} uses {', '.join(unknown)}, which attention along the paths of a prefix tree does "
-            "not compute"
-        )
-        return _zeros(query, value), None
+        what = "which attention along the paths of a prefix tree does not compute"
+        attention.refuse(f"{type(module).__name__} uses {', '.join(unknown)}, {what}", _APART)
+        return attention.zeros(query, value), None
     if _sharing.get():  # not while a layer is computed again
         _followed.get().append(type(module))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if sequence_group is not None:
         query, key, value = tokens_to_heads(query, key, value, sequence_group)
-    out = tree_attention(query, key, value, prefix_paths, scaling, sliding_window or 0)
+    out = tree_attention(query, key, value, prefix_paths, scaling, attention.window_of(attention_mask, sliding_window))
     if sequence_group is not None:
         out = heads_to_tokens(out, sequence_group)
     return out[None], None
-
-
-def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    batch, heads, tokens, _ = query.shape
-    return query.new_zeros(batch, tokens, heads, value.shape[-1])
 
 
 def tree_attention(

@@ -69,6 +69,11 @@ MODELS: dict[str, dict[str, Any]] = {
     # A window shorter than the rows.
     "Mistral": {**GROUPED, "sliding_window": 6},
     "Qwen3Moe": {**GROUPED, **EXPERTS, "head_dim": 8, "decoder_sparse_step": 1},
+    # A window that only the mask has.
+    "Qwen2Moe": {
+        **{**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 24},
+        **{"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    },
     # Values of another size than queries and keys.
     "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "first_k_dense_replace": 1},
 }

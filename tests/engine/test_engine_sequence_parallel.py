@@ -61,11 +61,16 @@ MODELS: dict[str, dict[str, Any]] = {
     # A softmax scale of its own, a window and normalised queries.
     "Gemma3Text": {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 6},
     "Qwen3Moe": {**SIZES, **EXPERTS, "head_dim": 8},
+    # A window that only the mask has.
+    "Qwen2Moe": {
+        **{**SIZES, **EXPERTS, "shared_expert_intermediate_size": 24},
+        **{"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    },
     "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
 }
 #: ranks that share; two of them split the heads of keys and values of most models, four repeat them
 SHARING = {"Qwen2": (1, 2, 4), "Qwen3": (4,), "Llama": (4,), "Gemma": (2,), "Gemma3Text": (2,)}
-SHARING |= {"Qwen3Moe": (4,), "DeepseekV3": (2,)}
+SHARING |= {"Qwen3Moe": (4,), "Qwen2Moe": (2,), "DeepseekV3": (2,)}
 OPTIM = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
 
 

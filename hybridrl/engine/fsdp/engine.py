@@ -381,7 +381,7 @@ class FSDPEngine(
     def _follows_paths(self) -> bool:
         """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; tell why not."""
         layout, _ = self._own_part(small_tree())
-        with tree_attention.trial() as problems:
+        with attention.trial() as problems:
             self.response_logits(layout.to(device.current_device()))
         if problems and distributed.get_rank() == 0:
             notify(
