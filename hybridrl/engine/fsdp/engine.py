@@ -36,6 +36,7 @@ from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, respons
 from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.offload import Offload, tell_unused_policy
+from hybridrl.engine.fsdp.packing import check_attention, check_windows, keeps_rows_apart, may_pack
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
@@ -122,6 +123,7 @@ class FSDPEngine(
     @classmethod
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
         check_activations(model, engine)
+        check_attention(model, engine)
         check_router_loss(model, engine)
         check_vision(model, engine)
         if model.use_liger:
@@ -169,7 +171,8 @@ class FSDPEngine(
             self.config._attn_implementation = attention.plain_attention(self.config)
         self._takes_boundaries = attention.takes_boundaries(str(self.config._attn_implementation))
         self.shares_prefixes = sharing_of(model, engine, self.config)
-        self.packed = bool(model.use_remove_padding) and self.shares_prefixes is not True and self._may_pack()
+        self.packed = bool(model.use_remove_padding) and self.shares_prefixes is not True
+        self.packed = self.packed and may_pack(model.path, self.config, self.compute_dtype)
         if self.packed or self.shares_prefixes is not False:
             self.work = work_of(self.config, value_model=self.model_type != "language_model")
         source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
@@ -198,6 +201,9 @@ class FSDPEngine(
             )
             self.schedule = build_schedule(self.optimizer, self.optim_config)
         self.module.eval()
+        check_windows(self.module, self.response_logits)
+        if self.packed and self._sequences is None:  # ranks that share sequences find out in each pass
+            self.packed = keeps_rows_apart(model.path, self.module, self.response_logits, self.compute_dtype)
         self._offload = Offload(
             self.module,
             self._masters,
@@ -234,19 +240,6 @@ class FSDPEngine(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
             torch.use_deterministic_algorithms(True)
-
-    def _may_pack(self) -> bool:
-        """Whether micro-batches may be packed; on a GPU, tell why not."""
-        reason = attention.why_not_packed(self.config)
-        if reason is None and not self._takes_boundaries:
-            chosen = f"its attention is {self.config._attn_implementation}, in {self.compute_dtype}"
-            reason = attention.why_not_varlen(self.config) or chosen
-        if reason and device.is_gpu() and distributed.get_rank() == 0:
-            notify(
-                f"sequences of {self.model_config.path} are padded to the longest of their micro-batch and not packed "
-                f"(model.use_remove_padding): {reason}"
-            )
-        return reason is None
 
     def _may_fuse(self) -> bool:
         """Whether to compute without logits where the head allows it (`use_fused_kernels`); tell why not."""

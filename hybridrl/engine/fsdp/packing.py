@@ -1,0 +1,139 @@
+"""Whether the attention of an engine computes what the model says, and packs sequences (`model.use_remove_padding`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+
+from hybridrl.engine.fsdp.sharing import with_attention
+from hybridrl.engine.microbatch import Layout
+from hybridrl.errors import ModelError
+from hybridrl.models import attention, loading
+from hybridrl.notify import notify
+from hybridrl.utils import device, distributed
+
+_ASKING = "hybridrl_asking"
+#: tokens of each row of the trial
+_LENGTH = 4
+
+
+def check_attention(model: Any, engine: Any) -> None:
+    """Refuse flash attention in float32, which its kernels do not compute.
+
+    Args:
+        model: a `ModelConfig`.
+        engine: an `FSDPConfig`.
+
+    Raises:
+        ModelError: the message names both keys.
+    """
+    chosen = str(model.override_config.get("attn_implementation", ""))
+    if attention.is_flash_attention(chosen) and loading.DTYPES.get(engine.dtype) is torch.float32:
+        raise ModelError(
+            f"model.override_config.attn_implementation={chosen} computes half precision only, and "
+            f"fsdp_config.dtype={engine.dtype}; set that to bfloat16, or remove the attention"
+        )
+
+
+def check_windows(module: nn.Module, compute: Callable[[Layout], Any]) -> None:
+    """Refuse flash attention where a model applies its sliding window by the mask alone, which it does not read.
+
+    Layers are asked what they pass on, in a forward pass that computes no attention. Collective.
+
+    Raises:
+        ModelError: it names the layer and the setting.
+    """
+    config: Any = module.config
+    chosen, found = str(config._attn_implementation), list[str]()
+    if not (attention.is_flash_attention(chosen) and attention.has_window(config)):
+        return
+
+    def ask(
+        layer: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if attention_mask is not None and sliding_window is None:
+            found.append(type(layer).__name__)
+        return attention.zeros(query, value), None
+
+    AttentionInterface.register(_ASKING, ask)
+    AttentionMaskInterface.register(_ASKING, attention.mask_of_window)
+    with with_attention(module, _ASKING):
+        _states(module, compute, _layout(torch.arange(_LENGTH), None))
+    if found:
+        raise ModelError(
+            f"{found[0]} applies its sliding window by the mask alone, which {chosen} does not read; set "
+            "model.override_config.attn_implementation=sdpa"
+        )
+
+
+def may_pack(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+    """Whether the model's configuration and its attention let sequences share a row; on a GPU, tell why not."""
+    chosen = str(config._attn_implementation)
+    reason = attention.why_not_packed(config)
+    if reason is None and not attention.takes_boundaries(chosen):
+        reason = attention.why_not_varlen(config) or f"its attention is {chosen}, in {dtype}"
+    if reason is not None and device.is_gpu():
+        _tell(path, reason)
+    return reason is None
+
+
+def keeps_rows_apart(path: str, module: nn.Module, compute: Callable[[Layout], Any], dtype: torch.dtype) -> bool:
+    """Whether a model computes two rows in one as it does each alone, tried on short rows; tell why not. Collective.
+
+    Code may fail to tell its attention where sequences begin, or ignore the positions of tokens. The first row has
+    nothing before it, so its difference is that of rounding.
+
+    Args:
+        compute: a forward pass of the module, without gradients.
+        dtype: that it computes in.
+    """
+    ids = torch.arange(3, 3 + 2 * _LENGTH) % module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    first, second = ids.split(_LENGTH)
+    with attention.trial() as problems:
+        together = _states(module, compute, _layout(ids, [_LENGTH, _LENGTH]))
+        apart = torch.cat([_states(module, compute, _layout(one, None)) for one in (first, second)])
+    rounding, difference = (
+        float((one - other).norm() / other.norm())
+        for one, other in zip(together.split(_LENGTH), apart.split(_LENGTH), strict=True)
+    )
+    if not problems and difference > torch.finfo(dtype).eps ** 0.5 + 4 * rounding:
+        problems.append("in a packed row its results depend on the sequences before")
+    if distributed.all_reduce_max(len(problems)):
+        _tell(path, problems[0] if problems else "another rank found that they cannot be")
+        return False
+    return True
+
+
+def _layout(ids: torch.Tensor, lengths: list[int] | None) -> Layout:
+    places = torch.arange(len(ids))
+    return Layout(ids[None], places[None] % _LENGTH, places, torch.zeros_like(places), lengths)
+
+
+def _states(module: nn.Module, compute: Callable[[Layout], Any], layout: Layout) -> torch.Tensor:
+    """What the output layer gets, `[N, H]`. That of a new critic is zero, so its outputs would tell nothing."""
+    found: list[torch.Tensor] = []
+    head: nn.Module = module.get_output_embeddings()  # type: ignore[operator]
+    hook = head.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0].float()))
+    try:
+        compute(layout.to(device.current_device()))
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def _tell(path: str, reason: str) -> None:
+    if distributed.get_rank() == 0:
+        notify(
+            f"sequences of {path} are padded to the longest of their micro-batch and not packed "
+            f"(model.use_remove_padding): {reason}"
+        )
