@@ -95,6 +95,11 @@ class PrefixOrder:
 
     def only(self, rows: Sequence[int]) -> PrefixOrder:
         """The same for some of the rows."""
+        if rows and rows[0] in self.rows:
+            start = self.rows.index(rows[0])
+            stop = start + len(rows)
+            if self.rows[start:stop] == list(rows):  # as those of a micro-batch are
+                return PrefixOrder(list(rows), self.lengths[start:stop], [0, *self.shared[start + 1 : stop]])
         wanted, kept = set(rows), PrefixOrder([], [], [])
         common = 0  # with the last row that is kept: the least of what the rows in between share
         for row, length, shared in zip(self.rows, self.lengths, self.shared, strict=True):
@@ -272,12 +277,13 @@ def even_partition(
     """
     of_rows = [*map(cost, order.lengths)]
     low, high = max(of_rows, default=0.0), sum(of_rows)
-    found = _filled_up(order, size, budget, high, cost, together)
+    tokens, costs = _summed(order, float), _summed(order, cost)
+    found = _filled_up(order.rows, tokens, costs, size, budget, high, together)
     if len(found) > count:
         return None
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        tried = _filled_up(order, size, budget, middle, cost, together)
+        tried = _filled_up(order.rows, tokens, costs, size, budget, middle, together)
         if len(tried) > count:
             low = middle
         else:
@@ -286,23 +292,32 @@ def even_partition(
 
 
 def _filled_up(
-    order: PrefixOrder, size: int, budget: int | None, most: float, cost: Callable[[int], float], together: int
+    rows: list[int],
+    of_tokens: tuple[np.ndarray, np.ndarray],
+    of_costs: tuple[np.ndarray, np.ndarray],
+    size: int,
+    budget: int | None,
+    most: float,
+    together: int,
 ) -> list[list[int]]:
-    """Micro-batches that each take rows as long as they stay within the limits and cost no more than `most`."""
+    """Micro-batches that each take rows as long as they stay within the limits and cost no more than `most`.
+
+    Args:
+        of_tokens, of_costs: tokens and costs of sorted rows as `_summed` gives them.
+    """
     groups: list[list[int]] = []
     tokens, spent = 0, 0.0
-    new, shared = _summed(order, float)
-    new_cost, shared_cost = _summed(order, cost)
-    for start in range(0, len(order.rows), together):
+    (new, shared), (new_cost, shared_cost) = of_tokens, of_costs
+    for start in range(0, len(rows), together):
         stop = start + together
-        more, costs = int(new[stop] - new[start]), new_cost[stop] - new_cost[start]
+        more, costs = int(new[stop] - new[start]), float(new_cost[stop] - new_cost[start])
         fits = budget is None or tokens + more <= budget
         if groups and len(groups[-1]) + together <= size and fits and spent + costs <= most:
-            groups[-1] += order.rows[start:stop]
+            groups[-1] += rows[start:stop]
             tokens, spent = tokens + more, spent + costs
         else:
-            groups.append(order.rows[start:stop])
-            tokens, spent = more + int(shared[start]), costs + shared_cost[start]
+            groups.append(rows[start:stop])
+            tokens, spent = more + int(shared[start]), costs + float(shared_cost[start])
     return groups
 
 
