@@ -14,7 +14,7 @@ from hybridrl.config.roles import POLICY, ROLES, MicroBatches, Pass, RoleSpec, S
 from hybridrl.config.schema.node import declared
 from hybridrl.observe.timeline import rank_seconds
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.utils.spans import Span
+from hybridrl.utils.spans import CONTROLLER, Span
 
 _STEPS = 20  # of the run's end; what happened before may be another setting
 _SLOWER = 1.3  # a rank that takes this many times the median of its group limits it
@@ -23,7 +23,7 @@ _FEW_TOKENS = 4096  # in a micro-batch: below it, a device waits for its kernels
 _OUTSIDE = ("save_checkpoint", "testing")  # phases that are no part of `timing_s/step`
 _NOT_A_PHASE = ("step", "workers")
 _FINE_TUNING = MicroBatches("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
-_PROFILE = "global_profiler.tool=torch, to see what it does"
+_PROFILED_STEP = 3  # of the next run: the first ones compile, allocate and warm up
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Medians over the last steps, settings, and the slowest rank of each method."""
+    """Medians over the last steps, and settings."""
 
     metrics: Mapping[str, float]
     config: Mapping[str, Any]
-    slow: tuple[str, int, float] | None
 
     def setting(self, key: str, default: Any = None) -> Any:
         found: Any = self.config
@@ -105,23 +104,24 @@ def advise(
         return None
     phase = max(phases, key=lambda name: phases[name])
     last = [spans for _, spans in sorted(timeline.items())[-_STEPS:]]
-    facts = _Facts(medians, config, _slow_rank(last, phases[phase]))
+    facts = _Facts(medians, config)
     share = min(phases[phase] / total, 1.0)
-    if facts.slow is not None:
-        method, rank, factor = facts.slow
+    slow = _slow_rank(last, phase, phases[phase])
+    if slow is not None:
+        method, rank, factor = slow
         reason = f"rank {rank} needs {factor:.1f} times as long as the others in {method.partition('/')[2]}"
-        return Advice(phase, share, f"{rank} of {method}", reason, _for_slow_rank(facts))
+        return Advice(phase, share, f"{rank} of {method}", reason, _for_slow_rank(facts, phase, rank))
     reason, override = _rule_of(phase)(facts)
     return Advice(phase, share, None, reason, override)
 
 
-def _slow_rank(steps: Sequence[Sequence[Span]], seconds: float) -> tuple[str, int, float] | None:
+def _slow_rank(steps: Sequence[Sequence[Span]], phase: str, seconds: float) -> tuple[str, int, float] | None:
     """The rank that is much slower than the others of its group, in a method that fills most of the limiting phase."""
     found: tuple[str, int, float] | None = None
     longest = 0.5 * seconds
     totals: dict[str, dict[int, float]] = {}
     for spans in steps:
-        for method, of_ranks in rank_seconds(spans).items():
+        for method, of_ranks in rank_seconds(_within(spans, phase)).items():
             sums = totals.setdefault(method, {})
             for rank, value in of_ranks.items():
                 sums[rank] = sums.get(rank, 0.0) + value / len(steps)
@@ -135,10 +135,34 @@ def _slow_rank(steps: Sequence[Sequence[Span]], seconds: float) -> tuple[str, in
     return found
 
 
-def _for_slow_rank(facts: _Facts) -> str:
+def _within(spans: Sequence[Span], phase: str) -> list[Span]:
+    """What ranks did while the controller was in a phase."""
+    windows = [(one.started, one.started + one.seconds) for one in spans if (one.name, one.rank) == (phase, CONTROLLER)]
+    found = []
+    for span in spans:
+        end = span.started + span.seconds
+        inside = sum(max(0.0, min(end, stop) - max(span.started, start)) for start, stop in windows)
+        if inside and span.rank != CONTROLLER:
+            found.append(span._replace(seconds=inside))
+    return found
+
+
+def _for_slow_rank(facts: _Facts, phase: str, rank: int) -> str:
     if facts.setting("trainer.balance_batch") is False:
         return "trainer.balance_batch=True"
-    return "global_profiler.tool=torch with that rank in actor_rollout_ref.actor.profiler.ranks, to see what it does"
+    return _profile(facts, _role_of(phase), rank)
+
+
+def _profile(facts: _Facts, spec: RoleSpec | None, rank: int = 0) -> str:
+    """The settings that record what a rank of a role does: those of the policy for roles that cannot be profiled."""
+    where = "profiler"  # of fine-tuning
+    if facts.setting("actor_rollout_ref") is not None:
+        chosen = spec if spec is not None and facts.setting(f"{spec.where}.profiler") is not None else ROLES[POLICY]
+        where = f"{chosen.where}.profiler"
+    return (
+        f"global_profiler.tool=torch global_profiler.steps=[{_PROFILED_STEP}] {where}.enable=True "
+        f"{where}.ranks=[{rank}], to see what it does"
+    )
 
 
 def _reward(facts: _Facts) -> tuple[str, str]:
@@ -186,10 +210,11 @@ def _weights(facts: _Facts) -> tuple[str, str]:
     return "new weights take long to reach the engines", f"{key}.update_weights_bucket_megabytes={2 * size}"
 
 
-def _update(how: MicroBatches | None, model: str, facts: _Facts) -> tuple[str, str]:
+def _update(spec: RoleSpec | None, how: MicroBatches | None, model: str, facts: _Facts) -> tuple[str, str]:
     """What to change about an update.
 
     Args:
+        spec: the role; None in fine-tuning.
         how: its micro-batches.
         model: where the settings of the model are.
     """
@@ -203,7 +228,7 @@ def _update(how: MicroBatches | None, model: str, facts: _Facts) -> tuple[str, s
         return "activations are computed twice (enable_gradient_checkpointing)", f"{off}, if the memory suffices"
     reason = "the model's passes are most of the work"
     if how is None or facts.setting(f"{how.where}.{how.dynamic}"):
-        return reason, _PROFILE
+        return reason, _profile(facts, spec)
     return reason, f"{how.where}.{how.dynamic}=True"
 
 
@@ -240,7 +265,7 @@ def _pass(spec: RoleSpec, how: MicroBatches | None, facts: _Facts) -> tuple[str,
         if found := _too_small(how, facts):
             return found
     if spec.name == POLICY:
-        return reason, _PROFILE
+        return reason, _profile(facts, spec)
     return reason, f"placement.roles.{spec.placement[0]}=NAME with devices of its own in placement.pools.NAME"
 
 
@@ -262,7 +287,7 @@ def _testing(facts: _Facts) -> tuple[str, str]:
 
 
 def _other(facts: _Facts) -> tuple[str, str]:
-    return "no rule here knows this phase", _PROFILE
+    return "no rule here knows this phase", _profile(facts, None)
 
 
 _Rule = Callable[[_Facts], tuple[str, str]]
@@ -271,11 +296,20 @@ _RULES: dict[str, _Rule] = {
     "gen": _generation,
     "gen_max": _generation,
     "update_weights": _weights,
-    "update_model": partial(_update, _FINE_TUNING, "model"),
+    "update_model": partial(_update, None, _FINE_TUNING, "model"),
     "data": _data,
     "save_checkpoint": _saving,
     "testing": _testing,
 }
+
+
+def _role_of(phase: str) -> RoleSpec | None:
+    """The role whose pass, scoring or update a phase is."""
+    for spec in ROLES.values():
+        parts = [*spec.passes, spec.scoring, spec.update]
+        if any(part is not None and part.phase == phase for part in parts):
+            return spec
+    return None
 
 
 def _rule_of(phase: str) -> _Rule:
@@ -284,7 +318,7 @@ def _rule_of(phase: str) -> _Rule:
         return _RULES[phase]
     for spec in ROLES.values():
         if spec.update is not None and spec.update.phase == phase:
-            return partial(_update, spec.update.batching, spec.model_path)
+            return partial(_update, spec, spec.update.batching, spec.model_path)
         passes: list[Pass | Scoring] = [*spec.passes, *([spec.scoring] if spec.scoring is not None else [])]
         for one in passes:
             if one.phase == phase:
