@@ -149,20 +149,21 @@ def eight_bit_adam(where: str, optim: OptimConfig) -> dict[str, Any]:
 
 
 def get_key(config: Any, key: str) -> Any:
-    """The value at a dotted path, whose parts are attributes or keys of a mapping."""
-    for name in key.split(".") if key else []:
-        config = config[name] if isinstance(config, Mapping) else getattr(config, name)
+    """The value at a dotted path."""
+    for name in key.split("."):
+        config = getattr(config, name)
     return config
 
 
 def set_key(config: Any, key: str, value: Any) -> None:
-    """Set the value at a dotted path."""
-    where, _, name = key.rpartition(".")
-    part = get_key(config, where)
-    if isinstance(part, MutableMapping):
-        part[name] = value
+    """Set the value at a dotted path, whose parts are attributes or keys of mappings, which are added if needed."""
+    *where, name = key.split(".")
+    for part in where:
+        config = config.setdefault(part, {}) if isinstance(config, MutableMapping) else getattr(config, part)
+    if isinstance(config, MutableMapping):
+        config[name] = value
     else:
-        setattr(part, name, value)
+        setattr(config, name, value)
 
 
 def _set_keys(config: Any, settings: Mapping[str, Any]) -> None:

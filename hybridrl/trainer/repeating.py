@@ -30,14 +30,17 @@ def settings_to_repeat(config: Config, longest: int, run: TrainingRun, error: Wo
     if not isinstance(shortage, MicroBatchError):
         raise error
     limit = max(shortage.half, -(-longest // shortage.ranks) if shortage.by_tokens else 0)
-    if not shortage.key or limit >= shortage.tokens or (checkpoint is None and run.step > 1):
+    again = copy.deepcopy(config)
+    if shortage.key:
+        set_key(again, shortage.key, limit)
+    # A setting that has this value already did not help.
+    possible = limit < shortage.tokens and again != config
+    if not possible or (checkpoint is None and run.step > 1):
         if checkpoint is not None:
             error.add_note(f"The last checkpoint is {checkpoint}; trainer.resume_mode=auto goes on from there")
         elif run.step > 1:
             error.add_note(f"The {run.step - 1} steps before have no checkpoint (trainer.save_freq) and are lost")
         raise error
-    again = copy.deepcopy(config)
-    set_key(again, shortage.key, limit)
     if checkpoint is not None:
         set_key(again, "trainer.resume_mode", "resume_path")
         set_key(again, "trainer.resume_from_path", str(checkpoint))

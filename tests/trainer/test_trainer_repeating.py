@@ -13,8 +13,13 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 
 from hybridrl.checkpoint import verify
 from hybridrl.config import load_config
-from hybridrl.errors import WorkerUserError
+from hybridrl.config.roles import ROLES, part_of
+from hybridrl.config.teachers import teachers_of
+from hybridrl.errors import MicroBatchError, WorkerUserError
+from hybridrl.trainer.forecast import set_key
 from hybridrl.trainer.ppo.run_ppo import run_ppo
+from hybridrl.trainer.repeating import settings_to_repeat
+from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -113,6 +118,55 @@ def test_complete_steps_without_a_checkpoint_are_not_thrown_away(
     with pytest.raises(WorkerUserError, match=rf"rank 1 ran out of memory.*set {KEY}=\d+") as raised:
         run_supervised(configured(micro_model, conversations, tmp_path / "run", 2, *words))
     assert any("1 steps before have no checkpoint" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        "critic.ppo_max_token_len_per_gpu",
+        "critic.forward_max_token_len_per_gpu",
+        "reward.reward_model.forward_max_token_len_per_gpu",
+        "roles.prime.ppo_max_token_len_per_gpu",
+        "distillation.teacher_models.teacher_model.inference.max_num_batched_tokens",
+    ],
+)
+def test_the_setting_of_each_model_is_one_that_its_role_reads(key: str) -> None:
+    config = load_config("ppo_trainer", [])
+    set_key(config, key, 4711)
+    where, _, name = key.rpartition(".")
+    if where == "roles.prime":
+        assert getattr(ROLES["prime"].settings_of(config), name) == 4711
+    elif where.startswith("distillation"):
+        (teacher,) = teachers_of(config).teachers
+        assert f"{teacher.where}.inference.{name}" == key and teacher.settings.inference.max_num_batched_tokens == 4711
+    else:
+        assert getattr(part_of(config, where), name) == 4711
+
+
+def test_a_run_is_not_repeated_for_ever(micro_model: Path, conversations: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A limit that is set already is not set again, and none below one sequence of full length."""
+    config = configured(micro_model, conversations, tmp_path, 2)
+    run = TrainingRun(config, config.trainer, 4, identity={})
+
+    def repeated(config: Any, longest: int, tokens: int, ranks: int = 1, by_tokens: bool = True, key: str = KEY) -> Any:
+        error = WorkerUserError("rank 1 ran out of memory")
+        error.__cause__ = MicroBatchError("rank 1 ran out of memory", key, tokens, ranks, by_tokens)
+        return settings_to_repeat(config, longest, run, error)
+
+    again = repeated(config, longest=50, tokens=81)
+    assert again.data.max_token_len_per_gpu == 50 and config.data.max_token_len_per_gpu > 81
+    assert repeated(config, longest=50, tokens=81, ranks=2).data.max_token_len_per_gpu == 40
+    assert repeated(config, longest=50, tokens=61, by_tokens=False).data.max_token_len_per_gpu == 30
+    for settings, options in (
+        (again, {"longest": 50, "tokens": 81}),
+        (config, {"longest": 50, "tokens": 50}),
+        (config, {"longest": 5, "tokens": 50, "key": ""}),
+    ):
+        with pytest.raises(WorkerUserError, match="rank 1 ran out"):
+            repeated(settings, **options)
 
 
 @pytest.mark.slow
