@@ -129,11 +129,24 @@ def forward_flops(
 
 
 def training_flops(
-    config: PreTrainedConfig, lengths: Sequence[int], predicted: int, value_model: bool = False
+    config: PreTrainedConfig,
+    lengths: Sequence[int],
+    predicted: int,
+    value_model: bool = False,
+    frozen: bool = False,
 ) -> float | None:
-    """FLOPs of a forward and a backward pass, which has twice the products of the forward pass; see `forward_flops`."""
+    """FLOPs of a forward and a backward pass, which has twice the products of the forward pass; see `forward_flops`.
+
+    Args:
+        frozen: the weights have no gradients, as under an adapter: the backward pass has one product with each of them
+            in place of two. The adapter's own products are not counted.
+    """
     forward = forward_flops(config, lengths, predicted, value_model)
-    return None if forward is None else 3 * forward
+    if forward is None or not frozen:
+        return None if forward is None else 3 * forward
+    text = config.get_text_config()
+    output = predicted * text.hidden_size * (1 if value_model else text.vocab_size)
+    return 3 * forward - 2.0 * (output + work_of(config).per_token * sum(lengths))
 
 
 def _head_dim(text: Any) -> int:

@@ -32,7 +32,7 @@ class Utilization:
         self._config = config_of(model)
         self._group: Any = group
         self._method = method
-        self._is_value = value_model
+        self._is_value, self._is_frozen = value_model, model.adapted
         self._seconds = self._spent()
         names = sorted(set(group.device_name()))
         known = [device.peak_tflops(one) for one in names]
@@ -61,7 +61,7 @@ class Utilization:
             `perf/tflops/<name>`, per device, and `perf/mfu/<name>`; what cannot be known is left out.
         """
         before, self._seconds = self._seconds, self._spent()
-        flops = training_flops(self._config, lengths, predicted, self._is_value)
+        flops = training_flops(self._config, lengths, predicted, self._is_value, self._is_frozen)
         seconds = (self._seconds - before) * self._group.world_size
         if flops is None or seconds <= 0:
             return {}

@@ -67,6 +67,15 @@ def test_flops_are_those_of_torchs_counter(family: str) -> None:
     assert training_flops(config, LENGTHS, sum(LENGTHS)) == pytest.approx(both, rel=2e-3)
 
 
+def test_frozen_weights_have_no_gradients_to_count() -> None:
+    """As under an adapter, whose own products are not counted."""
+    config = transformers.Qwen3Config(**SIZES)
+    model = transformers.Qwen3ForCausalLM(config).requires_grad_(False)
+    model.enable_input_require_grads()
+    _, both = _counted(model)
+    assert training_flops(config, LENGTHS, sum(LENGTHS), frozen=True) == pytest.approx(both, rel=2e-3)
+
+
 def test_the_quadratic_part_is_of_each_sequence_and_the_output_layer_of_predicted_tokens() -> None:
     config = transformers.Qwen2Config(**SIZES)
     apart, together = forward_flops(config, [64, 64], 10), forward_flops(config, [128], 10)
