@@ -317,8 +317,15 @@ def manual_seed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+def compute_deterministically() -> None:
+    """Have PyTorch, cuBLAS and flash attention compute bitwise repeatably, or raise where they cannot."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
+    torch.use_deterministic_algorithms(True)
+
+
 def reset_peak_memory() -> None:
-    """Let the maxima of `memory_stats` begin anew with what is in use now.
+    """Let the maxima of `memory_stats` begin again with what is in use now.
 
     On a CPU only Linux can do it; elsewhere they stay those of the whole process.
     """

@@ -15,6 +15,18 @@ from hybridrl.utils.metrics import Metric
 
 PROMPT, RESPONSE, ROWS = 10, 14, 12
 TEMPERATURE = 0.7
+#: of a transformer's configuration, for rows of `make_fields`
+SIZES: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def make_fields(rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:

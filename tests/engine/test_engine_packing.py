@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss
+from engine_helpers import SIZES, TEMPERATURE, make_batch, make_engine, make_fields, policy_loss
 from ranks import spawn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,17 +25,6 @@ from hybridrl.models import attention
 from hybridrl.utils import device, distributed
 
 FIELDS = make_fields()
-SIZES: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": SIZES,
     "Mistral": {**SIZES, "num_key_value_heads": 2, "sliding_window": 5},

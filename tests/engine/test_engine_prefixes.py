@@ -12,6 +12,7 @@ import torch
 import transformers
 from engine_helpers import (
     ROWS,
+    SIZES,
     TEMPERATURE,
     full_kl_loss,
     make_batch,
@@ -46,17 +47,6 @@ from hybridrl.utils.metrics import merge_metrics
 from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
 from hybridrl.workers.losses import PREPARED, LossCounts, PolicyLoss, policy_loss_fn
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}

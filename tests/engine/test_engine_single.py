@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -351,3 +352,19 @@ def test_generation_in_place_uses_no_flash_attention(micro_model: Path, flash: s
         assert layer.config._attn_implementation == "sdpa"
         module(input_ids=FIELDS["input_ids"][:2])
     assert layer.config._attn_implementation == flash
+
+
+def test_full_determinism_is_asked_of_pytorch(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    try:
+        make_engine(micro_model)
+        assert not torch.are_deterministic_algorithms_enabled()
+        make_engine(micro_model, full_determinism=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    finally:
+        torch.use_deterministic_algorithms(False)

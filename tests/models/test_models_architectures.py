@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from engine_helpers import (
+    SIZES,
     TEMPERATURE,
     make_batch,
     make_engine,
@@ -44,17 +44,6 @@ from hybridrl.models.value import load_value_model, open_value_model
 from hybridrl.registry import import_external_lib
 
 FIELDS = make_fields()
-SIZES: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**GROUPED),

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, related, weights
+from engine_helpers import SIZES, TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, related, weights
 
 from hybridrl.engine import MicroBatching
 from hybridrl.errors import ModelError
@@ -22,17 +22,6 @@ from hybridrl.utils.metrics import merge_metrics
 
 FIELDS = make_fields()
 PACKED = {"override_config": {"attn_implementation": attention.VARLEN}}
-SIZES: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}

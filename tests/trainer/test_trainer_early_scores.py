@@ -69,6 +69,21 @@ def scored(manager, rollout):
     return batch, scores(batch)
 
 
+class Unasked(Telling):
+    """Has also finished a sample that this batch does not have, as a phase of one's own may ask for it."""
+
+    def generate(self, prompts):
+        if self.on_finished is not None:
+            self.on_finished([Trajectory("another", 0, [1, 2], [3], [1], [0.0], [(0, 1)])])
+        return super().generate(prompts)
+
+
+def test_samples_of_others_are_left_alone(manager_for) -> None:
+    manager = manager_for()
+    batch, early = scored(manager, Unasked())
+    assert torch.equal(early["reward_tensor"], manager(batch, return_dict=True)["reward_tensor"])
+
+
 @pytest.mark.parametrize("skipped", [(), (0, 4), range(6)], ids=["all", "some", "none"])
 def test_they_are_those_of_the_whole_batch(manager_for, skipped) -> None:
     manager = manager_for()

@@ -225,3 +225,11 @@ def test_what_a_phase_of_a_subclass_forgets_is_named() -> None:
         sampler_of(OwnRollout(same), kind=Nothing).next()
     with pytest.raises(RewardError, match=r"reward\.on_error=drop.*'failed'"):
         sampler_of(OwnRollout(same), "reward.on_error=drop", kind=OwnPhases).next()
+
+
+@pytest.mark.parametrize("method", ["pause", "unpause", "abort"])
+def test_a_rollout_without_what_no_trainer_calls_says_so(method: str) -> None:
+    rollout = OwnRollout(same)
+    assert rollout.health() == []
+    with pytest.raises(RolloutError, match=rf"OwnRollout .* no {method}\(\)"):
+        getattr(rollout, method)()

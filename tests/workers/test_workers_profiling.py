@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from hybridrl.config import load_config
 from hybridrl.config.checks.consequences import consequences
+from hybridrl.config.roles import ROLES, RoleSpec
+from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.errors import UserError
 from hybridrl.utils import device
 from hybridrl.workers.profiling import Profile, ProfileRequest
@@ -70,3 +73,14 @@ def test_settings_that_write_one_are_not(program: str, where: str) -> None:
     words = ["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{where}.enable=True", f"{where}.ranks=[0]"]
     config = load_config(program, words)  # type: ignore[call-overload]
     assert not [one for one in consequences(config) if "profile" in one]
+
+
+def test_the_profile_of_a_role_of_ones_own_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ("profiler", RoleProfilerConfig, dataclasses.field(default_factory=RoleProfilerConfig))
+    settings = dataclasses.make_dataclass("Settings", [group])
+    own = RoleSpec("own", worker=None, needed=lambda _: True, placement=("own",), mesh="own", settings=settings)
+    monkeypatch.setitem(ROLES, "own", own)
+    for ranks in ([0], []):
+        words = ["global_profiler.tool=torch", "global_profiler.steps=[1]"]
+        config = load_config("ppo_trainer", [*words, f"+roles.own={{profiler: {{enable: true, ranks: {ranks}}}}}"])
+        assert bool([one for one in consequences(config) if "no rank is chosen" in one]) == (not ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,9 @@ class FSDPEngine(
             )
         if self.optim_config is None:  # nothing accumulates in these weights, so they need no more precision
             self.model_dtype = self.compute_dtype
-        self._seed()
+        device.manual_seed(engine.seed + distributed.get_rank())
+        if engine.full_determinism:
+            device.compute_deterministically()
         self.config = config_of(model)
         loading.check_weights(loading.checked_source(model.path))
         check_vision(model, engine)
@@ -233,13 +234,6 @@ class FSDPEngine(
     def _keeps_state_in_main_memory(self) -> bool:
         """Whether the optimizer's state is in main memory between updates."""
         return bool(self.engine_config.optimizer_offload) or self._steps_in_main_memory
-
-    def _seed(self) -> None:
-        device.manual_seed(self.engine_config.seed + distributed.get_rank())
-        if self.engine_config.full_determinism:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
-            torch.use_deterministic_algorithms(True)
 
     def _may_fuse(self) -> bool:
         """Whether to compute without logits where the head allows it (`use_fused_kernels`); tell why not."""
