@@ -81,13 +81,14 @@ class Rows:
 
 
 def reward(batch: DataProto, return_dict: bool = False):
-    """The prompt's id plus a hundredth of the sample's number, on the last token; one timeout per call."""
+    """The prompt's id plus a hundredth of the sample's number, on the last token; one timeout per call, and its rows."""
     scores = torch.zeros(batch.batch["responses"].shape)
     samples = [int(sample) for sample in batch.non_tensor_batch["sample"]]
     scores[:, 0] = batch.batch["prompts"][:, -1] + torch.tensor(samples) / 100
     if not return_dict:
         return scores
-    return {"reward_tensor": scores, "reward_extra_info": {"acc": samples}, "metrics": {"reward/timeouts": 1.0}}
+    metrics = {"reward/timeouts": 1.0, "reward/rows": float(len(samples))}
+    return {"reward_tensor": scores, "reward_extra_info": {"acc": samples}, "metrics": metrics}
 
 
 def sampler_of(rollout: Rollout, *words: str, kind: type[Sampler] = Sampler) -> Sampler:

@@ -78,6 +78,8 @@ def test_a_missing_sample_alone_is_generated_again(where, capsys) -> None:
     sampler, rollout = sampled_with(where, first_time(("0-1", "0"), ("0-2", "1")))
     sampled = sampler.next()
     assert [names_of_samples(asked) for asked in rollout.asked][1:] == [[("0-1", "0"), ("0-2", "1")]]
+    # counts of both attempts, and of the few samples of the second nothing else
+    assert sampled.metrics["reward/timeouts"] == 2 and sampled.metrics["reward/rows"] == (6 if where == "reward" else 4)
     assert [asked.meta_info.get("attempt") for asked in rollout.asked] == [None, 1]
     batch, names = sampled.batch, names_of_samples(sampled.batch)
     assert names == names_of_samples(whole)  # every sample stands where it would have stood
