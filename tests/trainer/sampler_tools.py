@@ -81,7 +81,7 @@ class Rows:
 
 
 def reward(batch: DataProto, return_dict: bool = False):
-    """The prompt's id plus a hundredth of the sample's number, on the last token; metrics: a timeout per call, and rows."""
+    """The prompt's id plus a hundredth of the sample's number, on the last token. Metrics: a timeout per call, rows."""
     scores = torch.zeros(batch.batch["responses"].shape)
     samples = [int(sample) for sample in batch.non_tensor_batch["sample"]]
     scores[:, 0] = batch.batch["prompts"][:, -1] + torch.tensor(samples) / 100
