@@ -21,7 +21,7 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("Megatron-core is not installed: bash scripts/install.sh cpu megatron", allow_module_level=True)
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
 
-STEPS = 10
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ def test_grpo_learns_to_sort(beginner: Path, data: Path, tmp_path: Path, size: s
         "actor_rollout_ref.rollout.max_num_seqs=256",
         "actor_rollout_ref.rollout.n=8",
         "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=32",
+        "data.train_batch_size=64",
         "data.max_prompt_length=24",
         "data.max_response_length=6",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.n_gpus_per_node=2",
