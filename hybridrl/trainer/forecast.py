@@ -2,13 +2,14 @@
 
 import copy
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from hybridrl.config import OptimConfig
-from hybridrl.errors import PlacementError
+from hybridrl.errors import ModelError, PlacementError
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.utils import device
@@ -120,20 +121,34 @@ def fewest_changes(
         candidates: keys with their new values, to try in this order. It sees those that were taken before.
     """
     tried = copy.deepcopy(config)
+
+    def lowered(settings: Mapping[str, Any]) -> float:
+        """The peak with these settings, which stay set."""
+        _set_keys(tried, settings)
+        try:
+            return peak_of(tried)
+        except ModelError:  # one does not go together with another setting, or does not exist for this model
+            return math.inf
+
     peak = peak_of(tried)
-    chosen: list[tuple[str, Any]] = []
+    chosen: list[tuple[Mapping[str, Any], dict[str, Any]]] = []  # with the values before
     for settings in candidates(tried):
         if peak <= total:
             break
         before = {key: get_key(tried, key) for key in settings}
-        _set_keys(tried, settings)
-        lower = peak_of(tried)
+        lower = lowered(settings)
         if lower < 0.99 * peak:
-            chosen += settings.items()
+            chosen.append((settings, before))
             peak = lower
         else:
             _set_keys(tried, before)
-    return chosen, peak <= total
+    fits = peak <= total
+    for one in chosen[-2::-1] if fits else []:  # a later one may make an earlier one needless
+        if lowered(one[1]) <= total:
+            chosen.remove(one)
+        else:
+            _set_keys(tried, one[0])
+    return [item for settings, _ in chosen for item in settings.items()], fits
 
 
 def eight_bit_adam(where: str, optim: OptimConfig) -> dict[str, Any]:

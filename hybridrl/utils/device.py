@@ -272,8 +272,12 @@ def host_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.cache
-def copy_stream() -> Any:
-    """Return the stream on which this process copies between main memory and its GPU; None on a CPU."""
+def copy_stream(purpose: str = "state") -> Any:
+    """Return the stream on which this process copies between main memory and its GPU; None on a CPU.
+
+    Args:
+        purpose: copies of one purpose wait for each other.
+    """
     return torch.cuda.Stream() if is_gpu() else None
 
 
@@ -287,11 +291,13 @@ class Transfer:
         copies: target and source of each, of the same shape, dtype and strides.
     """
 
+    purpose = "state"
+
     def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         #: both sides of copies that may not be done, so that their memory is not used for something else
         self._copies = list(copies)
         self._end: Any = None
-        stream = copy_stream()
+        stream = copy_stream(self.purpose)
         if stream is None:
             for target, source in self._copies:
                 target.copy_(source)
@@ -308,6 +314,20 @@ class Transfer:
         if self._end is not None:
             self._end.synchronize()
         self._copies = []
+
+    def order(self) -> None:
+        """Have work that this thread queues from now on wait for the copies, and return at once.
+
+        That work may read and free the targets. Sources in main memory may be freed if PyTorch page-locked them.
+        """
+        if self._end is not None:
+            torch.cuda.current_stream().wait_event(self._end)
+
+
+class ActivationTransfer(Transfer):
+    """Copies that do not wait for those of optimizer states."""
+
+    purpose = "activations"
 
 
 def manual_seed(seed: int) -> None:

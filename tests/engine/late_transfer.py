@@ -22,3 +22,6 @@ class LateTransfer(device.Transfer):
         for target, source in self._late:
             target.copy_(source)
         self._late = []
+
+    def order(self) -> None:
+        self.wait()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hybridrl.engine.forecast import LiveBytes, Workload, peak_of
 from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.offload import _plain_parts
 from hybridrl.protocol import DataProto
+from hybridrl.utils import device
 
 PROMPT, RESPONSE, ROWS = 60, 90, 6
 MICRO = MicroBatching(max_tokens=320)  # two sequences
@@ -45,6 +47,7 @@ SIZES: dict[str, Any] = {
 # PyTorch's fused attention on a CPU takes values of the size of keys only, here 16 per head.
 FAMILIES: dict[str, Any] = {
     "qwen2": Qwen2Config(**SIZES),
+    "deep": Qwen2Config(**{**SIZES, "num_hidden_layers": 12}),
     "gemma2": Gemma2Config(**SIZES, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
@@ -84,6 +87,27 @@ def full_batch() -> DataProto:
     return DataProto.from_dict(
         {**fields, "advantages": values, "returns": values.clone()}, meta_info={"batch_num_tokens": ROWS * RESPONSE}
     )
+
+
+class Elsewhere(device.Transfer):
+    """Copies to and from main memory, which a GPU's memory does not hold; `counted` should not count it either."""
+
+    counted: LiveBytes
+    hosts: set[int]
+
+    def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pairs = list(copies)
+        super().__init__(pairs)
+        for target, source in pairs:
+            if id(source) not in self.hosts:  # it leaves the device
+                self.hosts.add(id(target))
+                self.counted.live -= target.nbytes
+                weakref.finalize(target, self.freed, id(target), target.nbytes).atexit = False
+
+    @classmethod
+    def freed(cls, host: int, size: int) -> None:
+        cls.hosts.remove(host)
+        cls.counted.live += size
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:
@@ -128,6 +152,34 @@ def test_a_step_with_moments_in_8_bits_takes_what_was_forecast(wide_model: Path,
     pytest.importorskip("torchao", reason="the extra torchao is not installed")
     optim = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
     check_forecast(wide_model, "language_model", model, {}, optim)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_with_offloaded_inputs_takes_what_was_forecast(
+    wide_models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """Of twelve layers, ten fewer inputs are on the device."""
+    found, measured = [], []
+    for offload in (False, True):
+        settings = {"enable_activation_offload": offload, "use_fused_kernels": fused}
+        # Adam's step would take more than the backward pass.
+        made: Any = make_engine(wide_models("deep"), model=settings, optim={"optimizer": "SGD"})
+        made.train_batch(full_batch(), MICRO, policy_loss, 1.0, entropy=True)
+        counted = LiveBytes()
+        counted.ignore(*state_of(made))
+        for part in made.module.modules():
+            if offload and hasattr(part, "_gradient_checkpointing_func"):
+                kept = {"counted": counted, "hosts": set()}
+                part._gradient_checkpointing_func.func.transfer = type("Here", (Elsewhere,), kept)
+        with counted:
+            made.train_batch(full_batch(), MICRO, policy_loss, 1.0, entropy=True)
+        measured.append(counted.peak)
+        one = forecast("language_model", made.model_config, made.engine_config, made.optim_config, 1, WORK)
+        found.append(one.gradients + one.activations + one.logits)
+    inputs = 2 * (PROMPT + RESPONSE) * SIZES["hidden_size"] * 4  # bytes of one layer's
+    assert found == pytest.approx(measured, rel=0.1)
+    assert found[0] - found[1] == pytest.approx(measured[0] - measured[1], abs=1.1 * inputs)
+    assert 8 * inputs <= found[0] - found[1] <= 10 * inputs
 
 
 def check_forecast(

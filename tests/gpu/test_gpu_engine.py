@@ -31,9 +31,18 @@ class Sharded(FSDPEngine):
         return True
 
 
-def built(kind: type[FSDPEngine], model: Path, optim: dict[str, Any] | None = None, **engine: Any) -> Any:
+def built(
+    kind: type[FSDPEngine],
+    model: Path,
+    optim: dict[str, Any] | None = None,
+    activations: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Any:
+    """An engine with settings of the optimizer, of the model and of the engine."""
     settings = OptimConfig(**{**OPTIM, **(optim or {})})
-    made: Any = kind("language_model", ModelConfig(path=str(model)), FSDPConfig(**engine), settings)
+    made: Any = kind(
+        "language_model", ModelConfig(path=str(model), **(activations or {})), FSDPConfig(**engine), settings
+    )
     made.initialize()
     return made
 

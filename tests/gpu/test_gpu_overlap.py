@@ -1,4 +1,4 @@
-"""State that arrives while micro-batches are computed: the same results however late it is, and how much overlaps."""
+"""Copies while micro-batches are computed, of state and of layers' inputs: the same results however late they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import HALF_BILLION
 from gpu_helpers import batch_of, lognormal, seconds
-from test_gpu_engine import OFFLOAD, Sharded, built, exported, infer, step
+from test_gpu_engine import MICRO, OFFLOAD, Sharded, built, exported, infer, step
 
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.utils import device
@@ -24,10 +24,16 @@ KINDS = pytest.mark.parametrize("kind", [FSDPEngine, Sharded], ids=["one rank", 
 class Slow(device.Transfer):
     """The bus is busy with something else for a tenth of a second before it copies."""
 
+    cycles = SLEEP_CYCLES
+
     def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.cuda.stream(device.copy_stream()):
-            torch.cuda._sleep(SLEEP_CYCLES)
+        with torch.cuda.stream(device.copy_stream(self.purpose)):
+            torch.cuda._sleep(self.cycles)
         super().__init__(copies)
+
+
+class SlowActivations(Slow):
+    purpose, cycles = device.ActivationTransfer.purpose, SLEEP_CYCLES // 10
 
 
 class Awaited(device.Transfer):
@@ -84,6 +90,69 @@ def test_copies_overlap_with_kernels(world_of_one, half_billion: Path, tmp_path:
         state_copy_overlap=shared / taken,
         overlap_ratio=overlapped / seconds(lambda: step(engine, batch)),
     )
+
+
+class AwaitedActivations(Awaited):
+    purpose = device.ActivationTransfer.purpose
+
+
+def offload_of(engine: Any) -> Any:
+    """What keeps the inputs of an engine's layers in main memory."""
+    (call,) = {getattr(part, "_gradient_checkpointing_func", None) for part in engine.module.modules()} - {None}
+    return call.func
+
+
+@KINDS
+def test_inputs_of_layers_with_a_slow_bus(world_of_one, half_billion: Path, kind) -> None:
+    """Of a model of 24 layers, whose inputs leave and come back many at a time."""
+    batch = batch_of([(20, 40)] * 8, HALF_BILLION["vocab_size"])
+    try:
+        resident, late = (
+            built(kind, half_billion, activations={"enable_activation_offload": offload}, full_determinism=True)
+            for offload in (False, True)
+        )
+        offload_of(late).transfer = SlowActivations
+        for _ in range(2):
+            assert step(late, batch) == step(resident, batch)
+        expected = exported(resident)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(late).items())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@KINDS
+def test_inputs_of_layers_leave_and_overlap(world_of_one, half_billion: Path, figures, kind) -> None:
+    """After the forward pass those of the last two are on the device. Times: without, with, with awaited copies."""
+    from engine_helpers import policy_loss
+
+    batch = batch_of([(2048, 2048)] * 4, HALF_BILLION["vocab_size"])
+    held: dict[str, int] = {}
+    times: dict[str, float] = {}
+    for name, offload in (("resident", False), ("offloaded", True), ("awaited", True)):
+        settings = {"enable_activation_offload": offload, "use_fused_kernels": True}
+        engine = built(kind, half_billion, activations=settings)
+        if name == "awaited":
+            offload_of(engine).transfer = AwaitedActivations
+
+        def watching(outputs: Any, micro: Any, name: str = name) -> Any:
+            held[name] = torch.cuda.memory_allocated()
+            return policy_loss(outputs, micro)
+
+        def update(engine: Any = engine, loss: Any = watching) -> None:
+            with engine.loaded(optimizer=True):
+                engine.train_batch(batch, MICRO, loss)
+
+        update()
+        times[name] = seconds(update)
+        del engine, update, watching
+        device.empty_cache()
+    inputs = 4 * 4096 * HALF_BILLION["hidden_size"] * 2  # bytes of one layer's in bfloat16
+    figures(
+        inputs_off_the_device=(held["resident"] - held["offloaded"]) / inputs,
+        activation_offload_ratio=times["offloaded"] / times["resident"],
+        awaited_activations_ratio=times["awaited"] / times["resident"],
+    )
+    assert held["resident"] - held["offloaded"] > (HALF_BILLION["num_hidden_layers"] - 3) * inputs
 
 
 def read_trace(path: Path, after: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

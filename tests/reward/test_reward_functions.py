@@ -317,3 +317,22 @@ def test_a_syntax_error_is_found_with_the_configuration(user_file):
         assert f"reward.{key}={path}, line 2: SyntaxError" in faults(f"reward.{key}={path}")
     manager = ["reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={path}"]
     assert "module.path=" in faults(*manager) and "line 2: SyntaxError" in faults(*manager)
+
+
+def test_settings_of_a_manager_from_a_file_are_checked_with_the_configuration(user_file):
+    path = user_file(
+        "from dataclasses import dataclass\n"
+        "from hybridrl.reward import RewardManager\n"
+        "@dataclass\n"
+        "class Settings:\n"
+        "    limit: int = 3\n"
+        "class Mine(RewardManager):\n"
+        "    settings_class = Settings\n"
+    )
+    where = "reward.reward_manager"
+    own = [f"{where}.source=importlib", f"{where}.module.path={path}", f"{where}.module.name=Mine"]
+    assert faults(*own, "+reward.reward_kwargs.limit=4") == ""
+    message = faults(*own, "+reward.reward_kwargs.limt=4")
+    assert "reward.reward_kwargs.limt" in message and "limit" in message
+    assert "reward.reward_kwargs.limit" in faults(*own, "+reward.reward_kwargs.limit=many")
+    assert "defines no Yours. It defines Settings, Mine" in faults(*own[:2], f"{where}.module.name=Yours")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
 from hybridrl.config.roles import ROLES
@@ -19,7 +20,7 @@ from hybridrl.engine.forecast import peak_of
 from hybridrl.errors import PlacementError
 from hybridrl.programs import main
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.forecast import print_found
+from hybridrl.trainer.forecast import print_found, set_key
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.ppo.memory import phase_peaks
 from hybridrl.trainer.supervised import forecast as tuning
@@ -350,6 +351,40 @@ def test_what_makes_weights_and_state_of_fine_tuning_fit(tiny_model: Path, ranks
     assert fits and changes == expected
 
 
+@pytest.mark.parametrize(
+    ("key", "sizes"),
+    [
+        ("model.enable_activation_offload", {"num_hidden_layers": 12}),
+        ("model.tiled_mlp.enabled", {"intermediate_size": 4096}),
+    ],
+)
+def test_what_makes_activations_of_fine_tuning_fit(tmp_path: Path, key: str, sizes: dict[str, int]) -> None:
+    usual = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2Config(**{**usual, "intermediate_size": 48, "vocab_size": 263, **sizes}).save_pretrained(tmp_path)
+    given = {
+        "model.use_fused_kernels": True,
+        "model.enable_gradient_checkpointing": True,
+        "data.max_length": 2000,
+        "data.micro_batch_size_per_gpu": 1,
+    }
+    config, peaks = tuning_settings(tmp_path, **given), []
+    for value in (True, False):
+        set_key(config, key, value)
+        peaks.append(tuning.forecast_tuning(config).peak)
+    assert peaks[0] < 0.8 * peaks[1]
+    assert tuning.changes_that_fit(config, 1.01 * peaks[0]) == ([(key, True)], True)
+
+
+def test_a_setting_that_another_one_refuses_is_not_named(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2Config(**sizes, intermediate_size=4096, vocab_size=263).save_pretrained(tmp_path)
+    config = tuning_settings(tmp_path, **{"model.enable_gradient_checkpointing": True, "data.max_length": 2000})
+    for compiled in (False, True):
+        config.engine.use_torch_compile = compiled
+        changes, fits = tuning.changes_that_fit(config, 1.0)
+        assert not fits and (("model.tiled_mlp.enabled", True) in changes) is not compiled
+
+
 @pytest.mark.slow(20)
 def test_keys_of_megatron_make_a_run_fit(micro_model: Path) -> None:
     """They are tried only where `strategy=megatron` reads them, and those of `fsdp2` only where that does."""
@@ -362,6 +397,7 @@ def test_keys_of_megatron_make_a_run_fit(micro_model: Path) -> None:
         "actor_rollout_ref.rollout.gpu_memory_utilization": 0.1,
         "actor_rollout_ref.model.use_fused_kernels": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+        "actor_rollout_ref.model.tiled_mlp.enabled": True,
     }
     for strategy, group in (("megatron", "megatron"), ("fsdp2", "fsdp_config")):
         config = settings(micro_model, **given, **{"actor_rollout_ref.actor.strategy": strategy})

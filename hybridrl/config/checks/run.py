@@ -54,6 +54,7 @@ from hybridrl.registry import (
     has_replicas,
     is_endpoint,
 )
+from hybridrl.utils.user_code import load_object
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -246,12 +247,20 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
     yield from check_functions(config.reward, config)
     yield from _check_reward_model(config)
     if manager.source == "importlib":
-        module = manager.module
-        yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
-        if module.path is not None and Path(module.path).expanduser().is_file():
-            yield from check_source_file("reward.reward_manager.module.path", module.path)
-        if manager.module.path is None:
-            yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
+        where, module = "reward.reward_manager.module", manager.module
+        faults = list(check_class(where, module.path, module.name, "path", "name"))
+        if module.path is None:
+            faults.append("reward.reward_manager.source=importlib without reward.reward_manager.module.path")
+        elif Path(module.path).expanduser().is_file():
+            faults += check_source_file(f"{where}.path", module.path)
+        yield from faults
+        if module.path and module.name and not faults:
+            try:
+                own = load_object(module.path, module.name, f"{where}.path", f"{where}.name", RewardError)
+            except RewardError as error:
+                yield str(error)
+            else:
+                yield from _check_own_reward_kwargs(own, config)
         return
     yield from _check_reward_kwargs(config)
     if not REWARD_MANAGERS.facts(manager.name).runs_functions:
@@ -270,6 +279,11 @@ def _check_reward_kwargs(config: PPOTrainerConfig) -> Iterator[str]:
         manager = REWARD_MANAGERS.get(name)
     except RewardError:
         return  # another check reports it
+    yield from _check_own_reward_kwargs(manager, config)
+
+
+def _check_own_reward_kwargs(manager: Any, config: PPOTrainerConfig) -> Iterator[str]:
+    """Check the settings of a user's manager, as it reads them."""
     try:
         if hasattr(manager, "read_settings"):  # otherwise it is no reward manager, which is reported when it is made
             manager.read_settings(config)

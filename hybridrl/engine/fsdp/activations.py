@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from hybridrl.engine.fsdp.activation_offload import ActivationOffload
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import decoder_layer_classes
 from hybridrl.notify import notify
-from hybridrl.utils import device, distributed
+from hybridrl.utils import distributed
 
 # A gated or plain MLP, which computes each token on its own, has a layer of this name.
 _LAST_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
@@ -74,7 +74,7 @@ def save_activations(module: Any, model: Any) -> None:
     """
     compute_again = _selectively if model.recompute_granularity == "selective" else _checkpoint
     if model.enable_activation_offload:
-        compute_again = functools.partial(_offloading, compute_again)
+        compute_again = functools.partial(ActivationOffload(), compute_again)
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for part in module.modules():
@@ -95,24 +95,6 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     name = whole.rpartition("::")[2].partition(".")[0]
     kept = name in _LINEAR or any(part in whole for part in _ATTENTION)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _offloading(compute_again: Any, function: Any, *arguments: Any, **named: Any) -> Any:
-    """Checkpoint `function`, with the tensors that it is computed again from in main memory until then."""
-    with saved_tensors_hooks(_to_host, _to_device):
-        return compute_again(function, *arguments, **named)
-
-
-def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-    if not tensor.requires_grad:  # positions and masks, which all layers share
-        return tensor.device, tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.is_gpu())
-    return tensor.device, host.copy_(tensor, non_blocking=True)
-
-
-def _to_device(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    home, tensor = saved
-    return tensor.to(home, non_blocking=True)
 
 
 def _tile(module: nn.Module, tiles: int) -> None:

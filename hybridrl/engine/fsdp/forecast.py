@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import AttentionInterface
 
 from hybridrl.algorithms import functional, linear_statistics
 from hybridrl.engine.forecast import Forecast, Workload, fused_attention, layer_rows, logits_rows, peak_of
-from hybridrl.engine.fsdp.activations import save_activations
+from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.logit_change import LogitChange
 from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
@@ -38,9 +37,11 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         optim: an `OptimConfig`; None for an engine that only computes.
 
     Raises:
-        ModelError: the model's configuration cannot be read.
+        ModelError: the model's configuration cannot be read, or settings of activations do not go together.
     """
     optim = None if engine.forward_only else optim
+    if optim is not None:
+        check_activations(model, engine)
     compute = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
     stored = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype") if optim is not None else compute
     config = loading.load_model_config(
@@ -101,8 +102,7 @@ def _states(module: nn.Module, dtype: torch.dtype, optim: Any) -> int:
 def _of_update(module: Any, passes: _Passes, model: Any, micro: MicroBatching | None) -> tuple[int, int]:
     """Activations of an update without logits, and what logits add to the peak."""
     assert micro is not None
-    # What is offloaded is counted: it leaves the device while the next layer is computed.
-    save_activations(module, replace(model, enable_activation_offload=False))
+    save_activations(module, model)
     for parameter in filter(lambda one: one.requires_grad, module.parameters()):
         # Gradients are counted apart. Until it is added to the others, that of a parameter is part of the peak.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))

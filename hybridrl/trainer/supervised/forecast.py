@@ -22,6 +22,8 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     ("data.max_token_len_per_gpu", "a row"),
     ("model.enable_gradient_checkpointing", True),
     ("model.recompute_granularity", "full"),
+    ("model.enable_activation_offload", True),
+    ("model.tiled_mlp.enabled", True),
     ("engine.sequence_parallel", True),
     ("engine.use_distributed_optimizer", True),
     ("engine.grad_offload", True),

@@ -1,0 +1,118 @@
+"""Inputs of checkpointed layers in main memory until their backward pass, copied while other layers compute."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from hybridrl.errors import ModelError
+from hybridrl.utils import device
+
+# So many inputs stay on the device: those of the last layers, which the backward pass needs first. A copy may take as
+# long as the layers in between until the next layer waits for it.
+_STAYING = 2
+
+
+class ActivationOffload:
+    """Calls checkpointed layers, and keeps what they are computed again from in main memory.
+
+    In the forward pass a layer's input is copied to main memory while this layer and the next compute. In the backward
+    pass the input of a layer comes back while the layer after it computes, so the device holds about `_STAYING` of
+    them. Masks, positions and other tensors without a gradient, which layers share, stay where they are.
+
+    Args:
+        transfer: the copies.
+    """
+
+    def __init__(self, transfer: type[device.Transfer] = device.ActivationTransfer) -> None:
+        self.transfer = transfer
+        # References are weak: the autograd graph alone keeps what it needs, and frees it.
+        self._staying: deque[weakref.ref[_Kept]] = deque()
+
+    def __call__(self, compute_again: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        """Call `compute_again(function, ...)`, which checkpoints `function`.
+
+        Raises:
+            ModelError: the input of a layer before was changed in place, so its copy may be wrong.
+        """
+        with saved_tensors_hooks(self._keep, _restored):
+            return compute_again(function, *arguments, **named)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        if not tensor.requires_grad:
+            return tensor
+        kept = _Kept(tensor, self.transfer, self._staying[-1] if self._staying else None)
+        self._staying.append(weakref.ref(kept))
+        if len(self._staying) > _STAYING:
+            before = self._staying.popleft()()
+            if before is not None:
+                before.leave()
+        return kept
+
+
+def _restored(kept: torch.Tensor | _Kept) -> torch.Tensor:
+    return kept.take() if isinstance(kept, _Kept) else kept
+
+
+class _Kept:
+    """A tensor that is on its way to main memory, there, or on its way back.
+
+    Args:
+        tensor: it.
+        transfer: the copies.
+        before: what was kept before it, which the backward pass needs after it.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, transfer: type[device.Transfer], before: weakref.ref[_Kept] | None
+    ) -> None:
+        self._transfer, self._before = transfer, before
+        self._home, self._version = tensor.device, tensor._version
+        #: the tensor itself, until its copy is done
+        self._tensor: torch.Tensor | None = tensor
+        if tensor.is_meta:  # a forecast counts the tensors of this device: main memory is none of it
+            self._host = tensor.new_empty(()).expand(tensor.shape)
+        else:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=device.is_gpu())
+        self._leaving = self._copy(self._host, tensor.detach())
+        self._back: tuple[torch.Tensor, device.Transfer] | None = None
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> device.Transfer:
+        return self._transfer(() if source.is_meta else [(target, source)])
+
+    def leave(self) -> None:
+        """Release the tensor's memory on the device once it is in main memory."""
+        self._leaving.wait()
+        self._check()
+        self._tensor = None
+
+    def _check(self) -> None:
+        if self._tensor is not None and self._tensor._version != self._version:
+            raise ModelError(
+                "model.enable_activation_offload=True: the input of a checkpointed layer was changed in place after "
+                "the layer was called, which changes what is computed again from it; set it to False"
+            )
+
+    def fetch(self) -> None:
+        """Begin to copy the tensor back to the device, if it has left."""
+        if self._tensor is None and self._back is None:
+            target = torch.empty_like(self._host, device=self._home)
+            self._back = target, self._copy(target, self._host)
+
+    def take(self) -> torch.Tensor:
+        """The tensor on the device; the one before it is fetched meanwhile."""
+        self._check()
+        self.fetch()
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch()
+        if self._tensor is not None:
+            return self._tensor
+        assert self._back is not None
+        (tensor, arriving), self._back = self._back, None
+        arriving.order()
+        return tensor
