@@ -11,16 +11,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_trainer_sft import configured, conversations, records  # noqa: F401 (a fixture)
 from trainer_tools import trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint.merge import main as merge
 from hybridrl.config import load_config
 from hybridrl.config.checks.run import check
 from hybridrl.errors import ConfigError, ModelError, RolloutError
+from hybridrl.models.work import training_flops
 from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.ppo.adapter_probe import AdapterProbe, measure
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 TESTS = Path(__file__).parents[1]
@@ -59,6 +61,18 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
         return dict(saved.whole_tensors())
 
 
+def check_that_flops_are_those_of_frozen_weights(trainer: RayPPOTrainer, path: Path) -> None:
+    """As if an update of two sequences had taken each of the two ranks a second."""
+    config = AutoConfig.from_pretrained(path)
+    for role, name, is_value in (("actor_rollout", "actor", False), ("critic", "critic", True)):
+        measured = trainer.utilization[role]
+        measured.measure([20, 30], 14)
+        measured._group.method_seconds[measured._method] += 1.0
+        frozen, whole = (training_flops(config, [20, 30], 14, is_value, frozen=frozen) for frozen in (True, False))
+        assert frozen is not None and whole is not None and frozen < 0.8 * whole
+        assert measured.measure([20, 30], 14)[f"perf/tflops/{name}"] == pytest.approx(frozen / 2e12)
+
+
 @pytest.mark.slow
 def test_a_run_of_ppo_is_its_own_reference_resumes_bitwise_and_exports(
     ray_session: None, grpo: list[str], micro_model: Path, tmp_path: Path
@@ -76,6 +90,7 @@ def test_a_run_of_ppo_is_its_own_reference_resumes_bitwise_and_exports(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     with trained(*words, f"trainer.default_local_dir={whole}") as (trainer, result):
         assert set(trainer.groups) == {"actor_rollout", "critic"}
+        check_that_flops_are_those_of_frozen_weights(trainer, micro_model)
         fields = result.batch.batch
         mask = fields["response_mask"].bool()
         base = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
