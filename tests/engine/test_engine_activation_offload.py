@@ -30,13 +30,16 @@ class Watched(LateTransfer):
 
     events: list[tuple[str, int]]  # "out" or "back", and the number of the tensor
     hosts: list[torch.Tensor]
+    back: list[weakref.ref[torch.Tensor]]
 
     def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         ((target, source),) = copies
         known = [number for number, host in enumerate(self.hosts) if host is source]
         self.name = ("back", known[0]) if known else ("out", len(self.hosts))
         self.events.append(self.name)
-        if not known:
+        if known:
+            self.back.append(weakref.ref(target))
+        else:
             self.hosts.append(target)
         super().__init__([(target, source)])
 
@@ -47,7 +50,7 @@ class Watched(LateTransfer):
 
 @pytest.fixture
 def watched() -> type[Watched]:
-    return type("Fresh", (Watched,), {"events": [], "hosts": []})
+    return type("Fresh", (Watched,), {"events": [], "hosts": [], "back": []})
 
 
 def layers() -> nn.ModuleList:
@@ -96,6 +99,9 @@ def test_two_inputs_stay_on_the_device(watched: type[Watched]) -> None:
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
     loss = forward(ActivationOffload(watched), stack, torch.randn(5, 8, requires_grad=True))
     assert [one() is not None for one in seen] == [False] * 4 + [True] * 2
+    loss.backward(retain_graph=True)
+    gc.collect()
+    assert len(watched.back) == 4 and not any(one() is not None for one in watched.back)
     del loss
     gc.collect()
     assert not any(one() is not None for one in seen)  # a graph that nobody needs keeps nothing
