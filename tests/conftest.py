@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import runpy
@@ -68,10 +69,14 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 import hypothesis  # noqa: E402  (the environment comes first)
+import omegaconf  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402  (the environment comes first)
 
 torch.set_num_threads(1)
+# Each of the thousands of configurations that tests compose has the same interpolations. To parse them takes 60 ms.
+omegaconf.base.parse = functools.cache(omegaconf.base.parse)
+omegaconf._utils.parse = functools.cache(omegaconf._utils.parse)
 # An example may wait for its turn on a busy machine. Every run takes the same examples, so that a change is not refused
 # for an example that another run would not have met; `--hypothesis-profile default` takes random ones.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)

@@ -68,7 +68,7 @@ def _start_server(modules: tuple[str, ...]) -> None:
     own = [path for path in sys.path if path.startswith(str(Path(__file__).parent))]
     os.environ["PYTHONPATH"] = os.pathsep.join([*own, before])
     try:
-        multiprocessing.set_forkserver_preload(list(modules))
+        multiprocessing.set_forkserver_preload([*modules, "frozen_imports"])
         forkserver.ensure_running()
     finally:
         os.environ["PYTHONPATH"] = before

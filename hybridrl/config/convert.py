@@ -1,6 +1,7 @@
 """Conversion of a resolved tree of plain values to typed groups; every fault is collected."""
 
 import dataclasses
+import functools
 import difflib
 import math
 import operator
@@ -48,6 +49,11 @@ def put(tree: dict[str, Any], name: str, value: Any) -> None:
         tree[last] = dict(value) if isinstance(value, Mapping) else value
 
 
+@functools.cache
+def _types_of(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def build(
     cls: type, tree: Mapping[str, Any], faults: dict[str, str], origins: Mapping[str, str], prefix: str = ""
 ) -> Any:
@@ -61,7 +67,7 @@ def build(
         prefix: dotted path of this group, ending in a dot.
     """
     values: dict[str, Any] = {}
-    types_of = typing.get_type_hints(cls)
+    types_of = _types_of(cls)
     for field in dataclasses.fields(cls):
         if field.name not in tree:
             continue
