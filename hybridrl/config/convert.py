@@ -1,8 +1,8 @@
 """Conversion of a resolved tree of plain values to typed groups; every fault is collected."""
 
 import dataclasses
-import functools
 import difflib
+import functools
 import math
 import operator
 import os

@@ -25,6 +25,9 @@ from hybridrl.utils import device
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
 _ATTENTION = "hybridrl_forecast"
 _WITHOUT_LIGER = "activations are those without model.use_liger, which takes less"  # its kernels need values
+# Activations and logits of an update, and the peak of a pass, of what this process has computed: which settings make a
+# run fit is found by trying many, and most of them change none of these.
+_PEAKS: dict[str, tuple[int, int, int]] = {}
 _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
 
 
@@ -71,7 +74,12 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     if optim is not None:
         states = _states(module, stored, optim) // shards
         gradients = whole // shards
-    activations, logits = _of_update(module, passes, model, work.update) if optim is not None else (0, 0)
+    where = device.get_device_name(), device.runs_triton(), passes.sharers, passes.most_tokens
+    known = repr((model_type, config.to_json_string(), model, compute, packed, optim is None, work, where))
+    if known not in _PEAKS:
+        update = _of_update(module, passes, model, work.update) if optim is not None else (0, 0)
+        _PEAKS[known] = *update, 0 if work.infer is None else passes.peak(work.infer, training=False)
+    activations, logits, pass_activations = _PEAKS[known]
     gathered = _gathered(module, engine, compute, optim is not None) if ranks > 1 else 0
     if ranks > 1 and engine.offload_policy:  # FSDP2 keeps shards in main memory
         weights = states = gradients = 0
@@ -84,7 +92,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         gathered=gathered,
         activations=activations,
         logits=logits,
-        pass_activations=0 if work.infer is None else passes.peak(work.infer, training=False),
+        pass_activations=pass_activations,
         kept_weights=0 if engine.param_offload else weights + masters,
         kept_states=0 if engine.optimizer_offload else states,
         notes=(_WITHOUT_LIGER,) if model.use_liger and device.runs_triton() else (),
