@@ -292,11 +292,11 @@ class Transfer:
     """
 
     purpose = "state"
+    _end: Any = None
 
     def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         #: both sides of copies that may not be done, so that their memory is not used for something else
         self._copies = list(copies)
-        self._end: Any = None
         stream = copy_stream(self.purpose)
         if stream is None:
             for target, source in self._copies:
@@ -313,15 +313,23 @@ class Transfer:
         """Return once every copy is done. Work that is queued later finds the values, on any stream."""
         if self._end is not None:
             self._end.synchronize()
-        self._copies = []
+        self._end, self._copies = None, []
 
     def order(self) -> None:
         """Have work that this thread queues from now on wait for the copies, and return at once.
 
         That work may read and free the targets. Sources in main memory may be freed if PyTorch page-locked them.
+        `wait` returns at once afterwards.
         """
         if self._end is not None:
             torch.cuda.current_stream().wait_event(self._end)
+            self._end = None
+
+    def __del__(self) -> None:
+        """Whoever gives a transfer up, as an interrupted backward pass does, frees memory that is still copied to."""
+        if self._end is not None:
+            with contextlib.suppress(Exception):  # the process ends, and CUDA is gone
+                self._end.synchronize()
 
 
 class ActivationTransfer(Transfer):

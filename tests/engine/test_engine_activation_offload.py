@@ -146,6 +146,20 @@ def test_what_needs_no_gradient_stays(watched: type[Watched]) -> None:
     assert not watched.events and weight.grad is not None
 
 
+def test_a_transfer_that_is_given_up_is_awaited() -> None:
+    """Its memory would be used for something else while a stream still copies to it."""
+    awaited: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            awaited.append("event")
+
+    transfer = device.Transfer(())
+    transfer._end = Event()
+    del transfer
+    assert awaited == ["event"]
+
+
 def after_a_step(path: Path, transfer: type[device.Transfer] | None = None, **model: Any) -> dict[str, torch.Tensor]:
     engine: Any = make_engine(path, optim=PLAIN, model=model)
     calls = {getattr(part, "_gradient_checkpointing_func", None) for part in engine.module.modules()} - {None}
