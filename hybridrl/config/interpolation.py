@@ -13,9 +13,10 @@ _PLAIN = (str, int, float, bool, type(None))
 _MARK = "${"
 # Functions that refer to nothing but what their arguments name. Others may read any setting.
 _KNOWN_RESOLVERS = {"oc.select", "oc.env", "global_pool", "half_pool", "if_set"}
-_RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
+_RESOLVER = re.compile(r"\$\{\s*([^\s:{}$]+)\s*:")
 # The name of a setting is the value of another: `${${a}}`, `${oc.select:${a}}`.
 _NAMED_BY_VALUE = re.compile(r"\$\{[^}:]*\$\{|oc\.select\s*:[^,}]*\$\{")
+_QUOTED = re.compile(r"['\"\\]")
 
 _LETTER = r"[^\s${}:.,\[\]()'\"]"
 _PART = re.compile(f"{_LETTER}+")
@@ -32,7 +33,8 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     texts = list(_interpolations(tree))
     everything = " ".join(texts)
     part: Any = tree
-    if not (_NAMED_BY_VALUE.search(everything) or set(_RESOLVER.findall(everything)) - _KNOWN_RESOLVERS):
+    unclear = _NAMED_BY_VALUE.search(everything) or _QUOTED.search(everything)
+    if not (unclear or set(_RESOLVER.findall(everything)) - _KNOWN_RESOLVERS):
         part = _named(tree, set(_LAST_PART.findall(everything)), set(_PART.findall(everything)))
     found = OmegaConf.to_container(OmegaConf.create(part), resolve=True)
     merged: dict[str, Any] = _merged(tree, found)
@@ -52,7 +54,7 @@ def _interpolations(node: Any) -> Iterator[str]:
 
 
 def _named(node: dict[Any, Any], last: set[str], parts: set[str]) -> dict[Any, Any]:
-    """What interpolations may refer to, and what has or is no plain value.
+    """What interpolations may refer to, and what has no plain name or value, which OmegaConf checks.
 
     Args:
         last: last parts of their dotted names. A group of such a name is kept with all that is in it.
@@ -60,12 +62,12 @@ def _named(node: dict[Any, Any], last: set[str], parts: set[str]) -> dict[Any, A
     """
     kept = {}
     for key, value in node.items():
-        if str(key) in last:
+        if key in last or type(key) is not str or not _PART.fullmatch(key):
             kept[key] = value
         elif isinstance(value, dict):
             if inner := _named(value, last, parts):
                 kept[key] = inner
-        elif str(key) in parts or not isinstance(value, _PLAIN) or (isinstance(value, str) and _MARK in value):
+        elif key in parts or type(value) not in _PLAIN or (isinstance(value, str) and _MARK in value):
             kept[key] = value
     return kept
 

@@ -13,7 +13,7 @@ from hybridrl.errors import ModelError, PlacementError
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.utils import device
-from hybridrl.workers.forecast import Forecast
+from hybridrl.workers.forecast import Forecast, NotComputed
 
 GIB = 1024**3
 _MORE = "more devices (trainer.n_gpus_per_node, trainer.nnodes), shorter sequences or a smaller model"
@@ -22,6 +22,10 @@ Config = TypeVar("Config")
 Found = TypeVar("Found", bound="MemoryForecast")
 #: settings with their new values, and whether they suffice
 Changes = tuple[list[tuple[str, Any]], bool]
+
+
+class ForecastError(Exception):
+    """A forecast that could not be computed, and why."""
 
 
 class MemoryForecast(ABC):
@@ -127,7 +131,10 @@ def fewest_changes(
         _set_keys(tried, settings)
         try:
             return peak_of(tried)
-        except ModelError:  # one does not go together with another setting, or does not exist for this model
+        except (
+            ModelError,
+            ForecastError,
+        ):  # one does not go together with another setting, or does not exist for this model
             return math.inf
 
     peak = peak_of(tried)
@@ -187,6 +194,18 @@ def _set_keys(config: Any, settings: Mapping[str, Any]) -> None:
         set_key(config, key, value)
 
 
+def asked(group: RayWorkerGroup, method: str, *arguments: Any) -> Any:
+    """What the first worker of a group forecasts.
+
+    Raises:
+        ForecastError: it could not.
+    """
+    found = group.execute_rank_zero_sync(method, *arguments)
+    if isinstance(found, NotComputed):
+        raise ForecastError(found.reason)
+    return found
+
+
 def check_group(
     group: RayWorkerGroup,
     forecast: Callable[[float], Found],
@@ -210,7 +229,8 @@ def check_group(
         total = min(fact["total_gb"] for fact in group.device_memory()) * GIB
         found = forecast(total)
     except Exception as error:  # a model that cannot be computed without weights can still be trained
-        notify(f"there is no forecast of memory: {type(error).__name__}: {error}")
+        kind = "" if isinstance(error, ForecastError) else f"{type(error).__name__}: "
+        notify(f"there is no forecast of memory: {kind}{error}")
         return None
     for line in found.lines(total):
         notify(line)

@@ -117,7 +117,7 @@ def _load_file(file: Path) -> ModuleType:
     stamp = zlib.crc32(file.read_bytes(), zlib.crc32(bytes(file)))
     name = f"{_PREFIX}{file.stem}_{stamp:08x}"
     if name in sys.modules:
-        return sys.modules[name]
+        return _pickled_by_value(sys.modules[name])
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(name, file)
@@ -128,7 +128,12 @@ def _load_file(file: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    if (ray := sys.modules.get("ray")) is not None:  # no other process can import a module of this name
+    return _pickled_by_value(module)
+
+
+def _pickled_by_value(module: ModuleType) -> ModuleType:
+    """The module, which no other process can import by its name. Ray may have been imported since it was loaded."""
+    if (ray := sys.modules.get("ray")) is not None:
         ray.cloudpickle.register_pickle_by_value(module)
     return module
 

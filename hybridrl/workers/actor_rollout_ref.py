@@ -26,7 +26,7 @@ from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispa
 from hybridrl.weight_sync.send import Target, TransferReport, send_adapter, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.distillation import Distillation, computing
-from hybridrl.workers.forecast import Forecast, forecast_roles
+from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
@@ -236,9 +236,11 @@ class ActorRolloutRefWorker(ModelWorker):
         """How the policy lies on the ranks, if weights can be sent by a plan."""
         return self.engine.training_layout if isinstance(self.engine, ExportsShards) else None
 
-    def forecast_roles(self, config: PPOTrainerConfig, ranks: dict[str, int]) -> dict[str, Forecast | None]:
+    def forecast_roles(
+        self, config: PPOTrainerConfig, ranks: dict[str, int]
+    ) -> dict[str, Forecast | None] | NotComputed:
         """What the models of the run will take of a device like this one; see `hybridrl.workers.forecast`."""
-        return forecast_roles(config, ranks)
+        return attempted(forecast_roles, config, ranks)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.roles import ROLES
@@ -16,6 +16,27 @@ from hybridrl.engine.train_engine import MicroBatching, TrainEngines
 from hybridrl.registry import import_external_lib
 from hybridrl.workers.model_worker import micro_batching
 from hybridrl.workers.objectives import Objective
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NotComputed:
+    """In place of a forecast: why there is none. A worker returns it, because one that raises an error ends its group.
+
+    Attributes:
+        reason: type and message of the error.
+    """
+
+    reason: str
+
+
+def attempted(compute: Callable[..., T], *arguments: Any) -> T | NotComputed:
+    """What `compute(*arguments)` returns, or why it could not."""
+    try:
+        return compute(*arguments)
+    except Exception as error:  # a model that cannot be computed without weights can still be trained
+        return NotComputed(f"{type(error).__name__}: {error}")
 
 
 def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:

@@ -12,7 +12,7 @@ from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import merge_metrics
-from hybridrl.workers.forecast import Forecast, forecast_model
+from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_model
 from hybridrl.workers.losses import LossCounts
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 from hybridrl.workers.objectives import REF_LOG_PROBS, Objective
@@ -67,9 +67,11 @@ class SupervisedWorker(ModelWorker):
             self._reference.initialize()
         self.place_in_mesh("model")
 
-    def forecast_model(self, config: SupervisedConfig, ranks: int, role: str = "model") -> Forecast | None:
+    def forecast_model(
+        self, config: SupervisedConfig, ranks: int, role: str = "model"
+    ) -> Forecast | NotComputed | None:
         """What the model will take of a device like this one; see `hybridrl.workers.forecast`."""
-        return forecast_model(config, ranks, role)
+        return attempted(forecast_model, config, ranks, role)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"), blocking=False)
     def update_model(self, batch: DataProto) -> DataProto:

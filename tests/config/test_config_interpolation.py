@@ -14,7 +14,7 @@ from hybridrl.config.compose import compose_config, register_resolvers
 from hybridrl.config.interpolation import resolved
 from hybridrl.config.schema.root import ROOTS
 
-NAMES = ("a", "b", "c-d", "e")
+NAMES = ("a", "b", "c-d", "e", "f g", 7)
 PATHS = [".".join(parts) for parts in (("a",), ("b", "a"), ("b", "e", "a"), ("e", "c-d"), ("b", "e"), ("nowhere", "a"))]
 paths = st.sampled_from(PATHS)
 texts = st.one_of(
@@ -28,6 +28,9 @@ texts = st.one_of(
     st.builds("${{oc.select:${{{}}},7}}".format, paths),
     st.builds("${{b.${{{}}}}}".format, paths),
     st.builds("${{b[{}].a}}".format, st.sampled_from(NAMES)),
+    st.builds("${{oc.select:{}f g,7}}".format, st.sampled_from(["", "b.", "e."])),
+    st.builds("${{oc.select:'b.f g',{}}}".format, paths),
+    st.builds("${{oc.select:{}.7}}".format, paths),
     st.builds("${{if_set:${{{}}},1,2}}".format, paths),
     st.builds("${{oc.decode:'${{{}}}'}}".format, paths),
     st.builds("${{global_pool:${{{}}},2}}".format, paths),
@@ -78,12 +81,33 @@ def test_a_part_gives_what_the_whole_does(tree: dict[str, Any]) -> None:
         "${oc.select:a.b,7}",
         "${oc.select:b}",
         "${ b.e }",
+        "${oc.select:'x:y',7}",
+        "${oc.select:x z,7}",
+        "${b.7}",
     ],
 )
 def test_names_that_are_values_of_others(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDRL_TEST_NAME", "${b.e.c}")
-    tree = {"a": "e", "b": {"e": {"c": 3}, "d": [1, {"c": 5}]}, "e": 4, "f": {"g": [text, text]}, "h": "b.e.c"}
+    tree = {
+        "a": "e",
+        "b": {"e": {"c": 3}, "d": [1, {"c": 5}], 7: 8},
+        "e": 4,
+        "x:y": 1,
+        "x z": 2,
+        "f": {"g": [text, text]},
+        "h": "b.e.c",
+    }
     assert repr(outcome(resolved, tree)) == repr(outcome(whole, tree))
+
+
+class Number(float):
+    """As NumPy's numbers are."""
+
+
+@pytest.mark.parametrize("strange", [{(1, 2): 3}, {None: 3}, {"x": object()}, {"x": Number(3)}], ids=str)
+def test_what_is_no_setting_is_refused(strange: Any) -> None:
+    tree = {"a": "${b}", "b": 1, "c": {"d": strange}}
+    assert outcome(whole, tree) == outcome(resolved, tree)
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
 from hybridrl.config.roles import ROLES
@@ -20,6 +20,7 @@ from hybridrl.engine.forecast import peak_of
 from hybridrl.errors import PlacementError
 from hybridrl.programs import main
 from hybridrl.protocol import DataProto
+from hybridrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.trainer.forecast import print_found, set_key
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.ppo.memory import phase_peaks
@@ -28,6 +29,7 @@ from hybridrl.trainer.supervised.rows import as_responses
 from hybridrl.utils import device
 from hybridrl.workers.forecast import forecast_model, forecast_roles
 from hybridrl.workers.model_worker import micro_batching
+from hybridrl.workers.supervised_worker import SupervisedWorker
 
 GIB = 1024**3
 ONE_DEVICE = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1}
@@ -383,6 +385,36 @@ def test_a_setting_that_another_one_refuses_is_not_named(tmp_path: Path) -> None
         config.engine.use_torch_compile = compiled
         changes, fits = tuning.changes_that_fit(config, 1.0)
         assert not fits and (("model.tiled_mlp.enabled", True) in changes) is not compiled
+
+
+@pytest.mark.slow(20)
+def test_workers_stay_where_a_forecast_cannot_be_computed(
+    ray_session: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a setting that the model refuses ends them nor a model that cannot be computed without weights."""
+    Qwen3MoeConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=263,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    config = tuning_settings(tmp_path, **{"model.enable_gradient_checkpointing": True, "data.max_length": 2000})
+    pool = RayResourcePool([1], use_gpu=False)
+    try:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(SupervisedWorker, config=config), timeout_s=200)
+        states = tuning.forecast_tuning(config).without_tokens().peak
+        on_gpu = SimpleNamespace(
+            resource_pool=SimpleNamespace(use_gpu=True),
+            device_memory=lambda: [{"total_gb": 1.1 * states / GIB}],
+            execute_rank_zero_sync=group.execute_rank_zero_sync,
+        )
+        found = tuning.check_before_loading(config, on_gpu)  # type: ignore[arg-type]
+        assert found is not None and "update_model needs" in capsys.readouterr().err
+        gone: Any = tuning_settings(tmp_path / "gone")
+        assert tuning.check_before_loading(gone, on_gpu) is None
+        told = capsys.readouterr().err
+        assert "there is no forecast of memory: ModelError: " in told and str(tmp_path / "gone") in told
+        assert group.execute_rank_zero_sync("forecast_model", config, 1) == found.roles["model"]
+    finally:
+        pool.release()
 
 
 @pytest.mark.slow(20)

@@ -1,6 +1,7 @@
 """Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
 import functools
+import inspect
 import math
 import operator
 import os
@@ -285,7 +286,8 @@ def _check_reward_kwargs(config: PPOTrainerConfig) -> Iterator[str]:
 def _check_own_reward_kwargs(manager: Any, config: PPOTrainerConfig) -> Iterator[str]:
     """Check the settings of a user's manager, as it reads them."""
     try:
-        if hasattr(manager, "read_settings"):  # otherwise it is no reward manager, which is reported when it is made
+        # Otherwise it is no reward manager, which is reported when it is made.
+        if inspect.ismethod(getattr(manager, "read_settings", None)):
             manager.read_settings(config)
     except RewardError as error:
         yield str(error)

@@ -265,7 +265,7 @@ def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> Ru
     """
 
     def compute(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:
-        found: dict[str, Forecast | None] = policy.execute_rank_zero_sync("forecast_roles", config, dict(ranks))
+        found: dict[str, Forecast | None] = shared.asked(policy, "forecast_roles", config, dict(ranks))
         return found
 
     return shared.check_group(

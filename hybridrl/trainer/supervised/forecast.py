@@ -112,7 +112,7 @@ def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> Tun
     """
 
     def compute(config: SupervisedConfig, ranks: int, role: str) -> Forecast | None:
-        found: Forecast | None = group.execute_rank_zero_sync("forecast_model", config, ranks, role)
+        found: Forecast | None = shared.asked(group, "forecast_model", config, ranks, role)
         return found
 
     return shared.check_group(
