@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import time
 import shutil
 import sys
 from collections.abc import Iterator
@@ -84,8 +85,11 @@ def test_rollouts_go_on_where_the_server_of_verifiers_died(rollout: Any) -> None
     tasks = [json.dumps({"prompt": "x", "kind": kind}) for kind in ("server_dies", "fine")]
     batch = generated(rollout, ["x"], more={"verifiers_task": tasks[:1]})
     assert "the server does not answer" in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
-    generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
-    batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
+    for _ in range(20):  # on a busy machine, a bridge that is ending still takes a rollout or two
+        batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
+        if "trajectory_reward" in batch.non_tensor_batch:
+            break
+        time.sleep(0.5)
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
 
 

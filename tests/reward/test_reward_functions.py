@@ -335,4 +335,3 @@ def test_settings_of_a_manager_from_a_file_are_checked_with_the_configuration(us
     message = faults(*own, "+reward.reward_kwargs.limt=4")
     assert "reward.reward_kwargs.limt" in message and "limit" in message
     assert "reward.reward_kwargs.limit" in faults(*own, "+reward.reward_kwargs.limit=many")
-    assert "defines no Yours. It defines Settings, Mine" in faults(*own[:2], f"{where}.module.name=Yours")

@@ -1,5 +1,6 @@
 """Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -256,11 +257,8 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             faults += check_source_file(f"{where}.path", module.path)
         yield from faults
         if module.path and module.name and not faults:
-            try:
+            with contextlib.suppress(RewardError):  # it is reported when the manager is made
                 own = load_object(module.path, module.name, f"{where}.path", f"{where}.name", RewardError)
-            except RewardError as error:
-                yield str(error)
-            else:
                 yield from _check_own_reward_kwargs(own, config)
         return
     yield from _check_reward_kwargs(config)
