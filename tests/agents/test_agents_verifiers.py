@@ -3,9 +3,9 @@
 import asyncio
 import importlib.util
 import json
-import time
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

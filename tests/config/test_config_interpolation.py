@@ -104,7 +104,11 @@ class Number(float):
     """As NumPy's numbers are."""
 
 
-@pytest.mark.parametrize("strange", [{(1, 2): 3}, {None: 3}, {"x": object()}, {"x": Number(3)}], ids=str)
+@pytest.mark.parametrize(
+    "strange",
+    [{(1, 2): 3}, {None: 3}, {"x": object()}, {"x": Number(3)}],
+    ids=["a tuple as key", "no key", "an object", "a kind of float"],
+)
 def test_what_is_no_setting_is_refused(strange: Any) -> None:
     tree = {"a": "${b}", "b": 1, "c": {"d": strange}}
     assert outcome(whole, tree) == outcome(resolved, tree)
