@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import build, nearest, put
-from hybridrl.config.interpolation import resolved
 from hybridrl.config.own_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import (
@@ -377,13 +376,15 @@ def _typed(
     """
     register_resolvers()
     try:
-        plain = resolved(tree)
+        plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         wrong = _wrong_types(root, tree, origins) or [" ".join(str(error).split())]
         raise ConfigError([*so_far.faults, *wrong]) from error
+    assert isinstance(plain, dict)
     misfits: dict[str, str] = {}
-    config = build(ROOTS[root], plain, misfits, origins)
-    add_own_settings(config, plain, misfits, origins, suggest)
+    values = {str(key): value for key, value in plain.items()}
+    config = build(ROOTS[root], values, misfits, origins)
+    add_own_settings(config, values, misfits, origins, suggest)
     # a default that follows a wrong value is wrong too: name the key that was set, not its followers
     reported = {key: fault for key, fault in misfits.items() if key in origins} or misfits
     so_far.wrong.extend(reported.values())

@@ -131,11 +131,8 @@ def fewest_changes(
         _set_keys(tried, settings)
         try:
             return peak_of(tried)
-        except (
-            ModelError,
-            ForecastError,
-        ):  # one does not go together with another setting, or does not exist for this model
-            return math.inf
+        except (ModelError, ForecastError):
+            return math.inf  # one does not go together with another setting, or does not exist for this model
 
     peak = peak_of(tried)
     chosen: list[tuple[Mapping[str, Any], dict[str, Any]]] = []  # with the values before

@@ -304,10 +304,12 @@ class Transfer:
             return
         # The allocator gives memory of freed tensors to targets while kernels that were queued before may still use it.
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for target, source in self._copies:
-                target.copy_(source, non_blocking=True)
-        self._end = stream.record_event()
+        try:
+            with torch.cuda.stream(stream):
+                for target, source in self._copies:
+                    target.copy_(source, non_blocking=True)
+        finally:  # those before one that failed go on
+            self._end = stream.record_event()
 
     def wait(self) -> None:
         """Return once every copy is done. Work that is queued later finds the values, on any stream."""

@@ -6,6 +6,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -134,11 +135,42 @@ def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, m
 
     with pytest.raises(ConnectionClosedError, match="close"):
         asyncio.run(die())
-    server._process.wait(60)  # its connections close before it has ended
     port = server.port()
     assert answers(port)
     rollout.close()
     assert not answers(port)
+
+
+ENDS_SLOWLY = """
+import os, time
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        for name in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{name}.complete"})
+        return
+    if scope["path"] == "/end":
+        os.closerange(3, 1024)
+        time.sleep(1.5)
+        os._exit(3)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+"""
+
+
+def test_a_server_that_is_ending_is_not_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sockets are closed before the process has ended."""
+    (tmp_path / "ends_slowly.py").write_text(ENDS_SLOWLY)
+    server = EnvironmentServer(Path(sys.executable), "ends_slowly:app", tmp_path, 100)
+    try:
+        port = server.port()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/end", timeout=30)
+        assert server._process is not None and server._process.poll() is None
+        assert answers(server.port()) and "ended with status 3; it starts again" in capsys.readouterr().err
+    finally:
+        server.stop()
 
 
 def serve_and_wait(told) -> None:

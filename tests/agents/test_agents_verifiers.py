@@ -5,7 +5,6 @@ import importlib.util
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,11 +84,9 @@ def test_rollouts_go_on_where_the_server_of_verifiers_died(rollout: Any) -> None
     tasks = [json.dumps({"prompt": "x", "kind": kind}) for kind in ("server_dies", "fine")]
     batch = generated(rollout, ["x"], more={"verifiers_task": tasks[:1]})
     assert "the server does not answer" in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
-    for _ in range(20):  # on a busy machine, a bridge that is ending still takes a rollout or two
-        batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
-        if "trajectory_reward" in batch.non_tensor_batch:
-            break
-        time.sleep(0.5)
+    batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
+    assert "the server of the environment failed" in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
+    batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
 
 

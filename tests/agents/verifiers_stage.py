@@ -89,7 +89,9 @@ class EnvClient:
         if kind == "dies":
             os._exit(3)
         if kind == "server_dies":
-            multiprocessing.active_children()[0].kill()
+            (server,) = multiprocessing.active_children()
+            server.kill()
+            server.join()
             raise RuntimeError("the server does not answer")
         types = {"infra": "HarnessError", "grading": "TaskError", "timeout": "TimeoutError"}
         errors = [SimpleNamespace(type=types[kind], message=f"{kind} of the task")] if kind in types else []

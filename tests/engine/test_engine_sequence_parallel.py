@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from distillation_helpers import distilled, taught
 from engine_helpers import (
+    SIZES,
     TEMPERATURE,
     full_kl_loss,
     make_batch,
@@ -39,34 +40,26 @@ ROWS = len(FIELDS["input_ids"])
 STEPS = 3
 #: first row of each shard, so that ranks have different numbers of micro-batches
 CUTS = {1: (0,), 2: (0, 9), 4: (0, 5, 6, 10)}
-SIZES: dict[str, Any] = {
-    "vocab_size": 210,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,  # two ranks split them, four ranks repeat them
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+#: two ranks split the heads of keys and values, four ranks repeat them
+HEADS: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS: dict[str, dict[str, Any]] = {
     # A window that is shorter than the rows, in the second of two layers.
-    "Qwen2": {**SIZES, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
-    "Qwen3": {**SIZES, "head_dim": 16},
-    "Llama": {**SIZES, "num_key_value_heads": 4},
-    "Gemma": {**SIZES, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Qwen2": {**HEADS, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "Qwen3": {**HEADS, "head_dim": 16},
+    "Llama": {**HEADS, "num_key_value_heads": 4},
+    "Gemma": {**HEADS, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
     # A softmax scale of its own, a window and normalised queries.
-    "Gemma3Text": {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 6},
-    "Qwen3Moe": {**SIZES, **EXPERTS, "head_dim": 8},
+    "Gemma3Text": {**HEADS, "head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 6},
+    "Qwen3Moe": {**HEADS, **EXPERTS, "head_dim": 8},
     # A window that only the mask has.
     "Qwen2Moe": {
-        **{**SIZES, **EXPERTS, "shared_expert_intermediate_size": 24},
+        **{**HEADS, **EXPERTS, "shared_expert_intermediate_size": 24},
         **{"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
     },
-    "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "DeepseekV3": {**HEADS, **LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
 }
 #: ranks that share; two of them split the heads of keys and values of most models, four repeat them
 SHARING = {"Qwen2": (1, 2, 4), "Qwen3": (4,), "Llama": (4,), "Gemma": (2,), "Gemma3Text": (2,)}

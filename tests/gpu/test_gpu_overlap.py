@@ -60,8 +60,7 @@ def test_results_with_a_slow_bus(world_of_one, tiny_model: Path, tmp_path: Path,
         step(late, batch)
         late.load(tmp_path / "saved", ["model", "optimizer", "extra"])
         assert step(late, batch) == step(resident, batch)
-        expected = exported(resident)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(late).items())
+        assert_same_weights(late, resident)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -92,6 +91,11 @@ def test_copies_overlap_with_kernels(world_of_one, half_billion: Path, tmp_path:
     )
 
 
+def assert_same_weights(engine: Any, peer: Any) -> None:
+    expected = exported(peer)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(engine).items())
+
+
 class AwaitedActivations(Awaited):
     purpose = device.ActivationTransfer.purpose
 
@@ -114,8 +118,7 @@ def test_inputs_of_layers_with_a_slow_bus(world_of_one, half_billion: Path, kind
         offload_of(late).transfer = SlowActivations
         for _ in range(2):
             assert step(late, batch) == step(resident, batch)
-        expected = exported(resident)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(late).items())
+        assert_same_weights(late, resident)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -27,7 +27,8 @@ from hybridrl.trainer.ppo.memory import phase_peaks
 from hybridrl.trainer.supervised import forecast as tuning
 from hybridrl.trainer.supervised.rows import as_responses
 from hybridrl.utils import device
-from hybridrl.workers.forecast import forecast_model, forecast_roles
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.forecast import NotComputed, forecast_model, forecast_roles
 from hybridrl.workers.model_worker import micro_batching
 from hybridrl.workers.supervised_worker import SupervisedWorker
 
@@ -385,6 +386,12 @@ def test_a_setting_that_another_one_refuses_is_not_named(tmp_path: Path) -> None
         config.engine.use_torch_compile = compiled
         changes, fits = tuning.changes_that_fit(config, 1.0)
         assert not fits and (("model.tiled_mlp.enabled", True) in changes) is not compiled
+
+
+def test_a_worker_of_a_policy_returns_why_it_has_no_forecast(tmp_path: Path) -> None:
+    config, nobody = settings(tmp_path / "gone"), object.__new__(ActorRolloutRefWorker)
+    found = nobody.forecast_roles(config, {"actor_rollout": 1})
+    assert isinstance(found, NotComputed) and found.reason.startswith("ModelError: ")
 
 
 @pytest.mark.slow(20)

@@ -133,6 +133,22 @@ def test_objects_reach_ray_workers_which_have_not_loaded_the_file(mine, ray_sess
     assert pickle.loads(pickle.dumps(money)).amount == 4  # within this process, as for a fork that reads data
 
 
+def test_objects_reach_workers_where_ray_was_imported_after_the_file(mine):
+    path = mine("class Money:\n    pass\n")
+    code = f"""
+import pickle, sys
+from hybridrl.utils.user_code import load_class
+load_class({str(path)!r}, "Money", "k", "n")
+import ray
+money = ray.cloudpickle.dumps(load_class({str(path)!r}, "Money", "k", "n")())
+for name in [name for name in sys.modules if name.startswith("hybridrl_user_")]:
+    del sys.modules[name]
+print(type(pickle.loads(money)).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "Money", done.stderr
+
+
 def test_loading_is_light():
     code = "import sys, hybridrl.utils.user_code; print([m for m in ('torch', 'ray', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -1,5 +1,6 @@
 """A server of environments as a process of its own: it starts on demand, and again where it has died."""
 
+import contextlib
 import http.client
 import socket
 import subprocess
@@ -55,6 +56,9 @@ class EnvironmentServer:
         with self._lock:
             if self._ended:
                 raise RolloutError(f"the server {self._app} was ended with the run")
+            if self._process is not None and not _listens(self._port):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)  # a process that ends closes its sockets first
             if self._process is not None and self._process.poll() is not None:
                 notify(
                     f"the server {self._app} ended with status {self._process.returncode}; it starts again", "warning"
@@ -108,6 +112,17 @@ class EnvironmentServer:
                 why = f"did not answer within {self._start_timeout_s:g} s" if late else "ended"
                 raise RolloutError(f"the server {self._app} {why}; it wrote: {said or 'nothing'}")
             time.sleep(0.1)
+
+
+def _listens(port: int) -> bool:
+    """False where nobody has the port open; a server that is too busy to accept has."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _answers(port: int, timeout_s: float) -> bool:

@@ -1,13 +1,12 @@
 """Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
-import contextlib
 import functools
 import inspect
 import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +256,8 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             faults += check_source_file(f"{where}.path", module.path)
         yield from faults
         if module.path and module.name and not faults:
-            with contextlib.suppress(RewardError):  # it is reported when the manager is made
-                own = load_object(module.path, module.name, f"{where}.path", f"{where}.name", RewardError)
-                yield from _check_own_reward_kwargs(own, config)
+            names = module.path, module.name, f"{where}.path", f"{where}.name"
+            yield from _check_own_reward_kwargs(lambda: load_object(*names, RewardError), config)
         return
     yield from _check_reward_kwargs(config)
     if not REWARD_MANAGERS.facts(manager.name).runs_functions:
@@ -273,16 +271,16 @@ def _check_reward_kwargs(config: PPOTrainerConfig) -> Iterator[str]:
     name = config.reward.reward_manager.name
     if REWARD_MANAGERS.is_builtin(name):
         yield from read_reward_kwargs(REWARD_MANAGERS.settings(name), name, config)[1]
-        return
-    try:
-        manager = REWARD_MANAGERS.get(name)
-    except RewardError:
-        return  # another check reports it
-    yield from _check_own_reward_kwargs(manager, config)
+    else:
+        yield from _check_own_reward_kwargs(lambda: REWARD_MANAGERS.get(name), config)
 
 
-def _check_own_reward_kwargs(manager: Any, config: PPOTrainerConfig) -> Iterator[str]:
+def _check_own_reward_kwargs(load: Callable[[], Any], config: PPOTrainerConfig) -> Iterator[str]:
     """Check the settings of a user's manager, as it reads them."""
+    try:
+        manager = load()
+    except RewardError:
+        return  # another check reports it, or whoever makes the manager
     try:
         # Otherwise it is no reward manager, which is reported when it is made.
         if inspect.ismethod(getattr(manager, "read_settings", None)):

@@ -12,17 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from hybridrl.errors import ModelError
 from hybridrl.utils import device
 
-# So many inputs stay on the device: those of the last layers, which the backward pass needs first. A copy may take as
-# long as the layers in between until the next layer waits for it.
+# The inputs of the last so many layers stay on the device: the backward pass needs them first. A copy may take as long
+# as these layers until the next one waits for it.
 _STAYING = 2
 
 
 class ActivationOffload:
     """Calls checkpointed layers, and keeps what they are computed again from in main memory.
 
-    In the forward pass a layer's input is copied to main memory while this layer and the next compute. In the backward
-    pass the input of a layer comes back while the layer after it computes, so the device holds about `_STAYING` of
-    them. Masks, positions and other tensors without a gradient, which layers share, stay where they are.
+    In the forward pass a layer's inputs are copied to main memory while this layer and the next compute. In the
+    backward pass the inputs of a layer come back while the layer after it computes. What has no gradient, such as masks
+    and positions, stays where it is, and so does what the layer before has got, too.
 
     Args:
         transfer: the copies.
@@ -30,8 +30,10 @@ class ActivationOffload:
 
     def __init__(self, transfer: type[device.Transfer] = device.ActivationTransfer) -> None:
         self.transfer = transfer
-        # References are weak: the autograd graph alone keeps what it needs, and frees it.
-        self._staying: deque[weakref.ref[_Kept]] = deque()
+        # What is kept of each of the last layers, and all that the last one got. References are weak: the autograd
+        # graph alone keeps what it needs, and frees it.
+        self._staying: deque[list[weakref.ref[_Kept]]] = deque()
+        self._inputs: list[weakref.ref[torch.Tensor]] = []
 
     def __call__(self, compute_again: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         """Call `compute_again(function, ...)`, which checkpoints `function`.
@@ -39,19 +41,28 @@ class ActivationOffload:
         Raises:
             ModelError: the input of a layer before was changed in place, so its copy may be wrong.
         """
-        with saved_tensors_hooks(self._keep, _restored):
+        before = self._staying[-1] if self._staying else []
+        own: list[weakref.ref[_Kept]] = []
+        inputs_before, self._inputs = self._inputs, []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor | _Kept:
+            self._inputs.append(weakref.ref(tensor))
+            if not tensor.requires_grad or any(one() is tensor for one in inputs_before):
+                return tensor
+            kept = _Kept(tensor, self.transfer, before)
+            own.append(weakref.ref(kept))
+            return kept
+
+        while len(self._staying) >= _STAYING:
+            for kept in _alive(self._staying.popleft()):
+                kept.leave()
+        self._staying.append(own)
+        with saved_tensors_hooks(keep, _restored):
             return compute_again(function, *arguments, **named)
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
-        if not tensor.requires_grad:
-            return tensor
-        kept = _Kept(tensor, self.transfer, self._staying[-1] if self._staying else None)
-        self._staying.append(weakref.ref(kept))
-        if len(self._staying) > _STAYING:
-            before = self._staying.popleft()()
-            if before is not None:
-                before.leave()
-        return kept
+
+def _alive(inputs: list[weakref.ref[_Kept]]) -> list[_Kept]:
+    return [kept for one in inputs if (kept := one()) is not None]
 
 
 def _restored(kept: torch.Tensor | _Kept) -> torch.Tensor:
@@ -64,12 +75,10 @@ class _Kept:
     Args:
         tensor: it.
         transfer: the copies.
-        before: what was kept before it, which the backward pass needs after it.
+        before: the inputs of the layer before, which the backward pass needs next.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, transfer: type[device.Transfer], before: weakref.ref[_Kept] | None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, transfer: type[device.Transfer], before: list[weakref.ref[_Kept]]) -> None:
         self._transfer, self._before = transfer, before
         self._home, self._version = tensor.device, tensor._version
         #: the tensor itself, until its copy is done
@@ -104,12 +113,11 @@ class _Kept:
             self._back = target, self._copy(target, self._host)
 
     def take(self) -> torch.Tensor:
-        """The tensor on the device; the one before it is fetched meanwhile."""
+        """The tensor on the device; the inputs of the layer before are fetched meanwhile."""
         self._check()
         self.fetch()
-        before = None if self._before is None else self._before()
-        if before is not None:
-            before.fetch()
+        for kept in _alive(self._before):
+            kept.fetch()
         if self._tensor is not None:
             return self._tensor
         assert self._back is not None

@@ -75,7 +75,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         states = _states(module, stored, optim) // shards
         gradients = whole // shards
     where = device.get_device_name(), device.runs_triton(), passes.sharers, passes.most_tokens
-    known = repr((model_type, config.to_json_string(), model, compute, packed, optim is None, work, where))
+    known = repr((model_type, config.to_dict(), model, compute, packed, optim is None, work, where))
     if known not in _PEAKS:
         update = _of_update(module, passes, model, work.update) if optim is not None else (0, 0)
         _PEAKS[known] = *update, 0 if work.infer is None else passes.peak(work.infer, training=False)
