@@ -232,6 +232,8 @@ def test_what_settings_change(wide_model: Path) -> None:
     double = of(wide_model, work=Workload(PROMPT, RESPONSE, ROWS, MicroBatching(size=4), MICRO))
     assert double.activations == pytest.approx(2 * one.activations, rel=0.05)
     assert double.pass_activations == one.pass_activations
+    chunked = of(wide_model, entropy_from_logits_with_chunking=True, entropy_from_logits_chunk_size=8)
+    assert chunked.logits < one.logits and chunked.activations == one.activations
 
 
 def test_bytes_in_use_are_counted_until_they_are_freed() -> None:

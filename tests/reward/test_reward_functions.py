@@ -335,3 +335,5 @@ def test_settings_of_a_manager_from_a_file_are_checked_with_the_configuration(us
     message = faults(*own, "+reward.reward_kwargs.limt=4")
     assert "reward.reward_kwargs.limt" in message and "limit" in message
     assert "reward.reward_kwargs.limit" in faults(*own, "+reward.reward_kwargs.limit=many")
+    path = user_file("class Mine:\n    def read_settings(self, config):\n        pass\n")  # no manager
+    assert faults(own[0], f"{where}.module.path={path}", own[2]) == ""
