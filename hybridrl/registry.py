@@ -330,8 +330,9 @@ class Registry(Generic[F]):
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
             return self.objects[name]
+        known = sorted({*self._declared, *(other for other in self.objects if ":" not in other)})
         raise self.error(
-            f"{self.key} is {name!r}; known are {', '.join(sorted({*self._declared, *self.objects}))}. Your own is "
+            f"{self.key} is {name!r}; known are {', '.join(known)}. Your own is "
             f"added with {self.decorators[-1]}(name), in a module that actor_rollout_ref.model.external_lib names, or "
             "named itself as module:attribute."
         )
