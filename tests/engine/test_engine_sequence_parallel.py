@@ -37,7 +37,7 @@ from hybridrl.utils.metrics import merge_metrics
 
 FIELDS = make_fields()
 ROWS = len(FIELDS["input_ids"])
-STEPS = 3
+STEPS = 2
 #: first row of each shard, so that ranks have different numbers of micro-batches
 CUTS = {1: (0,), 2: (0, 9), 4: (0, 5, 6, 10)}
 #: two ranks split the heads of keys and values, four ranks repeat them
