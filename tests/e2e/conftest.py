@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fork_server
 import pytest
+import ray
 from e2e_tools import Job
 
 
@@ -17,14 +18,21 @@ def start_real(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, forked: str) -> Iterator[Callable[..., Job]]:
-    """Starts jobs that end with the test; the processes of a job are forked, with their imports done."""
+def start(tmp_path: Path, ray_session: None, forked: str) -> Iterator[Callable[..., Job]]:
+    """Starts jobs that end with the test, on the Ray that all tests of the process share. Controllers and workers are
+    forked, with their imports done."""
+    yield from _jobs(forked, tmp_path / "job", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+
+
+@pytest.fixture
+def start_with_ray(tmp_path: Path, forked: str) -> Iterator[Callable[..., Job]]:
+    """Like `start`, of jobs that start a Ray of their own."""
     yield from _jobs(forked, tmp_path / "job")
 
 
 @pytest.fixture
 def start_apart(tmp_path: Path, forked_apart: str) -> Iterator[Callable[..., Job]]:
-    """Like `start`; all processes have another hash seed than those of `start`."""
+    """Like `start_with_ray`; all processes have another hash seed than those of `start`."""
     yield from _jobs(forked_apart, tmp_path / "apart")
 
 
@@ -37,11 +45,12 @@ def forked_apart() -> Iterator[str]:
         yield python
 
 
-def _jobs(python: str, log: Path) -> Iterator[Callable[..., Job]]:
+def _jobs(python: str, log: Path, **environment: str) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def start_job(*arguments: str, module: str = "hybridrl.trainer.main_ppo") -> Job:
-        jobs.append(Job([python, "-m", module, *arguments], log.with_name(f"{log.name}{len(jobs)}.log")))
+        file = log.with_name(f"{log.name}{len(jobs)}.log")
+        jobs.append(Job([python, "-m", module, *arguments], file, os.environ | environment))
         return jobs[-1]
 
     yield start_job

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ MEASURED = (
 class Job:
     """One running command, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         self._file = open(log, "w")  # noqa: SIM115  (open as long as the process)
         self.process = subprocess.Popen(
@@ -31,6 +31,7 @@ class Job:
             stdout=self._file,
             stderr=subprocess.STDOUT,
             cwd=log.parent,
+            env=environment,
             start_new_session=True,
         )
 
@@ -50,13 +51,13 @@ class Job:
             self.kill()
             raise AssertionError(f"no end within {limit} s:\n{self.output[-4000:]}") from None
 
-    def wait_for(self, condition: Callable[[], bool], limit: float = LIMIT_S) -> None:
-        """Until `condition` holds while the process runs."""
+    def wait_for(self, condition: Callable[[], bool], limit: float = LIMIT_S, every: float = 0.02) -> None:
+        """Until `condition`, which is asked for every so many seconds, holds while the process runs."""
         deadline = time.monotonic() + limit
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before:\n{self.output[-4000:]}"
             assert time.monotonic() < deadline, f"not within {limit} s:\n{self.output[-4000:]}"
-            time.sleep(0.02)
+            time.sleep(every)
 
     def kill(self) -> None:
         """SIGKILL to the controller, as the kernel's out-of-memory killer would."""

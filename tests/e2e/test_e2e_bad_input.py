@@ -532,7 +532,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(
         if moment == "ray starts":
             job.wait_for(lambda: "generating with" in job.output)
         else:
-            job.wait_for(lambda: any("ray::" in name for name in processes_of(mark)))
+            job.wait_for(lambda: any("ray::" in name for name in processes_of(mark)), every=0.25)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
         status = job.wait()
     finally:

@@ -39,9 +39,9 @@ def command(sort_run: list[str], folder: Path, then: str = "pass") -> list[str]:
 
 
 def test_exit_codes_arrive_before_and_after_a_time_out(
-    start: Callable[..., Job], sort_run: list[str], tmp_path: Path
+    start_with_ray: Callable[..., Job], sort_run: list[str], tmp_path: Path
 ) -> None:
-    job = start(*command(sort_run, tmp_path))
+    job = start_with_ray(*command(sort_run, tmp_path))
     assert job.wait() == 0, job.output[-4000:]
     first, second = (record for record in records(tmp_path / "run") if record["step"] in (1, 2))
     assert first["reward/timeouts"] == 1 and second["reward/timeouts"] == 0
@@ -52,8 +52,8 @@ def test_exit_codes_arrive_before_and_after_a_time_out(
 
 
 def test_run_ends_with_the_exit_code_of_a_reward_process(
-    start: Callable[..., Job], sort_run: list[str], tmp_path: Path
+    start_with_ray: Callable[..., Job], sort_run: list[str], tmp_path: Path
 ) -> None:
-    job = start(*command(sort_run, tmp_path, then="os._exit(9)"))
+    job = start_with_ray(*command(sort_run, tmp_path, then="os._exit(9)"))
     assert job.wait() == 2, job.output[-4000:]
     assert "exit code 9" in job.output

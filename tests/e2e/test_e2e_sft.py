@@ -106,14 +106,14 @@ def forked_ranks(forked: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_torchrun_leaves_the_work_to_its_rank_0(start: Start, sft_run: list[str], tmp_path: Path) -> None:
+def test_torchrun_leaves_the_work_to_its_rank_0(start_with_ray: Start, sft_run: list[str], tmp_path: Path) -> None:
     """As verl's commands start it. The other rank ends at once, and workers form a process group of their own."""
     words = [word for word in sft_run if not word.startswith("trainer.n_gpus_per_node")]
     words = [*words, "trainer.total_training_steps=2"]
     plain, launched = tmp_path / "plain", tmp_path / "launched"
-    job = start(*words, f"trainer.default_local_dir={plain}", "trainer.n_gpus_per_node=2", module=MODULE)
+    job = start_with_ray(*words, f"trainer.default_local_dir={plain}", "trainer.n_gpus_per_node=2", module=MODULE)
     assert job.wait() == 0, job.output[-4000:]
-    job = torchrun(start, *words, f"trainer.default_local_dir={launched}")
+    job = torchrun(start_with_ray, *words, f"trainer.default_local_dir={launched}")
     assert job.wait() == 0, job.output[-4000:]
     assert job.output.count("notice: torchrun started this program") == 1
     assert "2 per node (trainer.n_gpus_per_node) on 1 node (trainer.nnodes)" in job.output
@@ -124,14 +124,14 @@ def test_torchrun_leaves_the_work_to_its_rank_0(start: Start, sft_run: list[str]
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_torchrun_on_two_nodes_has_one_controller(start: Start, sft_run: list[str], tmp_path: Path) -> None:
+def test_torchrun_on_two_nodes_has_one_controller(start_with_ray: Start, sft_run: list[str], tmp_path: Path) -> None:
     """Both agents of torchrun are on this machine, whose CPUs Ray takes for one node with room for all workers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [word for word in sft_run if not word.startswith("trainer.n_gpus_per_node")]
     words += ["trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"]
-    jobs = [torchrun(start, *words, nodes=2, node=node, port=port) for node in (0, 1)]
+    jobs = [torchrun(start_with_ray, *words, nodes=2, node=node, port=port) for node in (0, 1)]
     assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.output[-4000:] for job in jobs)
     controller, other = (job.output for job in jobs)
     assert "2 per node (trainer.n_gpus_per_node) on 2 nodes (trainer.nnodes)" in controller
