@@ -11,6 +11,7 @@ the sampled reward of a recipe did not rise.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections import defaultdict
@@ -21,7 +22,7 @@ import critic_at_work
 from learning_runs import MIXED, REPOSITORY, WINDOW, Result, Run, find, mean, run_once, write_sections
 from matplotlib.figure import Figure
 
-from hybridrl.config import load_config
+from hybridrl.config import PPOTrainerConfig, load_config
 
 RECIPES = REPOSITORY / "recipes"
 #: learn from something else than this task's reward: from teachers (benchmarks/distillation_learns.py), from pairs of
@@ -41,9 +42,14 @@ EXTRA: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@functools.cache
+def recipe_config(name: str) -> PPOTrainerConfig:
+    return load_config("ppo_trainer", [], RECIPES / name, name)
+
+
 def recipe_runs(name: str, seed: int, steps: int) -> list[Run]:
     """The recipe at this benchmark's size, and where another task says more, that one, too."""
-    config = load_config("ppo_trainer", [], RECIPES / name, name)
+    config = recipe_config(name)
     prompts = SAMPLES // config.actor_rollout_ref.rollout.n
     words = [f"data.train_batch_size={prompts}", *EXTRA.get(name, ())]
     if config.actor_rollout_ref.actor.ppo_mini_batch_size != config.data.train_batch_size:
@@ -117,7 +123,11 @@ def best_of_group(result: Result) -> tuple[float, float]:
 def train(arguments: argparse.Namespace) -> dict[str, list[Result]]:
     """Run what `--only` names; of the others the results that lie there are taken, too. Name of a run -> its seeds."""
     results: dict[str, list[Result]] = {}
-    for run in (run for name in NAMES for seed in arguments.seeds for run in recipe_runs(name, seed, arguments.steps)):
+    there = {file.parent.name.rpartition("_seed")[0] for file in arguments.out.glob("*/*_seed*/result.json")}
+    wanted = [
+        name for name in NAMES if name in (arguments.only or NAMES) or any(other.startswith(name) for other in there)
+    ]
+    for run in (run for name in wanted for seed in arguments.seeds for run in recipe_runs(name, seed, arguments.steps)):
         if arguments.only and run.recipe not in arguments.only:
             found = find(run, arguments.out)
         else:

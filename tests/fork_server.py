@@ -46,6 +46,9 @@ WITHOUT_RAY = "HYBRIDRL_TEST_FORK_SERVER_WITHOUT_RAY"  # the server for other se
 DAEMONS = "HYBRIDRL_TEST_DAEMONS"  # the Python that forks Ray's own processes
 # A forked agent is no child of its raylet; with this it notices by a pipe that the raylet has ended.
 AGENTS_WATCH_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
+# Workers that Ray starts ahead, one per CPU, would stay idle: an actor with an environment of its own takes none of
+# them. The Ray that all tests share needs them: its first worker, of which the others are forks, must belong to no job.
+PRESTART = "RAY_prestart_worker_first_driver"
 SETUP_WORKER = "HYBRIDRL_TEST_SETUP_WORKER"  # Ray's own program
 ENGINES = "HYBRIDRL_TEST_ENGINES"  # the Python that forks the processes of inference engines
 STAND_IN = """#!/bin/sh
@@ -182,7 +185,7 @@ def programs(folder: Path) -> Iterator[str]:
         A Python: `-m MODULE ...` and `FILE.py ...` are forked, everything else is run by the Python that runs this.
     """
     bare, with_ray = folder / f"programs-{os.getpid()}", folder / f"programs-ray-{os.getpid()}"
-    settings = {ADDRESS: str(with_ray), WITHOUT_RAY: str(bare), AGENTS_WATCH_A_PIPE: "1"}
+    settings = {ADDRESS: str(with_ray), WITHOUT_RAY: str(bare), AGENTS_WATCH_A_PIPE: "1", PRESTART: "0"}
     daemons = _stand_in(folder / "daemons", STAND_IN, settings)
     environment = os.environ | settings | {DAEMONS: daemons}
     with_ray.with_suffix(".json").write_text(json.dumps(settings_of_ray(environment)))

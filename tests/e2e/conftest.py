@@ -73,4 +73,5 @@ def sort_run(micro_model: Path, sort_data: Path) -> list[str]:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.val_before_train=False",
+        "trainer.report=False",
     ]

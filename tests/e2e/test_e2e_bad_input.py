@@ -208,7 +208,6 @@ def grpo(sort_run: list[str]) -> list[str]:
     return [
         *sort_run,
         "trainer.device=cpu",
-        "trainer.report=False",
         "trainer.logger=[]",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
         "reward.num_workers=1",

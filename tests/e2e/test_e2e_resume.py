@@ -86,7 +86,6 @@ def overrides(run: list[str], model: Path, folder: Path) -> list[str]:
         "trainer.save_freq=2",
         "trainer.test_freq=2",
         "trainer.dump_freq=1",
-        "trainer.report=False",
         "reward.timeout_s=600",  # a reward that is late on a busy machine would be generated again, in one run only
         # What carries state from step to step besides the weights: schedule, adaptive KL, critic, epochs with a
         # shuffle.
@@ -176,7 +175,6 @@ def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
         "trainer.total_training_steps=4",
         "trainer.save_freq=2",
         "trainer.dump_freq=1",
-        "trainer.report=False",
         "reward.timeout_s=600",
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -201,7 +199,7 @@ def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
 
 def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_later(start, sort_run, tmp_path) -> None:
     folder = tmp_path / "run"
-    arguments = [*sort_run, f"trainer.default_local_dir={folder}", "trainer.report=False"]
+    arguments = [*sort_run, f"trainer.default_local_dir={folder}"]
     job = start(*arguments, "trainer.total_training_steps=100000")
     job.wait_for(lambda: any(record["step"] >= 2 for record in records(folder)))
     job.process.send_signal(signal.SIGTERM)

@@ -37,7 +37,6 @@ def command(sort_run: list[str], folder: Path, fault: str, run: str, *words: str
         "reward.num_workers=1",
         "trainer.total_training_steps=3",
         "trainer.rollout_data_dir=" + str(folder / f"{run}_samples"),
-        "trainer.report=False",
         "trainer.val_before_train=False",
         f"trainer.default_local_dir={folder / run}",
         *words,

@@ -33,7 +33,6 @@ def command(sort_run: list[str], folder: Path, then: str = "pass") -> list[str]:
         "reward.num_workers=1",  # so that all further calls go to the process that was started last
         "reward.timeout_s=10",
         "trainer.total_training_steps=2",
-        "trainer.report=False",
         f"trainer.default_local_dir={folder / 'run'}",
     ]
 

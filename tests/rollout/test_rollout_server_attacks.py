@@ -74,7 +74,7 @@ class Run:
             completion = await self.engine.generate(Request(f"training-{self.steps}", [6, 7, 8], sampling))
             assert completion.finish_reason == "length"
             self.steps += 1
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.25)
 
     async def _here(self, work: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -163,14 +163,14 @@ def _connections(run: Run) -> int:
 
 
 def test_connections_beyond_the_limit_are_told_so(run: Run) -> None:
-    eventually(lambda: _connections(run) == 0)
+    eventually(lambda: _connections(run) == 0, pause=0.5)
     with contextlib.ExitStack() as stack:
         for _ in range(CONNECTIONS + 1):
             address = ("127.0.0.1", run.server.listener.port)
             connection = stack.enter_context(socket.create_connection(address, timeout=60))
         text = connection.makefile("rb").read().decode()
     assert text.startswith("HTTP/1.1 503 ") and json.loads(text.split("\r\n\r\n")[1])["error"]["code"] == "busy"
-    eventually(lambda: _connections(run) == 0)
+    eventually(lambda: _connections(run) == 0, pause=0.5)
     served(run)
 
 
