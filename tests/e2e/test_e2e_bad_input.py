@@ -225,10 +225,10 @@ def run(grpo: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     assert_all_end(runner.mark)
 
 
-def alone(words: list[str], folder: Path) -> Job:
+def alone(words: list[str], folder: Path, python: str = sys.executable) -> Job:
     """A process of its own for one run."""
     module = ["-m", "hybridrl.trainer.main_ppo"]
-    return Job([sys.executable, *module, *words, f"trainer.default_local_dir={folder / 'run'}"], folder / "log")
+    return Job([python, *module, *words, f"trainer.default_local_dir={folder / 'run'}"], folder / "log")
 
 
 def broken_loss(name: str, *words: str) -> list[str]:
@@ -357,11 +357,11 @@ def test_own_module_that_cannot_be_used(
     run(name, f"actor_rollout_ref.model.external_lib={name}", *words).assert_one_message(*texts)
 
 
-def test_port_where_something_else_than_ray_listens(grpo: list[str], tmp_path: Path, monkeypatch) -> None:
+def test_port_where_something_else_than_ray_listens(grpo: list[str], tmp_path: Path, monkeypatch, forked: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        job = alone(grpo, tmp_path)
+        job = alone(grpo, tmp_path, forked)
         try:
             status = job.wait()
         finally:
