@@ -29,7 +29,7 @@ os.environ.update(
     MPLBACKEND="Agg",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-    RAY_LOG_MONITOR_MANY_FILES_THRESHOLD="100",  # with more log files, Ray looks for new ones every 0.5 s, not 0.1 s
+    RAY_LOG_MONITOR_MANY_FILES_THRESHOLD="1",  # files; with more, Ray looks for new ones every 0.5 s, not 0.1 s
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     OMP_WAIT_POLICY="passive",  # idle threads of a worker with all cores would spin on those that others use

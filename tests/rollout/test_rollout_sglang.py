@@ -613,6 +613,7 @@ def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_m
     assert exact < 1e-8 and replayed < 0.5 * free
 
 
+@pytest.mark.usefixtures("forked_engine")
 def test_a_start_that_fails_says_why(loop, model_dir) -> None:
     spec = spec_of(model_dir)
     spec.config.engine_kwargs.sglang["no_such_argument"] = 1
