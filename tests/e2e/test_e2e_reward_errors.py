@@ -48,7 +48,7 @@ def steps(folder: Path) -> list[dict]:
 
 
 def test_an_error_leaves_the_last_step_and_the_batch_and_a_resumed_run_repeats_the_prompts(
-    start: Callable[..., Job], sort_run: list[str], tmp_path: Path
+    start: Callable[..., Job], start_with_ray: Callable[..., Job], sort_run: list[str], tmp_path: Path
 ) -> None:
     words = command(sort_run, tmp_path, "raise ValueError('not yet')", "run", "trainer.save_freq=-1")
     job = start(*words)
@@ -68,7 +68,7 @@ def test_an_error_leaves_the_last_step_and_the_batch_and_a_resumed_run_repeats_t
         assert abs(record["reward/score/mean"] - parts) < 1e-5 and 0 <= record["reward/length/short/mean"] <= 1
     lines = [json.loads(line) for line in (tmp_path / "run_samples" / "2.jsonl").read_text().splitlines()]
     assert sorted(line["uid"] for line in lines) == sorted(map(str, failed.non_tensor_batch["uid"]))
-    untouched = start(*[word.replace(str(run), str(tmp_path / "whole")) for word in words])
+    untouched = start_with_ray(*[word.replace(str(run), str(tmp_path / "whole")) for word in words])
     assert untouched.wait() == 0, untouched.output[-4000:]
     for expected, found in zip(steps(tmp_path / "whole"), (first, second, third), strict=True):
         assert found["critic/score/mean"] == expected["critic/score/mean"]
