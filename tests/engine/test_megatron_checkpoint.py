@@ -67,7 +67,7 @@ def _train(engine: Any, steps: int = 1, loss: Any = policy_loss) -> None:
     mine = slice(engine.geometry.dp_rank * rows, (engine.geometry.dp_rank + 1) * rows)
     for _ in range(steps):
         with engine.loaded(optimizer=True):
-            engine.train_batch(make_batch(make_fields(), mine), MicroBatching(size=2), loss)
+            engine.train_batch(make_batch(make_fields(), mine), MicroBatching(size=6), loss)
 
 
 def _whole(folder: Path) -> dict[str, torch.Tensor]:

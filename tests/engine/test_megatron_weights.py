@@ -222,7 +222,7 @@ def _trained(engine: Any) -> dict[str, torch.Tensor]:
     mine = slice(engine.geometry.dp_rank * rows, (engine.geometry.dp_rank + 1) * rows)
     for _ in range(2):
         with engine.loaded(optimizer=True):
-            engine.train_batch(make_batch(make_fields(), mine), MicroBatching(size=2), policy_loss)
+            engine.train_batch(make_batch(make_fields(), mine), MicroBatching(size=3), policy_loss)
     with engine.loaded():
         return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
