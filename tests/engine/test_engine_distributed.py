@@ -63,12 +63,12 @@ def own_rows(rank: int) -> slice:
 
 
 def train(engine, batch, steps, loss=policy_loss):  # type: ignore[no-untyped-def]
-    """Metrics of each step, merged over the ranks; the micro-batches of a rank hold at most 2 rows."""
+    """Metrics of each step, merged over the ranks; the micro-batches of a rank hold at most 3 rows."""
     language = loss is not value_loss
     results = []
     for _ in range(steps):
         own = engine.train_batch(
-            batch, MicroBatching(size=2), loss, TEMPERATURE, entropy=language, ref_kl=loss is full_kl_loss
+            batch, MicroBatching(size=3), loss, TEMPERATURE, entropy=language, ref_kl=loss is full_kl_loss
         )
         merged = merge_metrics(distributed.all_gather_object(own))
         results.append({name: float(metric.value) for name, metric in merged.items()})

@@ -99,7 +99,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def trained(engine: Any, loss: Any = policy_loss, micro: MicroBatching | None = None) -> dict[str, Any]:
     """Outputs before, the metrics and gradients of each step, and the weights after the last one."""
     batch, language = own_batch(engine), loss is not value_loss
-    micro = micro or MicroBatching(size=3)
+    micro = micro or MicroBatching(size=4)
     outputs = ("log_probs", "entropy", "sum_pi_squared") if language else ("values",)
     record: dict[str, Any] = {"outputs": collected(engine, engine.infer(batch, micro, TEMPERATURE, outputs))}
     record["metrics"], record["gradients"] = [], []
