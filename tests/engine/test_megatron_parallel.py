@@ -38,7 +38,7 @@ STEPS = 2
 
 def run(engine: Any, model_type: str, rows: slice = slice(None)) -> dict[str, Any]:
     """What the steps compute and change, as plain tensors and numbers."""
-    batch, micro = make_batch(FIELDS, rows), MicroBatching(size=3)
+    batch, micro = make_batch(FIELDS, rows), MicroBatching(size=4)
     loss = policy_loss if model_type == "language_model" else value_loss
     before = weights(engine)
     metrics = []
