@@ -61,9 +61,11 @@ def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Call
         ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),  # one without the other
     ],
 )
-def test_quickstart_refuses_a_wrong_setting_before_it_trains(call: Call, tmp_path: Path, wrong: str, name: str) -> None:
+def test_quickstart_refuses_a_wrong_setting_before_it_trains(
+    call: Call, tmp_path: Path, forked: str, wrong: str, name: str
+) -> None:
     out = f"--out={tmp_path / 'out'}"
-    status, output, errors = call("quickstart.sh", out, "--python", sys.executable, wrong)
+    status, output, errors = call("quickstart.sh", out, "--python", forked, wrong)
     assert status == 1
     assert name in errors
     assert "these settings cannot be used" in errors
