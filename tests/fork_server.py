@@ -46,8 +46,7 @@ WITHOUT_RAY = "HYBRIDRL_TEST_FORK_SERVER_WITHOUT_RAY"  # the server for other se
 DAEMONS = "HYBRIDRL_TEST_DAEMONS"  # the Python that forks Ray's own processes
 # A forked agent is no child of its raylet; with this it notices by a pipe that the raylet has ended.
 AGENTS_WATCH_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
-# Workers that Ray starts ahead, one per CPU, would stay idle: an actor with an environment of its own takes none of
-# them. The Ray that all tests share needs them: its first worker, of which the others are forks, must belong to no job.
+# Workers started ahead stay idle. The Ray that all tests share needs them: its first worker must belong to no job.
 PRESTART = "RAY_prestart_worker_first_driver"
 SETUP_WORKER = "HYBRIDRL_TEST_SETUP_WORKER"  # Ray's own program
 ENGINES = "HYBRIDRL_TEST_ENGINES"  # the Python that forks the processes of inference engines
