@@ -230,8 +230,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+_forks_of_session = contextlib.ExitStack()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """With `-n`: the processes that run tests are forked too."""
+    import forked_processes
+
+    _forks_of_session.enter_context(forked_processes.base(Path(os.environ["RAY_TMPDIR"])))
+    for spec in specs:
+        spec.python = os.environ[forked_processes.CHILDREN]
+
+
+@pytest.hookimpl(trylast=True)  # after the processes of pytest-xdist have ended
 def pytest_sessionfinish(exitstatus: int) -> None:
     """Ray's logs are kept where something failed."""
+    _forks_of_session.close()
     if WORKER is None and exitstatus == 0:
         shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
@@ -316,12 +331,29 @@ def sort_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[str]:
-    """A Python whose programs, and the workers of their Rays, are forked with their imports done (tests/README.md)."""
-    import fork_server
+def fork_base() -> Iterator[None]:
+    """The process that others are forked from, with their imports done. All processes that run tests share one."""
+    import forked_processes
 
-    with fork_server.programs(Path(os.environ["RAY_TMPDIR"])) as python:
+    with forked_processes.base(Path(os.environ["RAY_TMPDIR"])):
+        yield
+
+
+@pytest.fixture(scope="session")
+def forked(fork_base: None) -> Iterator[str]:
+    """A Python whose programs, and the workers of their Rays, are forked with their imports done (tests/README.md)."""
+    import forked_processes
+
+    with forked_processes.programs(Path(os.environ["RAY_TMPDIR"])) as python:
         yield python
+
+
+@pytest.fixture
+def forked_children(fork_base: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library starts in this test, such as the process of a server, is forked with its imports done."""
+    import forked_processes
+
+    monkeypatch.setattr(sys, "executable", os.environ[forked_processes.CHILDREN])
 
 
 @pytest.fixture
@@ -336,15 +368,15 @@ def joined(ray_session: None, forked: str, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture(scope="session")
 def started_engines(ray_session: None) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """In a block of it, processes of inference engines start by themselves, as a user's do (tests/README.md)."""
-    import fork_server
+    import forked_processes
 
-    return lambda: fork_server.started_engines(Path(os.environ["RAY_TMPDIR"]))
+    return lambda: forked_processes.started_engines(Path(os.environ["RAY_TMPDIR"]))
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def ray_session(fork_base: None) -> Iterator[None]:
     """One Ray for all tests of the session: 16 logical CPUs whatever the machine has, a 256 MB object store."""
-    import fork_server
+    import forked_processes
     import ray
 
     from hybridrl.single_controller.ray.cluster import start_ray
@@ -353,7 +385,7 @@ def ray_session() -> Iterator[None]:
         yield
         return
     with_engines = group(os.environ["PYTEST_CURRENT_TEST"]) == "engines"
-    with fork_server.running(Path(os.environ["RAY_TMPDIR"]), with_engines):
+    with forked_processes.running(Path(os.environ["RAY_TMPDIR"]), with_engines):
         with pytest.MonkeyPatch.context() as patch:
             # Ray's process for logs looks for new files twice a second, among those of all workers that ever ran.
             patch.setenv("LOG_NAME_UPDATE_INTERVAL_S", "1.5")

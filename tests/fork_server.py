@@ -4,10 +4,8 @@ A process that starts by itself spends five seconds of processor time on importi
 or SGLang, and most tests that use Ray need a few. Everything else about a worker stays Ray's: command line,
 environment, log files.
 
-`running` runs a server for the workers of this process's Ray, and one for the processes of their inference engines.
-`programs` runs two servers for whole programs. One has imported Ray with the settings of its environment, and forks
-Ray's own processes in Python too. Programs with other settings of Ray, and all workers, come from the other.
-`fork_client.py` asks for a process and stands for it. A server ends with the process that started it.
+`tests/forked_processes.py` starts this and asks it for servers. `fork_client.py` asks for a process and stands for it.
+A server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -27,22 +25,19 @@ import runpy
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
-
-from fork_client import settings_of_ray
+from typing import IO, Any, NoReturn
 
 ADDRESS = "HYBRIDRL_TEST_FORK_SERVER"
 WITHOUT_RAY = "HYBRIDRL_TEST_FORK_SERVER_WITHOUT_RAY"  # the server for other settings of Ray, and for workers
+CHILDREN = "HYBRIDRL_TEST_CHILDREN"  # the Python that forks what the library itself starts
 DAEMONS = "HYBRIDRL_TEST_DAEMONS"  # the Python that forks Ray's own processes
 # A forked agent is no child of its raylet; with this it notices by a pipe that the raylet has ended.
 AGENTS_WATCH_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
@@ -50,21 +45,7 @@ AGENTS_WATCH_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 PRESTART = "RAY_prestart_worker_first_driver"
 SETUP_WORKER = "HYBRIDRL_TEST_SETUP_WORKER"  # Ray's own program
 ENGINES = "HYBRIDRL_TEST_ENGINES"  # the Python that forks the processes of inference engines
-STAND_IN = """#!/bin/sh
-[ "$1" = -u ] && shift  # what `torchrun` says; output is unbuffered in tests as it is
-case "$1" in
-    -m | *.py) {settings} exec {python} -I -S {client} --program "$@" ;;
-    *) exec {python} "$@" ;;
-esac
-"""
-ENGINES_STAND_IN = """#!/bin/sh
-[ -e {started} ] || case "$*" in
-    *spawn_main* | "-m hybridrl.rollout.sglang.host"*)
-        {settings} exec {python} -I -S {client} --program "$@" ;;
-esac
-exec {python} "$@"
-"""
-STARTED = "engines-started"  # a file: while it is there, engines are started as they are without a server
+SERVER = "--server"  # what is asked for is a server
 CLIENT = Path(__file__).with_name("fork_client.py")
 #: environment variables that imports have set, which every forked process has
 SET_BY_IMPORTS: dict[str, str] = {}
@@ -87,7 +68,7 @@ PRELOADED = (
     "pytest",  # workers whose class is in a file of tests
     "hybridrl.engine.fsdp.engine",
 )
-# Programs and their workers, which import the rest themselves.
+# Programs, their workers and their children, which import the rest themselves.
 OF_PROGRAMS = (
     "hydra",
     "rich.console",
@@ -96,6 +77,7 @@ OF_PROGRAMS = (
     "transformers.models.auto.configuration_auto",
     "aiohttp.web",
     "hybridrl.config",
+    "hybridrl.utils.agent_host",
 )
 # Ray reads its settings, the cluster's token among them, when it is imported.
 WITH_RAYS_ENVIRONMENT = (
@@ -103,9 +85,10 @@ WITH_RAYS_ENVIRONMENT = (
     "hybridrl.workers.actor_rollout_ref",
     "hybridrl.workers.critic",
 )
-# Programs that import Ray with the settings of the server.
+# Programs and processes of servers, which import Ray with the settings of this one.
 OF_CONTROLLERS = (
     "ray._private.workers.default_worker",
+    "hybridrl.rollout.server.child",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
     "hybridrl.trainer.ppo.build",
@@ -156,88 +139,6 @@ OF_ENGINES = {
 }
 
 
-@contextmanager
-def running(folder: Path, with_engines: bool = False) -> Iterator[None]:
-    """Ray, started in the block, has its workers from a server, whose socket is in `folder` (a short path).
-
-    Who connects waits until the imports are done. The server ends with the block, or with this process.
-
-    Args:
-        with_engines: workers may be replicas, and have what those import before they start an engine.
-    """
-    from ray._private import ray_constants, workers  # the server itself imports Ray later
-
-    workers_of, engines_of = folder / f"fork-{os.getpid()}", folder / f"engines-{os.getpid()}"
-    with _server("replicas" if with_engines else "workers", workers_of), _server("engines", engines_of):
-        os.environ[ADDRESS] = str(workers_of)
-        os.environ[ENGINES] = _stand_in(folder / f"bin-{os.getpid()}", ENGINES_STAND_IN, {ADDRESS: str(engines_of)})
-        os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
-        ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)  # Ray appends it to its own folder: a whole path wins
-        yield
-
-
-@contextmanager
-def programs(folder: Path) -> Iterator[str]:
-    """Run the servers for programs, and for the workers of the Ray that each of them starts.
-
-    Yields:
-        A Python: `-m MODULE ...` and `FILE.py ...` are forked, everything else is run by the Python that runs this.
-    """
-    bare, with_ray = folder / f"programs-{os.getpid()}", folder / f"programs-ray-{os.getpid()}"
-    settings = {ADDRESS: str(with_ray), WITHOUT_RAY: str(bare), AGENTS_WATCH_A_PIPE: "1", PRESTART: "0"}
-    daemons = _stand_in(folder / "daemons", STAND_IN, settings)
-    environment = os.environ | settings | {DAEMONS: daemons}
-    with_ray.with_suffix(".json").write_text(json.dumps(settings_of_ray(environment)))
-    with _server("programs", bare, with_ray, environment=environment):
-        yield _stand_in(folder / "bin", STAND_IN, settings)
-
-
-@contextmanager
-def started_engines(folder: Path) -> Iterator[None]:
-    """Engines of this block are started, not forked: for tests of who ends with whom."""
-    (folder / STARTED).touch()
-    try:
-        yield
-    finally:
-        (folder / STARTED).unlink()
-
-
-def _stand_in(folder: Path, text: str, settings: dict[str, str]) -> str:
-    """Write the Python of a server, and return its path."""
-    folder.mkdir(exist_ok=True)
-    python = folder / "python"
-    facts = {"python": sys.executable, "client": CLIENT, "started": folder.parent / STARTED}
-    words = " ".join(f"{name}={value}" for name, value in settings.items())
-    python.write_text(text.format(settings=words, **facts))
-    python.chmod(0o755)
-    return str(python)
-
-
-@contextmanager
-def _server(kind: str, *paths: Path, environment: dict[str, str] | None = None) -> Iterator[None]:
-    with ExitStack() as here, open(paths[0].with_suffix(".log"), "w") as log:
-        listeners = [here.enter_context(socket.socket(socket.AF_UNIX)) for _ in paths]
-        for listener, path in zip(listeners, paths, strict=True):
-            listener.bind(str(path))
-            listener.listen(64)
-        files = [listener.fileno() for listener in listeners]
-        server = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), kind, *map(str, files)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=files,
-            start_new_session=True,
-            env=environment,
-        )
-    try:
-        yield
-    finally:
-        server.communicate()
-        for path in paths:
-            os.unlink(path)
-
-
 @dataclass
 class Request:
     """The process that a test or Ray asks for."""
@@ -253,92 +154,95 @@ class Request:
         """`--program` and what follows Python's name in a command; else it is a worker."""
         return self.words[0] == "--program"
 
+    @property
+    def runs_tests(self) -> bool:
+        """What pytest-xdist starts. A test decides itself what is forked."""
+        return any("sys.stdin.readline" in word for word in self.words)
+
+    @property
+    def is_server(self) -> bool:
+        return self.words[0] == SERVER
+
 
 @dataclass
 class Child:
-    """A forked process, and the client that stands for it."""
+    """A forked process, and the client that it has been forked for."""
 
     pid: int
     handle: int
-    client: socket.socket
+    client: socket.socket | None  # None for a server
 
 
 def serve(kind: str, listener: socket.socket, second: socket.socket | None = None) -> Request | None:
     """Fork for every client, until the standard input is closed.
 
     Args:
-        kind: "workers" of one Ray, which is imported with its first worker's environment, or "replicas", if some of
-            them start engines; "engines" of its replicas, likewise; or "programs", each of which imports Ray with its
-            own, and so do its workers.
+        kind: "base", or "engines" of one Ray's replicas, which have the environment of the first.
         listener: where clients connect.
         second: where programs connect whose settings of Ray are this process's; Ray is imported for them.
 
     Returns:
         In a forked process what it is to become; None in the server.
     """
-    own = os.getpid()
-    if kind != "engines":  # few tests need them
-        _import((*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())))
-        _import_megatron()
-    if kind == "programs":
-        assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
-        assert second is not None
-        if (forked := os.fork()) == 0:
-            listener.close()
-            _import_ray()
-            return _serve("programs with Ray", second)
-        second.close()
-        _settle()
-        try:
-            return _serve(kind, listener)
-        finally:
-            if os.getpid() == own:
-                os.waitpid(forked, 0)
-    return _serve(kind, listener)
+    if kind == "engines":  # few tests need them
+        return _serve(kind, listener, sys.stdin)
+    _import((*PRELOADED, *OF_PROGRAMS))
+    _import_megatron()
+    assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
+    assert second is not None
+    own, with_ray = os.getpid(), os.fork()
+    if with_ray == 0:
+        listener.close()
+        _import_ray()
+        return _serve("programs", second, sys.stdin)
+    second.close()
+    _settle()
+    try:
+        return _serve(kind, listener, sys.stdin)
+    finally:
+        if os.getpid() == own:
+            os.waitpid(with_ray, 0)
 
 
-def _serve(kind: str, listener: socket.socket) -> Request | None:
+def _serve(kind: str, listener: socket.socket, life: IO[str] | socket.socket) -> Request | None:
+    """Fork for every client.
+
+    Args:
+        kind: of `serve`; or "programs", which find Ray imported; or "workers" of one Ray, which is imported with its
+            first worker's environment, or "replicas", if some of these start engines.
+        life: the server ends when this is closed at its other end.
+    """
     selector = selectors.DefaultSelector()
-    selector.register(sys.stdin, selectors.EVENT_READ)
+    selector.register(life, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
     children: dict[int, Child] = {}
     while True:
         for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
+            if key.fileobj is life:
                 for child in children.values():
-                    os.kill(child.pid, signal.SIGKILL)
+                    if child.client is not None:
+                        os.kill(child.pid, signal.SIGKILL)
                 return None
             if key.fileobj is listener:
                 client, _ = listener.accept()
                 request = _received(client)
                 if request is None:
                     continue
-                if kind in ("workers", "replicas"):
-                    _finish_imports(request, "ray", WITH_RAYS_ENVIRONMENT)
-                    if kind == "replicas" and importlib.util.find_spec("vllm"):
-                        _finish_imports(request, "vllm", OF_REPLICAS)
-                elif kind == "engines":
-                    engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
-                    if _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine])) and engine == "vllm":
-                        _wait_without_spinning()
-                        _hold_little()
+                _finish_imports_of(kind, request)
                 pid = os.fork()
                 if pid == 0:
-                    for file in (listener, selector, client, *(child.client for child in children.values())):
-                        file.close()
+                    for file in (listener, selector, life, *(child.client for child in children.values())):
+                        if file is not None and file is not sys.stdin:
+                            file.close()
                     for child in children.values():
                         os.close(child.handle)
                     if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by fork
                         sys.modules["numpy"].random.seed()
+                    if request.is_server:
+                        return _become_server(request, client)
+                    client.close()
                     return request
-                with contextlib.suppress(OSError):
-                    client.sendall(pid.to_bytes(8, "big"))
-                for file in request.files:
-                    os.close(file)
-                child = Child(pid, os.pidfd_open(pid), client)
-                children[pid] = child
-                selector.register(child.handle, selectors.EVENT_READ, child)
-                selector.register(client, selectors.EVENT_READ, child)
+                _started(pid, client, request, children, selector)
             elif key.data.pid not in children:
                 continue  # it ended in the same moment as its client
             elif key.fileobj is key.data.client:  # the client was killed, and so is the process that it stands for
@@ -349,6 +253,43 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(key.data.pid, signal.SIGKILL)
                 _ended(children.pop(key.data.pid), selector)
+
+
+def _finish_imports_of(kind: str, request: Request) -> None:
+    if kind in ("workers", "replicas"):
+        _finish_imports(request, "ray", WITH_RAYS_ENVIRONMENT)
+        if kind == "replicas" and importlib.util.find_spec("vllm"):
+            _finish_imports(request, "vllm", OF_REPLICAS)
+    elif kind == "engines":
+        engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
+        if _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine])) and engine == "vllm":
+            _wait_without_spinning()
+            _hold_little()
+
+
+def _become_server(request: Request, client: socket.socket) -> Request | None:
+    """Serve in a forked process, as long as the client is there."""
+    for number, file in zip(request.numbers, request.files[:-1], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    return _serve(request.words[1], socket.socket(fileno=request.files[-1]), client)
+
+
+def _started(
+    pid: int, client: socket.socket, request: Request, children: dict[int, Child], selector: selectors.BaseSelector
+) -> None:
+    """Tell the client, and watch it and its process. A server has the connection for itself."""
+    for file in request.files:
+        os.close(file)
+    if request.is_server:
+        client.close()
+        children[pid] = child = Child(pid, os.pidfd_open(pid), None)
+    else:
+        with contextlib.suppress(OSError):
+            client.sendall(pid.to_bytes(8, "big"))
+        children[pid] = child = Child(pid, os.pidfd_open(pid), client)
+        selector.register(client, selectors.EVENT_READ, child)
+    selector.register(child.handle, selectors.EVENT_READ, child)
 
 
 def _received(client: socket.socket) -> Request | None:
@@ -456,13 +397,14 @@ def _settle() -> None:
 
 def _ended(child: Child, selector: selectors.BaseSelector) -> None:
     _, status = os.waitpid(child.pid, 0)
-    with contextlib.suppress(OSError):
-        child.client.sendall(status.to_bytes(8, "big"))
-    for file in (child.handle, child.client):
-        with contextlib.suppress(KeyError):
-            selector.unregister(file)
+    selector.unregister(child.handle)
     os.close(child.handle)
-    child.client.close()
+    if child.client is not None:
+        with contextlib.suppress(OSError):
+            child.client.sendall(status.to_bytes(8, "big"))
+        with contextlib.suppress(KeyError):
+            selector.unregister(child.client)
+        child.client.close()
 
 
 def enter(request: Request) -> None:
@@ -479,8 +421,9 @@ def enter(request: Request) -> None:
     os.environ.update(SET_BY_IMPORTS | request.environment)
     if "ray" in sys.modules and SET_BY_IMPORTS:  # its core has read the server's
         sys.modules["ray._raylet"].Config.initialize("")  # type: ignore[attr-defined]
-    if ENGINES in os.environ:  # what this process starts next may be an engine
-        sys.executable = os.environ[ENGINES]
+    forks = os.environ.get(ENGINES, os.environ.get(CHILDREN))
+    if forks is not None and not request.runs_tests:
+        sys.executable = forks  # for what this process starts next
         multiprocessing.set_executable(sys.executable)
 
 
@@ -494,15 +437,18 @@ def become_program(request: Request) -> None:
         sys.argv = request.words[2:]
         sys.path[:1] = [request.folder, *python_path()]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    elif "--multiprocessing-fork" in request.words:
-        place = request.words.index("-c")
-        sys.argv = ["-c", *request.words[place + 2 :]]
-        exec(request.words[place + 1], sys.modules["__main__"].__dict__)
-    else:
+    elif request.words[1].endswith(".py"):
         sys.argv = request.words[1:]
         file = os.path.abspath(sys.argv[0])
         sys.path[:1] = [os.path.dirname(file), *python_path()]
         runpy.run_path(file, run_name="__main__")
+    else:
+        place = request.words.index("-c")
+        sys.argv = ["-c", *request.words[place + 2 :]]
+        if "--multiprocessing-fork" not in request.words:
+            sys.path[:1] = ["", *python_path()]
+            sys.modules["__main__"] = ModuleType("__main__")
+        exec(request.words[place + 1], sys.modules["__main__"].__dict__)
 
 
 def python_path() -> list[str]:
@@ -588,12 +534,13 @@ def leave(error: BaseException | None) -> NoReturn:
 
 if __name__ == "__main__":
     asked = serve(sys.argv[1], *(socket.socket(fileno=int(file)) for file in sys.argv[2:]))
-    if asked is not None:
-        try:
-            if asked.is_program:
-                become_program(asked)
-            else:
-                exec(*become_worker(asked))
-        except BaseException as error:
-            leave(error)
-        leave(None)
+    if asked is None:
+        os._exit(0)
+    try:
+        if asked.is_program:
+            become_program(asked)
+        else:
+            exec(*become_worker(asked))
+    except BaseException as error:
+        leave(error)
+    leave(None)

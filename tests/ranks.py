@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from fork_server import CHILDREN
 
 PRELOADED = (
     "torch.distributed.fsdp",
@@ -69,8 +70,10 @@ def _start_server(modules: tuple[str, ...]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*own, before])
     try:
         multiprocessing.set_forkserver_preload([*modules, "frozen_imports"])
+        multiprocessing.set_executable(os.environ.get(CHILDREN, sys.executable))  # forked, if there is a base
         forkserver.ensure_running()
     finally:
+        multiprocessing.set_executable(sys.executable)
         os.environ["PYTHONPATH"] = before
 
 

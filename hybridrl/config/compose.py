@@ -7,13 +7,14 @@ The steps are: read the overrides and the user's file, check and rewrite their n
 import copy
 import functools
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import build, nearest, put
@@ -376,7 +377,7 @@ def _typed(
     """
     register_resolvers()
     try:
-        plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        plain = OmegaConf.to_container(_nodes_of(root, tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         wrong = _wrong_types(root, tree, origins) or [" ".join(str(error).split())]
         raise ConfigError([*so_far.faults, *wrong]) from error
@@ -389,6 +390,31 @@ def _typed(
     reported = {key: fault for key, fault in misfits.items() if key in origins} or misfits
     so_far.wrong.extend(reported.values())
     return config
+
+
+def _nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
+    """`OmegaConf.create(tree)`, out of the defaults' nodes: to make all of them takes most of a composition's time."""
+    pickled, defaults = _default_nodes(root)
+    found: DictConfig = pickle.loads(pickled)
+    _set_where_different(found, tree, defaults)
+    return found
+
+
+@functools.cache
+def _default_nodes(root: str) -> tuple[bytes, dict[str, Any]]:
+    defaults = default_tree(ROOTS[root])
+    return pickle.dumps(OmegaConf.create(defaults)), defaults
+
+
+def _set_where_different(nodes: DictConfig, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key in defaults.keys() - tree.keys():
+        del nodes[key]
+    for key, value in tree.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            _set_where_different(nodes[key], value, default)
+        elif key not in defaults or type(value) is not type(default) or value != default or isinstance(value, list):
+            nodes[key] = value
 
 
 def _wrong_types(root: str, tree: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:

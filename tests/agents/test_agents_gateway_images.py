@@ -56,6 +56,7 @@ def config_for(model: Path, *more: str) -> Any:
     return load_config("ppo_trainer", [*(f"{name}={value}" for name, value in words.items()), *more])
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.slow(25)  # it starts the server's process
 def test_trained_on_what_was_seen(vision_models: dict[str, Path], tmp_path: Path) -> None:
     """Images of prompts and of tools' answers, of three dialects; a changed image begins another conversation."""

@@ -341,6 +341,7 @@ def test_what_cannot_work_is_refused_at_start_up(model: Path, settings: list[str
 # ------------------------------------------------------------------ a whole run
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_run_trains_an_agent_behind_its_server(
     ray_session: Any, model: Path, sort_data: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_tools_and_turns_have_the_experts_of_the_sampler(started, engine, model)
     assert torch.equal(plain.batch["input_ids"], batch.batch["input_ids"])
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.slow(20)  # it starts the server's process
 def test_agents_behind_the_server_and_the_route_that_returns_experts(engine, model) -> None:
     words = [

@@ -4,10 +4,14 @@ import pickle
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from hybridrl.config import ConfigError, FSDPConfig, OptimConfig, as_dict, load_config, to_yaml
-from hybridrl.config.compose import compose_config
+from hybridrl.config.compose import _nodes_of, compose_config
+from hybridrl.config.schema.node import default_tree
+from hybridrl.config.schema.root import ROOTS
 from hybridrl.engine.optim.optimizer import lr_factor
 
 
@@ -423,3 +427,45 @@ def test_composition_leaves_hydra_as_it_was(tmp_path, monkeypatch):
     assert not GlobalHydra.instance().is_initialized()
     assert list(tmp_path.iterdir()) == []
     assert any("hydra.run.dir" in notice for notice in composed.notices)
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(0, 3)
+    | st.floats(0, 3, allow_nan=False)
+    | st.sampled_from(["", "a", "${data.seed}"])
+)
+ANY = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_nodes_made_of_the_defaults_are_those_of_the_whole_tree(data):
+    """True is not 1, an entry may be gone or new, and a group may be replaced by a plain value."""
+    tree = default_tree(ROOTS["ppo_trainer"])
+    for _ in range(data.draw(st.integers(0, 6))):
+        group = tree
+        while groups := [name for name, value in group.items() if isinstance(value, dict) and value]:
+            name = data.draw(st.sampled_from([None, *groups]))
+            if name is None:
+                break
+            group = group[name]
+        key = data.draw(st.sampled_from([*group, "new"]))
+        if data.draw(st.booleans()):
+            group.pop(key, None)
+        else:
+            group[key] = data.draw(ANY)
+    expected = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
+    assert repr(sorted_by_key(OmegaConf.to_container(_nodes_of("ppo_trainer", tree)))) == repr(sorted_by_key(expected))
+
+
+def sorted_by_key(value):
+    """With the entries of all mappings in the order of their keys."""
+    if isinstance(value, dict):
+        return {key: sorted_by_key(value[key]) for key in sorted(value)}
+    return [sorted_by_key(one) for one in value] if isinstance(value, list) else value

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fork_server
+import forked_processes
 import pytest
 import ray
 from e2e_tools import Job
@@ -41,7 +41,7 @@ def forked_apart() -> Iterator[str]:
     """Like `forked`, with servers of its own: what they fork has the hash seed with which they were started."""
     folder = Path(os.environ["RAY_TMPDIR"]) / "apart"
     folder.mkdir(exist_ok=True)
-    with fork_server.programs(folder) as python:
+    with forked_processes.programs(folder, shared=False) as python:
         yield python
 
 

@@ -19,7 +19,7 @@ from hybridrl.programs import start
 from hybridrl.single_controller.ray.cluster import start_ray
 
 sys.path.append(str(Path(__file__).parents[1]))
-import fork_server
+import forked_processes
 
 CPUS = 4
 
@@ -51,7 +51,7 @@ def left_after(children: set[int]) -> list[str]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    with fork_server.running(Path(os.environ["RAY_TMPDIR"])):
+    with forked_processes.running(Path(os.environ["RAY_TMPDIR"])):
         answer_all(answers)
 
 

@@ -19,6 +19,7 @@ from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayResourcePool
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> None:
     """The trainer's order: release, resume weights, new weights, resume the cache; requests keep their tokens."""
     spec, restarts = pool.settings.spec, pool.restarts
@@ -67,6 +68,7 @@ def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> No
         server.stop()
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_rollout_is_served_until_it_is_closed(slots, micro_model, tmp_path: Path) -> None:
     words = [
         f"actor_rollout_ref.model.path={micro_model}",

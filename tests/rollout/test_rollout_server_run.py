@@ -140,6 +140,7 @@ def test_the_example_of_a_scrape_configuration_names_the_metrics_path(repository
 # ------------------------------------------------------------------ where it listens
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_server_made_from_the_configuration(
     micro_model: Path,
     tmp_path: Path,

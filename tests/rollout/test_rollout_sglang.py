@@ -21,7 +21,7 @@ from dataclasses import replace
 from multiprocessing import shared_memory
 from pathlib import Path
 
-import fork_server
+import forked_processes
 import numpy as np
 import psutil
 import pytest
@@ -449,7 +449,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 @pytest.fixture
 def forked_engine(ray_session, monkeypatch) -> None:
     """The processes of an engine that a test starts itself are forked, as those of a replica are (tests/README.md)."""
-    monkeypatch.setattr(sys, "executable", os.environ[fork_server.ENGINES])
+    monkeypatch.setattr(sys, "executable", os.environ[forked_processes.ENGINES])
 
 
 @pytest.mark.usefixtures("forked_engine")

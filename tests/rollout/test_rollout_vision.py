@@ -183,6 +183,7 @@ def test_videos_among_images_and_text(model, policy, rollout, tmp_path) -> None:
         BatchImages(batch, config_of(ModelConfig(path=str(model))))
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_images_of_agents_behind_the_server(model, policy, rollout, tmp_path) -> None:
     """Images of prompts and of a tool's answer, in all dialects, through the server's process."""
     words = {

@@ -20,7 +20,7 @@ from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "rollout")]
-import fork_server
+import forked_processes
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CPU = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=plain_engine:PlainEngine"]
@@ -86,7 +86,7 @@ def started_cluster() -> Cluster:
 
 def main(words: list[str]) -> None:
     found: dict[str, Any] = {}
-    with fork_server.running(Path(os.environ["RAY_TMPDIR"])):
+    with forked_processes.running(Path(os.environ["RAY_TMPDIR"])):
         cluster = started_cluster()
         os.environ["RAY_ADDRESS"] = cluster.address
         try:
