@@ -105,7 +105,7 @@ if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
     beside "ruff format" "$bin/ruff" format --check .
     beside "mypy" "$bin/mypy"
     beside "import layers" "$bin/lint-imports"
-    [ -z "$docs" ] || PYTHON=$bin/python beside "documentation" bash scripts/docs.sh
+    [ -z "$docs" ] || PYTHON=$bin/python PYTHONPATH=tests/startup beside "documentation" bash scripts/docs.sh
 ) &
 static_job=$!
 sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang

@@ -433,22 +433,26 @@ def become_program(request: Request) -> None:
     enter(request)
     if "ray" not in sys.modules:
         sys.meta_path.insert(0, ForkRaysWorkers())
-    if request.words[1] == "-m":
-        sys.argv = request.words[2:]
+    words = request.words[1:]
+    if words[0] == "-W":
+        warnings.simplefilter(words[1])  # type: ignore[arg-type]
+        words = words[2:]
+    if words[0] == "-m":
+        sys.argv = words[1:]
         sys.path[:1] = [request.folder, *python_path()]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    elif request.words[1].endswith(".py"):
-        sys.argv = request.words[1:]
+    elif words[0].endswith(".py"):
+        sys.argv = words
         file = os.path.abspath(sys.argv[0])
         sys.path[:1] = [os.path.dirname(file), *python_path()]
         runpy.run_path(file, run_name="__main__")
     else:
-        place = request.words.index("-c")
-        sys.argv = ["-c", *request.words[place + 2 :]]
-        if "--multiprocessing-fork" not in request.words:
+        place = words.index("-c")
+        sys.argv = ["-c", *words[place + 2 :]]
+        if "--multiprocessing-fork" not in words:
             sys.path[:1] = ["", *python_path()]
             sys.modules["__main__"] = ModuleType("__main__")
-        exec(request.words[place + 1], sys.modules["__main__"].__dict__)
+        exec(words[place + 1], sys.modules["__main__"].__dict__)
 
 
 def python_path() -> list[str]:

@@ -44,9 +44,9 @@ OF_SERVERS = """case "$*" in
     "-m hybridrl.rollout.server.child"*) {settings} exec {python} -I -S {client} --program "$@" ;;
 esac
 """
-#: the process that forks agents, and children of multiprocessing and pytest-xdist:
+#: its other children, and those of multiprocessing and pytest-xdist:
 OF_CHILDREN = """case "$*" in
-    *hybridrl.utils.agent_host* | *multiprocessing.forkserver* | *sys.stdin.readline*)
+    *hybridrl.utils.agent_host* | *megatron.forecast_process* | *multiprocessing.forkserver* | *sys.stdin.readline*)
         [ "$1" = -u ] && shift
         {settings} exec {python} -I -S {client} --program "$@" ;;
 esac

@@ -199,6 +199,7 @@ def test_other_families_and_gpus_have_a_forecast(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(20)
+@pytest.mark.usefixtures("forked_children")
 def test_another_process_computes_it(models: Path) -> None:
     def of(ranks: int = 1, response: int = RESPONSE, **engine: Any) -> Forecast:
         work = Workload(PROMPT, response, ROWS, MICRO, MICRO)
