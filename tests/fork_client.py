@@ -114,6 +114,8 @@ def main() -> None:
         socket.send_fds(server, [len(request).to_bytes(8, "big")], numbers)
         server.sendall(request)
         pid = server.recv(8, socket.MSG_WAITALL)
+        if len(pid) < 8:
+            print(f"{address} has ended; see the files *.log of its folder", file=sys.stderr)
         for number in numbers[3:]:  # a pipe ends for its reader when the process has closed it
             os.close(number)
         answer = wait_for(server, pid)

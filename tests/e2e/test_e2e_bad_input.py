@@ -129,7 +129,8 @@ class Outcome:
 class Runner:
     """One process that takes command lines; another where that has died."""
 
-    def __init__(self, folder: Path, common: list[str]) -> None:
+    def __init__(self, python: str, folder: Path, common: list[str]) -> None:
+        self.python = python
         self.folder = folder
         self.common = common
         self.mark = uuid.uuid4().hex
@@ -140,7 +141,7 @@ class Runner:
         paths = [str(self.folder), os.environ["PYTHONPATH"]]
         own = {"PYTHONPATH": os.pathsep.join(paths), "RUNS_FOLDER": str(self.folder), MARK: self.mark}
         return subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("many_runs.py"))],
+            [self.python, str(Path(__file__).with_name("many_runs.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -215,11 +216,11 @@ def grpo(sort_run: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(grpo: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def run(grpo: list[str], forked: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     folder = tmp_path_factory.mktemp("bad_input")
     (folder / "faults_of_mine.py").write_text(FAULTS)
     (folder / "rewards_of_mine.py").write_text(REWARDS)
-    runner = Runner(folder, grpo)
+    runner = Runner(forked, folder, grpo)
     yield runner
     runner.close()
     assert_all_end(runner.mark)

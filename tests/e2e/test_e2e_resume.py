@@ -248,13 +248,13 @@ def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(sort_run, tmp_pa
     assert "stopped by SIGHUP" in (folder / "after_hangup.log").read_text()
 
 
-def test_a_second_signal_ends_the_run_at_once(start_real, sort_run, tmp_path) -> None:
+def test_a_second_signal_ends_the_run_at_once(start_with_ray, sort_run, tmp_path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import time\n\n\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(600)\n"
     )
-    job = start_real(
+    job = start_with_ray(
         *sort_run,
         f"trainer.default_local_dir={tmp_path / 'run'}",
         f"reward.custom_reward_function.path={slow}",

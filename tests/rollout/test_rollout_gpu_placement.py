@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,11 +31,12 @@ Path("found.json").write_text(json.dumps([found, refused]))  # the standard outp
 
 
 @pytest.mark.slow
-def test_ray_assigns_gpus_that_it_does_not_show(tmp_path: Path, finish) -> None:
+def test_ray_assigns_gpus_that_it_does_not_show(tmp_path: Path, finish, forked: str) -> None:
     """As in many setups for verl. PyTorch finds no GPU here, so workers refuse."""
     environment = {**os.environ, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    ended = finish([sys.executable, "-c", PROGRAM], env=environment, cwd=tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ended = finish([forked, "program.py"], env=environment, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found, refused = json.loads((tmp_path / "found.json").read_text())
     assert sorted(found) == ["0", "1"]

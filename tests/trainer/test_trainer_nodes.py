@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 @pytest.mark.slow
 def test_placements_on_two_nodes(
-    micro_model: Path, sort_data: Path, tmp_path: Path, finish: Callable[..., Any]
+    micro_model: Path, sort_data: Path, tmp_path: Path, finish: Callable[..., Any], forked: str
 ) -> None:
     words = [
         f"actor_rollout_ref.model.path={micro_model}",
@@ -32,7 +31,7 @@ def test_placements_on_two_nodes(
         "trainer.logger=[]",
     ]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = finish([sys.executable, Path(__file__).with_name("two_nodes.py"), *words], cwd=tmp_path, env=environment)
+    done = finish([forked, Path(__file__).with_name("two_nodes.py"), *words], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert [found[name]["step"] for name in ("colocated", "split", "standalone")] == [1, 1, 1]

@@ -20,7 +20,6 @@ from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "rollout")]
-import forked_processes
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CPU = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=plain_engine:PlainEngine"]
@@ -86,25 +85,24 @@ def started_cluster() -> Cluster:
 
 def main(words: list[str]) -> None:
     found: dict[str, Any] = {}
-    with forked_processes.running(Path(os.environ["RAY_TMPDIR"])):
-        cluster = started_cluster()
-        os.environ["RAY_ADDRESS"] = cluster.address
+    cluster = started_cluster()
+    os.environ["RAY_ADDRESS"] = cluster.address
+    try:
+        for name, layout in LAYOUTS.items():
+            config = load_config("ppo_trainer", [*words, *layout, f"trainer.default_local_dir={name}"])
+            with started_trainer(config) as trainer:
+                trainer.fit()
+                found[name] = places(trainer) | {"step": trainer.run.step}
+        Path("auto.py").write_text(AUTO)
         try:
-            for name, layout in LAYOUTS.items():
-                config = load_config("ppo_trainer", [*words, *layout, f"trainer.default_local_dir={name}"])
-                with started_trainer(config) as trainer:
-                    trainer.fit()
-                    found[name] = places(trainer) | {"step": trainer.run.step}
-            Path("auto.py").write_text(AUTO)
-            try:
-                config = load_config("ppo_trainer", [*words, "actor_rollout_ref.model.external_lib=auto.py"])
-                with started_trainer(config):
-                    pass
-            except UserError as error:
-                found["auto"] = str(error)
-            Path("found.json").write_text(json.dumps(found))
-        finally:
-            cluster.shutdown()
+            config = load_config("ppo_trainer", [*words, "actor_rollout_ref.model.external_lib=auto.py"])
+            with started_trainer(config):
+                pass
+        except UserError as error:
+            found["auto"] = str(error)
+        Path("found.json").write_text(json.dumps(found))
+    finally:
+        cluster.shutdown()
 
 
 if __name__ == "__main__":
