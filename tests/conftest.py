@@ -389,6 +389,7 @@ def ray_session(fork_base: None) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             # Ray's process for logs looks for new files twice a second, among those of all workers that ever ran.
             patch.setenv("LOG_NAME_UPDATE_INTERVAL_S", "1.5")
+            patch.setattr(sys, "executable", os.environ[forked_processes.ENGINES])  # of workers
             start_ray(
                 address="local",  # another's cluster on this machine is none of ours
                 num_cpus=16,

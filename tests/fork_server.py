@@ -79,6 +79,8 @@ OF_PROGRAMS = (
     "hybridrl.config",
     "hybridrl.utils.agent_host",
 )
+# Clients that processes of agents import ahead.
+OF_AGENTS = ("anthropic", "openai")
 # Ray reads its settings, the cluster's token among them, when it is imported.
 WITH_RAYS_ENVIRONMENT = (
     "ray._private.workers.default_worker",
@@ -186,7 +188,7 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
     """
     if kind == "engines":  # few tests need them
         return _serve(kind, listener, sys.stdin)
-    _import((*PRELOADED, *OF_PROGRAMS))
+    _import((*PRELOADED, *OF_PROGRAMS, *filter(importlib.util.find_spec, OF_AGENTS)))
     _import_megatron()
     assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
     assert second is not None
