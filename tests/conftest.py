@@ -238,6 +238,8 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """With `-n`: the processes that run tests are forked too."""
     import forked_processes
 
+    if not hasattr(os, "pidfd_open"):  # Linux alone has what the base needs
+        return
     _forks_of_session.enter_context(forked_processes.base(Path(os.environ["RAY_TMPDIR"])))
     for spec in specs:
         spec.python = os.environ[forked_processes.CHILDREN]

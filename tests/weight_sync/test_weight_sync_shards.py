@@ -1,10 +1,13 @@
 """Shards from a training process into engine processes of their own: each gets its part, and nothing is left behind."""
 
+import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from multiprocessing import shared_memory
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -98,6 +101,26 @@ def assert_loaded(engine, state: dict[str, torch.Tensor], half: int) -> int:
     return asked
 
 
+@contextlib.contextmanager
+def no_segment_left() -> Iterator[set[str]]:
+    """Shared memory that this process creates in the block is gone after it. Other processes have theirs meanwhile.
+
+    Yields:
+        The names of what it has created so far.
+    """
+    create, names = shared_memory.SharedMemory, set[str]()
+
+    def recorded(*arguments: Any, **keywords: Any) -> shared_memory.SharedMemory:
+        segment = create(*arguments, **keywords)
+        names.add(segment.name)
+        return segment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "SharedMemory", recorded)
+        yield names
+    assert not names & set(os.listdir("/dev/shm"))
+
+
 @pytest.fixture
 def small_buckets(monkeypatch) -> None:
     monkeypatch.setattr("hybridrl.weight_sync.send._LEAST_BUCKET", 1)
@@ -136,15 +159,19 @@ def on_two_ranks(rank: int) -> None:
         assert len(rounds) > 1 and max(now.bucket for now in rounds) <= 192_000 * 2 / 3 / 2
 
         # Too little memory on one rank is an error on both, before anybody writes.
-        before = set(os.listdir("/dev/shm"))
         if rank == 1:
             monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1))
         transport = ShardMemoryTransport([target], 2)
-        with pytest.raises(MemoryError if rank == 1 else RuntimeError, match="bucket" if rank == 1 else "another rank"):
-            transport.reserve(4096)
-        transport.close()
-        distributed.barrier()
-        assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
+        with no_segment_left():
+            refused = (
+                pytest.raises(MemoryError, match="bucket")
+                if rank
+                else pytest.raises(RuntimeError, match="another rank")
+            )
+            with refused:
+                transport.reserve(4096)
+            transport.close()
+            distributed.barrier()
     finally:
         monkeypatch.undo()
 
@@ -179,18 +206,18 @@ def test_an_engine_on_the_same_device_gets_its_part_and_is_asked_once(
 ) -> None:
     (engine,) = engines(1)
     target = Target(engine, "0-a", "node", (0,), 1)
-    before = set(os.listdir("/dev/shm"))
     sender = ShardSender(torch.bfloat16, bucket, check=True)
-    for seed in range(2):
-        state = weights(seed)
-        assert sender.why_not(shards(state), [target]) is None
-        report = sender.send(iter(shards(state)), [target])
-        assert report.buckets > 5 and report.received == 0
-        half_of = sum(value.numel() for name, value in state.items() if name not in ("unused", "buffer", "turned"))
-        whole_ones = 1 + 9  # scalar and norm
-        assert report.bytes == 2 * ((half_of - whole_ones) // 2 + whole_ones + 24) + 3 * 8
-        assert assert_loaded(engine, state, 1) == 1
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
+    with no_segment_left() as created:
+        for seed in range(2):
+            state = weights(seed)
+            assert sender.why_not(shards(state), [target]) is None
+            report = sender.send(iter(shards(state)), [target])
+            assert report.buckets > 5 and report.received == 0
+            half_of = sum(value.numel() for name, value in state.items() if name not in ("unused", "buffer", "turned"))
+            whole_ones = 1 + 9  # scalar and norm
+            assert report.bytes == 2 * ((half_of - whole_ones) // 2 + whole_ones + 24) + 3 * 8
+            assert assert_loaded(engine, state, 1) == 1
+    assert created
     told = capfd.readouterr().err
     assert "by a plan" in told and "turned" in told and told.count("by a plan") == 1
     (restarted,) = engines(0)
@@ -295,10 +322,9 @@ def test_an_engine_that_dies_on_a_shared_device_stops_nobody(ray_session, small_
         ray.kill(engine)
     target = Target(engine, "0-gone", "node", (0,), 1)
     sender, state = ShardSender(torch.bfloat16, 6000), weights(0)
-    before = set(os.listdir("/dev/shm"))
-    assert sender.why_not(shards(state), [target]) is None
-    sender.send(shards(state), [target])
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
+    with no_segment_left():
+        assert sender.why_not(shards(state), [target]) is None
+        sender.send(shards(state), [target])
 
 
 def test_weights_that_change_on_the_way_are_named(ray_session, small_buckets, monkeypatch) -> None:
