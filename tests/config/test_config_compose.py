@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from hybridrl.config import ConfigError, FSDPConfig, OptimConfig, as_dict, load_config, to_yaml
+from hybridrl.config import ConfigError, FSDPConfig, OptimConfig, as_dict, compose, load_config, to_yaml
 from hybridrl.config.compose import _nodes_of, compose_config
 from hybridrl.config.schema.node import default_tree
 from hybridrl.config.schema.root import ROOTS
@@ -462,6 +462,26 @@ def test_nodes_made_of_the_defaults_are_those_of_the_whole_tree(data):
             group[key] = data.draw(ANY)
     expected = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
     assert repr(sorted_by_key(OmegaConf.to_container(_nodes_of("ppo_trainer", tree)))) == repr(sorted_by_key(expected))
+
+
+def with_other_types(value):
+    """With numbers that are equal, and of another type."""
+    if isinstance(value, dict):
+        return {key: with_other_types(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [with_other_types(one) for one in value]
+    return int(value) if isinstance(value, bool) else float(value) if isinstance(value, int) else value
+
+
+def test_nodes_have_the_types_of_the_tree(monkeypatch):
+    tree = default_tree(ROOTS["ppo_trainer"])
+    other = with_other_types(tree)
+    assert other == tree and repr(other) != repr(tree)
+    assert repr(OmegaConf.to_container(_nodes_of("ppo_trainer", other))) == repr(other)
+    monkeypatch.setattr(
+        compose, "_default_nodes", lambda root: (pickle.dumps(OmegaConf.create({"a": [1]})), {"a": [1]})
+    )
+    assert repr(OmegaConf.to_container(_nodes_of("any", {"a": [True]}))) == "{'a': [True]}"
 
 
 def sorted_by_key(value):
