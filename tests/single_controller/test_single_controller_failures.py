@@ -33,6 +33,7 @@ from hybridrl.single_controller import (
     register,
 )
 from hybridrl.single_controller.ray import calls
+from hybridrl.single_controller.ray.postmortem import _end_or_crash, _likely_cause
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -297,3 +298,12 @@ def test_threads_may_call_groups_at_the_same_time(started: Any) -> None:
                 assert set(left) <= {pids[index % 2]}
     finally:
         sys.setswitchinterval(switch)
+
+
+def test_a_crash_with_a_long_stack_is_a_crash() -> None:
+    """Some stacks of native code are longer than what is shown of a log."""
+    stack = ["Fatal Python error: Segmentation fault", *(f"frame {number}" for number in range(40))]
+    shown = _end_or_crash("\n".join(["before", *stack]))
+    assert shown.splitlines()[:2] == stack[:2] and len(shown.splitlines()) == 25
+    assert _likely_cause("", shown).startswith("it crashed (Fatal Python error)")
+    assert _end_or_crash("\n".join(map(str, range(30)))).splitlines() == [str(number) for number in range(5, 30)]

@@ -47,7 +47,7 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
     info = group.info(rank)
     pid = info.pid if info is not None else _number_after("pid: ", str(error))
     node = info.node if info is not None else "unknown"
-    tail = log_tail(pid) if pid and _is_here(info) else ""
+    tail = _end_or_crash(log_tail(pid, 1000)) if pid and _is_here(info) else ""
     memory = _lack_of_memory(str(error), group.oom_kills_at_start if _is_here(info) else None)
     lines = [
         f"{group.role} rank {rank} of {group.world_size} died in {method} (node {node}, pid {pid or 'unknown'}): "
@@ -69,6 +69,15 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
     )
     failure.out_of_memory = memory is not None
     return failure
+
+
+def _end_or_crash(log: str) -> str:
+    """The last lines of a log; if a crash has written more lines than these, the first ones of its report."""
+    lines = log.splitlines()
+    start = max(0, len(lines) - _TAIL_LINES)
+    crash = next((i for i, line in enumerate(lines) if any(mark in line for mark in _CRASH_MARKS)), start)
+    start = min(start, crash)
+    return "\n".join(lines[start : start + _TAIL_LINES])
 
 
 def _lack_of_memory(ray_text: str, oom_kills_before: int | None) -> str | None:
