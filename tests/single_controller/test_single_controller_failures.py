@@ -300,10 +300,17 @@ def test_threads_may_call_groups_at_the_same_time(started: Any) -> None:
         sys.setswitchinterval(switch)
 
 
-def test_a_crash_with_a_long_stack_is_a_crash() -> None:
-    """Some stacks of native code are longer than what is shown of a log."""
-    stack = ["Fatal Python error: Segmentation fault", *(f"frame {number}" for number in range(40))]
-    shown = _end_or_crash("\n".join(["before", *stack]))
-    assert shown.splitlines()[:2] == stack[:2] and len(shown.splitlines()) == 25
-    assert _likely_cause("", shown).startswith("it crashed (Fatal Python error)")
-    assert _end_or_crash("\n".join(map(str, range(30)))).splitlines() == [str(number) for number in range(5, 30)]
+def test_a_crash_with_a_long_report_is_a_crash() -> None:
+    """The stacks of other threads, or of native code, may be longer than what is shown of a log."""
+    head, others, own = (
+        "Fatal Python error: Segmentation fault",
+        "Thread 0x7f (most recent call first):",
+        "Current thread",
+    )
+    stack = [f"frame {number}" for number in range(40)]
+    shown = _end_or_crash(["before", head, others, *stack, own, *stack])
+    assert shown == [head, own, *stack[:23]]
+    assert _likely_cause("", "\n".join(shown)).startswith("it crashed (Fatal Python error)")
+    assert _end_or_crash(["before", head, *stack]) == [head, *stack[:24]]
+    assert _end_or_crash([*stack, head, own, "last"]) == [*stack[18:], head, own, "last"]
+    assert _end_or_crash(stack) == stack[15:]

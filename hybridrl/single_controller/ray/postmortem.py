@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybridrl.single_controller.ray.host import WorkerInfo
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
-_TAIL_LINES = 25
+_TAIL_LINES, _TAIL_BYTES = 25, 1 << 18
 #: a process on a busy machine takes a while to handle a signal
 _STACK_LIMIT_S, _STACK_POLL_S = 5.0, 0.3
 # Ray's message for a process that it did not end itself.
@@ -47,7 +47,7 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
     info = group.info(rank)
     pid = info.pid if info is not None else _number_after("pid: ", str(error))
     node = info.node if info is not None else "unknown"
-    tail = _end_or_crash(log_tail(pid, 1000)) if pid and _is_here(info) else ""
+    tail = log_tail(pid) if pid and _is_here(info) else ""
     memory = _lack_of_memory(str(error), group.oom_kills_at_start if _is_here(info) else None)
     lines = [
         f"{group.role} rank {rank} of {group.world_size} died in {method} (node {node}, pid {pid or 'unknown'}): "
@@ -69,15 +69,6 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
     )
     failure.out_of_memory = memory is not None
     return failure
-
-
-def _end_or_crash(log: str) -> str:
-    """The last lines of a log; if a crash has written more lines than these, the first ones of its report."""
-    lines = log.splitlines()
-    start = max(0, len(lines) - _TAIL_LINES)
-    crash = next((i for i, line in enumerate(lines) if any(mark in line for mark in _CRASH_MARKS)), start)
-    start = min(start, crash)
-    return "\n".join(lines[start : start + _TAIL_LINES])
 
 
 def _lack_of_memory(ray_text: str, oom_kills_before: int | None) -> str | None:
@@ -128,16 +119,26 @@ def stacks_of(infos: list[WorkerInfo | None]) -> str:
     return "".join(texts)
 
 
-def log_tail(pid: int, lines: int = _TAIL_LINES) -> str:
-    """Return the last lines that a worker on this machine wrote to stderr."""
+def log_tail(pid: int) -> str:
+    """Return the last lines that a worker on this machine wrote to stderr, or what they say of its crash."""
     with contextlib.suppress(OSError):
         for path in _log_files(pid):
             with open(path, "rb") as file:
-                file.seek(max(0, os.path.getsize(path) - 16384))
+                file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
                 text = file.read().decode(errors="replace")
             kept = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
-            return "\n".join(kept[-lines:])
+            return "\n".join(_end_or_crash(kept))
     return ""
+
+
+def _end_or_crash(lines: list[str]) -> list[str]:
+    """The last lines; if the report of a crash is longer, its first line and the stack of the thread that crashed."""
+    end = lines[-_TAIL_LINES:]
+    crash = next((i for i, line in enumerate(lines) if any(mark in line for mark in _CRASH_MARKS)), None)
+    if crash is None or any(mark in line for line in end for mark in _CRASH_MARKS):
+        return end
+    stack = next((i for i in range(crash, len(lines)) if lines[i].startswith("Current thread")), crash + 1)
+    return [lines[crash], *lines[stack : stack + _TAIL_LINES - 1]]
 
 
 def _log_files(pid: int) -> list[str]:
