@@ -31,6 +31,8 @@ from fork_server import (
     WITHOUT_RAY,
 )
 
+#: not one of the scripts below, which `sys.executable` is in a forked process
+PYTHON = os.environ.setdefault("HYBRIDRL_TEST_PYTHON", sys.executable)
 BASE = "HYBRIDRL_TEST_FORK_BASE"  # the folder of the base that runs
 STARTED = "engines-started"  # a file: while it is there, engines are started as they are without a server
 #: Scripts that stand for Python. A client needs no packages: without them Python starts in a quarter of the time.
@@ -150,12 +152,12 @@ def _stand_in(folder: Path, *cases: tuple[str, dict[str, str]]) -> str:
     """
     folder.mkdir(exist_ok=True)
     python = folder / "python"
-    facts = {"python": sys.executable, "client": CLIENT, "started": folder.parent / STARTED}
+    facts = {"python": PYTHON, "client": CLIENT, "started": folder.parent / STARTED}
     texts = (
         text.format(settings=" ".join(f"{name}={value}" for name, value in settings.items()), **facts)
         for text, settings in ((OF_CLIENTS, {}), *cases)
     )
-    python.write_text("".join(["#!/bin/sh\n", *texts, f'exec {sys.executable} "$@"\n']))
+    python.write_text("".join(["#!/bin/sh\n", *texts, f'exec {PYTHON} "$@"\n']))
     python.chmod(0o755)
     return str(python)
 
@@ -176,7 +178,7 @@ def _server(kind: str, *paths: Path, environment: dict[str, str] | None = None) 
     """A server that is started. Who connects waits until its imports are done. It ends with the block."""
     with _listening(*paths) as files, open(paths[0].with_suffix(".log"), "w") as log:
         server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py")), kind, *map(str, files)],
+            [PYTHON, str(Path(__file__).with_name("fork_server.py")), kind, *map(str, files)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import json
 import multiprocessing
@@ -164,3 +166,17 @@ def test_open_files_that_are_passed_on_arrive_under_their_numbers(forked: str, t
 def test_what_is_not_a_program_is_run_by_python_itself(forked: str) -> None:
     code = "import sys; print(sys.executable)"
     assert subprocess.check_output([forked, "-c", code], text=True).strip() == sys.executable
+
+
+@pytest.mark.parametrize("words", [["-u"], ["-W", "error"], []], ids=str)
+@pytest.mark.usefixtures("forked_children")
+def test_children_of_the_library_are_forked_and_others_started(words: list[str]) -> None:
+    """By what their command says; a child that is forked finds imports done."""
+    code = (
+        "import sys, warnings; print('torch' in sys.modules, sys.argv[1:], [each[0] for each in warnings.filters[:1]])"
+    )
+    for mark, imported in (("hybridrl.utils.agent_host", True), ("another", False)):
+        command = [sys.executable, *words, "-c", f"{code}  # {mark}", "a word"]
+        shown = subprocess.check_output(command, text=True).strip()
+        assert shown.startswith(f"{imported} ['a word']"), (mark, shown)
+        assert "-W" not in words or shown.endswith("['error']"), shown
