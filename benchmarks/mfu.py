@@ -6,7 +6,8 @@
 
 Each measurement is one update of a model with random weights in the shape of Qwen2.5: forward, backward, clipping and
 AdamW, on responses of a given length with prompts of an eighth of it that no two rows share, `--batch-tokens` tokens in
-all, 16,384 of them in a micro-batch (or one row). Both sides keep master weights and the optimizer's state in float32.
+all, `--micro-tokens` of them in a micro-batch (or one row). Both sides keep master weights and the optimizer's state in
+float32, and use the attention that they choose themselves or that of `--attention`.
 
 * `full`: this library with its defaults, so every layer is computed again in the backward pass.
 * `selective`, `none`: with `model.recompute_granularity=selective`, and without gradient checkpointing.
@@ -67,11 +68,11 @@ OURS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "none_liger": ({**NO_CHECKPOINTS, "use_liger": True}, {}),
     "none_compiled": (NO_CHECKPOINTS, {"use_torch_compile": True}),
     "none_fused": ({**NO_CHECKPOINTS, "use_fused_kernels": True}, {}),
+    "none_liger_fused": ({**NO_CHECKPOINTS, "use_liger": True, "use_fused_kernels": True}, {}),
 }
 WAYS = [*OURS, "trl", "trl_liger"]
 #: packages that are not always there, and a part of the names of the ways that need them
 PACKAGES = {"trl": "trl", "liger_kernel": "liger"}
-MICRO_TOKENS = 16384
 
 
 def save_model(folder: Path, name: str, tokens: int) -> PreTrainedConfig:
@@ -109,13 +110,18 @@ def clipped_loss(log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.
 
 
 def our_step(
-    folder: Path, rows: dict[str, torch.Tensor], model: Mapping[str, Any], settings: Mapping[str, Any]
+    folder: Path,
+    rows: dict[str, torch.Tensor],
+    settings: argparse.Namespace,
+    model: Mapping[str, Any],
+    engine_settings: Mapping[str, Any],
 ) -> Callable[[], Any]:
+    override = {} if settings.attention is None else {"attn_implementation": settings.attention}
     engine = TrainEngines.create(
         "language_model",
         "fsdp2",
-        model=ModelConfig(path=str(folder), **model),
-        engine=FSDPConfig(**settings),
+        model=ModelConfig(path=str(folder), override_config=override, **model),
+        engine=FSDPConfig(**engine_settings),
         optim=OptimConfig(lr=1e-6),
     )
     engine.initialize()
@@ -135,11 +141,11 @@ def our_step(
         fields = part.batch
         return clipped_loss(outputs["log_probs"], fields["advantages"], fields["response_mask"], tokens), {}
 
-    micro = MicroBatching(max_tokens=max(MICRO_TOKENS, ids.shape[1]))
+    micro = MicroBatching(max_tokens=max(settings.micro_tokens, ids.shape[1]))
     return lambda: engine.train_batch(batch, micro, loss_fn)
 
 
-def trl_seconds(folder: Path, rows: dict[str, torch.Tensor], steps: int, liger: bool) -> list[float]:
+def trl_seconds(folder: Path, rows: dict[str, torch.Tensor], settings: argparse.Namespace, liger: bool) -> list[float]:
     """Seconds of each step of TRL's loop; the first one is not counted."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -147,7 +153,7 @@ def trl_seconds(folder: Path, rows: dict[str, torch.Tensor], steps: int, liger: 
 
     here, times = device.current_device(), []
     count, width = rows["responses"].shape
-    per_pass = min(count, max(1, MICRO_TOKENS // (rows["prompts"].shape[1] + width)))
+    per_pass = min(count, max(1, settings.micro_tokens // (rows["prompts"].shape[1] + width)))
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -169,7 +175,7 @@ def trl_seconds(folder: Path, rows: dict[str, torch.Tensor], steps: int, liger: 
         gradient_accumulation_steps=count // per_pass,
         num_generations=2,
         max_completion_length=width,
-        max_steps=steps + 1,
+        max_steps=settings.steps + 1,
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         beta=0.0,
@@ -183,10 +189,12 @@ def trl_seconds(folder: Path, rows: dict[str, torch.Tensor], steps: int, liger: 
         disable_tqdm=True,
     )
     trainer = Given(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=settings.attention
+        ),
         args=arguments,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=Dataset.from_dict({"prompt": ["0"] * count * (steps + 1)}),
+        train_dataset=Dataset.from_dict({"prompt": ["0"] * count * (settings.steps + 1)}),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), pad_token="0", eos_token="1"),
         callbacks=[Clock()],
     )
@@ -232,10 +240,10 @@ def measure(folder: Path, config: PreTrainedConfig, title: str, settings: argpar
     peak = device.peak_tflops(device.current_name())
 
     def trl(liger: bool) -> list[float]:
-        return trl_seconds(folder, rows, settings.steps, liger)
+        return trl_seconds(folder, rows, settings, liger)
 
     def ours(name: str) -> list[float]:
-        return seconds_of(our_step(folder, rows, *OURS[name]), settings.steps)
+        return seconds_of(our_step(folder, rows, settings, *OURS[name]), settings.steps)
 
     ways: dict[str, Callable[[], list[float]]] = {name: functools.partial(ours, name) for name in OURS}
     ways |= {"trl": lambda: trl(False), "trl_liger": lambda: trl(True)}
@@ -267,6 +275,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["0.5b", "1.5b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens of a row, with its prompt")
     parser.add_argument("--batch-tokens", type=int, default=1 << 16, help="tokens of an update")
+    parser.add_argument("--micro-tokens", type=int, default=1 << 14, help="tokens of a micro-batch, at least one row")
+    parser.add_argument("--attention", help="attn_implementation of transformers, such as flash_attention_4")
     parser.add_argument("--steps", type=int, default=3, help="updates that are timed, after one that is not")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[way for way in WAYS if "_" not in way])
     parser.add_argument("--json", type=Path, help="write the figures there")

@@ -1,14 +1,13 @@
 """Which attention a model uses, and attention over packed rows without a package besides torch.
 
-A packed row holds several sequences one after the other, and `cu_seq_lens_q` says where each begins. On a GPU the
-kernel is `torch.nn.attention.varlen`; on a CPU, attention runs over one sequence at a time. The ranks of a group may
-share the row, see `hybridrl.models.ulysses`.
+A packed row holds several sequences one after the other, and `cu_seq_lens_q` says where each begins. A GPU has kernels
+for that (`hybridrl.utils.varlen`); on a CPU, attention runs over one sequence at a time. The ranks of a group may share
+the row, see `hybridrl.models.ulysses`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -29,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hybridrl.errors import ModelError
 from hybridrl.models.ulysses import heads_to_tokens, in_every_layer, tokens_to_heads
-from hybridrl.utils import device
+from hybridrl.utils import device, varlen
 
 #: name of this module's attention in transformers; without boundaries it is sdpa
 VARLEN = "hybridrl_varlen"
@@ -50,25 +49,29 @@ _problems: ContextVar[list[str] | None] = ContextVar("hybridrl_problems", defaul
 def attention_implementation(config: PreTrainedConfig, override: Mapping[str, Any]) -> str:
     """Choose the attention implementation: that of the override, else one that can pack, else sdpa.
 
-    A model with a sliding window gets this module's attention where it fits. Some apply the window by the mask alone
-    (Qwen2-MoE, Phi-MoE), which flash attention does not read.
+    Where it fits, a model gets this module's attention if that has a faster kernel than the flash attention of
+    transformers, and a model with a sliding window always. Some apply the window by the mask alone (Qwen2-MoE, Phi-MoE),
+    which flash attention does not read.
     """
     chosen = override.get("attn_implementation")
     if chosen is not None:
         return str(chosen)
     fits = device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config))
-    if device.supports_flash_attention() and fits_flash_attention(config) and not (fits and has_window(config)):
-        return "flash_attention_2"
+    if fits and (has_window(config) or varlen.has_package()):
+        return VARLEN
+    flash = device.flash_attention()
+    if flash is not None and fits_flash_attention(config, flash):
+        return flash
     return VARLEN if fits else plain_attention(config)
 
 
-def fits_flash_attention(config: PreTrainedConfig) -> bool:
-    """Whether transformers computes this model with the package flash-attn."""
+def fits_flash_attention(config: PreTrainedConfig, implementation: str) -> bool:
+    """Whether transformers computes this model with this flash attention of an installed package."""
     model_class = model_class_of(config) or _class_of(config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     compatible = getattr(model_class, "_compatible_flash_implementations", None)
     return (
         bool(getattr(model_class, "_supports_flash_attn", False))
-        and (compatible is None or "flash_attention_2" in compatible)
+        and (compatible is None or implementation in compatible)
         and _largest_head(config) <= LARGEST_HEAD
     )
 
@@ -287,14 +290,15 @@ def packed_attention(
     scale: float,
     window: int = 0,
 ) -> torch.Tensor:
-    """Causal attention within each sequence of a packed row, `[L, H, D of value]`; see `device.varlen_attention`.
+    """Causal attention within each sequence of a packed row, `[L, H, D of value]`; see `varlen.varlen_attention`.
 
     Heads may be of any size, and those of values of another one than those of queries and keys.
     """
     size = value.shape[-1]
     query, key, value = of_one_size(query, key, value)
-    attend = device.varlen_attention if query.is_cuda and query.dtype != torch.float32 else _one_by_one
-    return attend(query, key, value, boundaries, longest, scale, window)[:, :, :size]
+    on_kernel = query.is_cuda and query.dtype != torch.float32
+    attend = varlen.varlen_attention if on_kernel else varlen.one_by_one
+    return attend(query, key, value, varlen.Rows(boundaries, longest, window), scale)[:, :, :size]
 
 
 def of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -302,28 +306,6 @@ def of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
     width = max(tensor.shape[-1] for tensor in tensors)
     width += -width % _HEAD_MULTIPLE
     return [pad(t, [0, width - t.shape[-1]]) if t.shape[-1] < width else t for t in tensors]
-
-
-def _one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """See `device.varlen_attention`; one sequence after the other."""
-    ends, outs = boundaries.tolist(), []
-    for start, end in itertools.pairwise(ends):
-        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        mask = None
-        if 0 < window < end - start:
-            ones = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
-            mask = ones.tril() & ones.triu(1 - window)
-        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
 
 
 AttentionInterface.register(VARLEN, _attention)

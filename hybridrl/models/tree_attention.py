@@ -2,8 +2,8 @@
 
 Keys and values of each run are gathered along its path, so memory grows with the sum of the rows' lengths, as without
 sharing, and never with the square of the flat row. A run then is causal attention with more keys than queries: query i
-sees the first `before + i + 1` keys. On a GPU the kernel is `torch.nn.attention.varlen`; elsewhere, and where that
-kernel does not apply, attention runs over one block of a run at a time.
+sees the first `before + i + 1` keys. On a GPU that is one call of a kernel (`hybridrl.utils.varlen`); elsewhere, and where
+no kernel applies, attention runs over one block of a run at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hybridrl.models import attention
 from hybridrl.models.prefix_tree import PrefixTree, Run
 from hybridrl.models.ulysses import heads_to_tokens, tokens_to_heads
-from hybridrl.utils import device
+from hybridrl.utils import device, varlen
 
 #: name of this module's attention in transformers; without a tree it is that of packed rows
 TREE = "hybridrl_tree"
@@ -247,14 +247,21 @@ def _gathered(tensor: torch.Tensor, paths: Paths) -> list[list[torch.Tensor]]:
 
 
 def _by_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: Paths, scale: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    paths: Paths,
+    scale: float,
+    window: int,
+    attend: Callable[..., torch.Tensor] = varlen.varlen_attention,
 ) -> torch.Tensor:
-    """All runs in one call of the kernel."""
+    """All runs in one call of a kernel of `hybridrl.utils.varlen`."""
     of_queries, of_keys = paths.boundaries(query.device)
     longest = max(run.stop - run.start for run in paths.runs)
     longest_keys = max(run.before + run.stop - run.start for run in paths.runs)
     key, value = (torch.cat([piece for path in _gathered(t, paths) for piece in path]) for t in (key, value))
-    return device.varlen_attention(query, key, value, of_queries, longest, scale, window, of_keys, longest_keys)
+    rows = varlen.Rows(of_queries, longest, window, of_keys, longest_keys)
+    return attend(query, key, value, rows, scale)
 
 
 def _by_blocks(
@@ -293,7 +300,7 @@ def _blocks(run: Run, window: int) -> list[tuple[slice, int]]:
 
 @functools.cache
 def kernel_sees_paths() -> bool:
-    """Whether the GPU's kernel gives the last query all keys where there are more keys than queries; tried once."""
+    """Whether PyTorch's kernel gives the last query all keys where there are more keys than queries; tried once."""
     if not device.supports_varlen_attention():
         return False
     paths = Paths([Run(0, 3, 0, (0,)), Run(3, 5, 3, (0, 1))], [3, 2])
@@ -301,7 +308,7 @@ def kernel_sees_paths() -> bool:
     q, k, v = (torch.randn(5, 1, 8, generator=generator) for _ in range(3))
     expected = _by_blocks(q, k, v, paths, 1.0, 0)
     q, k, v = (tensor.to(device.current_device(), torch.bfloat16) for tensor in (q, k, v))
-    found = _by_kernel(q, k, v, paths, 1.0, 0).float().cpu()
+    found = _by_kernel(q, k, v, paths, 1.0, 0, varlen.by_pytorch).float().cpu()
     return bool(torch.allclose(found, expected, atol=0.1))
 
 

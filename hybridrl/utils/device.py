@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import inspect
 import os
 import pickle
 import re
@@ -168,73 +167,33 @@ def backend_name() -> str:
     return "cpu:gloo,cuda:nccl" if is_gpu() else "gloo"
 
 
-@functools.cache
-def supports_flash_attention() -> bool:
-    """Return whether transformers' `flash_attention_2` can run. It needs the package and a GPU of compute capability
-    8.0 or newer."""
-    if not is_gpu() or importlib.util.find_spec("flash_attn") is None:
-        return False
-    from transformers.utils import is_flash_attn_2_available
-
-    return bool(is_flash_attn_2_available()) and torch.cuda.get_device_capability()[0] >= 8
+def compute_capability() -> tuple[int, int]:
+    """Return that of this process's GPU; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if is_gpu() else (0, 0)
 
 
 @functools.cache
+def flash_attention() -> str | None:
+    """Return what transformers calls the newest flash attention whose package is installed and runs on this GPU.
+
+    It needs flash-attn and a GPU of compute capability 8.0 or newer, or flash-attn-3 and one of 9.0.
+    """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    if compute_capability()[0] == 9 and is_flash_attn_3_available():
+        return "flash_attention_3"
+    return "flash_attention_2" if compute_capability()[0] >= 8 and is_flash_attn_2_available() else None
+
+
 def supports_varlen_attention() -> bool:
-    """Return whether `varlen_attention` can run: on a GPU of compute capability 8.0 or newer, in half precision."""
-    return is_gpu() and torch.cuda.get_device_capability()[0] >= 8
+    """Return whether `hybridrl.utils.varlen` has a kernel for half precision: on compute capability 8.0 or newer."""
+    return compute_capability()[0] >= 8
 
 
 @functools.cache
 def runs_triton() -> bool:
     """Return whether Triton's kernels can run: on a GPU of compute capability 7.0 or newer, with the package."""
-    return is_gpu() and torch.cuda.get_device_capability()[0] >= 7 and importlib.util.find_spec("triton") is not None
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def _varlen_groups_heads() -> bool:
-    """Whether PyTorch's kernel takes fewer heads of keys than of queries."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-    key_boundaries: torch.Tensor | None = None,
-    longest_keys: int | None = None,
-) -> torch.Tensor:
-    """Causal attention within each sequence of a packed row, by the flash attention that is part of PyTorch.
-
-    Args:
-        query: `[L, H, D]`, where D is a multiple of 8; key and value are `[L, G, D]`, where G divides H.
-        boundaries: int32, where each sequence begins, and L.
-        longest: length of the longest sequence.
-        scale: factor of the scores.
-        window: how many tokens one attends to, itself included; 0 for all before it.
-        key_boundaries: where the keys of each sequence begin, if there are more keys than queries; the last query sees
-            the last key.
-        longest_keys: the most keys of a sequence, with `key_boundaries`.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
-    if query.shape[1] != key.shape[1]:
-        if _varlen_groups_heads():
-            options["enable_gqa"] = True
-        else:  # PyTorch before 2.13
-            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
-    of_keys = boundaries if key_boundaries is None else key_boundaries
-    out = varlen_attn(query, key, value, boundaries, of_keys, longest, longest_keys or longest, **options)
-    assert isinstance(out, torch.Tensor)  # without the sums of the scores, which were not asked for
-    return out
+    return compute_capability()[0] >= 7 and importlib.util.find_spec("triton") is not None
 
 
 def synchronize() -> None:

@@ -178,7 +178,7 @@ def test_flash_attention_does_not_read_a_window_of_the_mask_alone(
     model = saved("Qwen2Moe", tmp_path)
     with pytest.raises(ModelError, match=r"Qwen2MoeAttention .*window.* flash_attention_2 .*attn_implementation=sdpa"):
         make_engine(model, model=packing(flash_on_a_cpu), dtype="bfloat16")
-    monkeypatch.setattr(device, "supports_flash_attention", lambda: True)
+    monkeypatch.setattr(device, "flash_attention", lambda: "flash_attention_2")
     monkeypatch.setattr(device, "supports_varlen_attention", lambda: True)
     engine: Any = make_engine(model, dtype="bfloat16")
     assert engine.config._attn_implementation == attention.VARLEN and engine.packed

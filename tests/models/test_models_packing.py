@@ -18,6 +18,7 @@ from engine_helpers import SIZES, TEMPERATURE, make_batch, make_engine, make_fie
 from hybridrl.engine import MicroBatching
 from hybridrl.errors import ModelError
 from hybridrl.models import attention
+from hybridrl.utils import varlen
 from hybridrl.utils.metrics import merge_metrics
 
 FIELDS = make_fields()
@@ -142,11 +143,11 @@ def test_the_kernel_gets_heads_of_one_size_that_it_takes(
     found = []
 
     def recorded(*arguments: Any) -> torch.Tensor:
-        found.append(({tensor.shape[-1] for tensor in arguments[:3]}, arguments[5]))
+        found.append(({tensor.shape[-1] for tensor in arguments[:3]}, arguments[4]))
         return attend(*arguments)
 
-    attend = attention._one_by_one
-    monkeypatch.setattr(attention, "_one_by_one", recorded)
+    attend = varlen.one_by_one
+    monkeypatch.setattr(varlen, "one_by_one", recorded)
     engine = make_engine(saved(config_of(name, **settings), tmp_path / "model"), model=PACKED)
     engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)
     assert found
@@ -255,7 +256,7 @@ def test_attention_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "supports_varlen_attention", lambda: True)
     assert attention.attention_implementation(qwen, {}) == attention.VARLEN
     assert attention.attention_implementation(gemma, {}) == "sdpa"
-    monkeypatch.setattr(device, "supports_flash_attention", lambda: True)
+    monkeypatch.setattr(device, "flash_attention", lambda: "flash_attention_2")
     assert attention.attention_implementation(qwen, {}) == "flash_attention_2"
     assert attention.attention_implementation(gemma, {}) == "flash_attention_2"
     # flash attention reads no window of a mask

@@ -107,7 +107,7 @@ def response_logits(
         ends = (
             torch.tensor([0, *layout.lengths], dtype=torch.int32)
             .cumsum(0, dtype=torch.int32)
-            .to(layout.input_ids.device)
+            .to(layout.input_ids.device, non_blocking=True)
         )
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     if isinstance(layout, TreeLayout):

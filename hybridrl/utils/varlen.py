@@ -1,0 +1,224 @@
+"""Attention within the sequences of a packed row on a GPU, by the fastest kernel that is there.
+
+PyTorch brings flash attention 2. The package flash-attn-4 is two to two and a half times as fast on a GPU of the Hopper
+generation. It is compiled when it is first used, so it installs without a compiler, and it is in beta. For each shape of
+heads its results are therefore compared once with plain attention before it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hybridrl.notify import notify
+from hybridrl.utils import device
+
+PACKAGE = "flash-attn-4"
+#: largest error of a kernel in bfloat16 against plain attention in float32, relative to the norm of what is compared
+_TOLERANCE = 0.02
+#: sizes of heads of queries, keys and values that the package computes, by the first number of the compute capability
+_SIZES: dict[int, Callable[[int], bool]] = {
+    9: lambda size: size <= 256,
+    10: lambda size: size <= 128 or size == 256,
+    11: lambda size: size <= 128 or size == 256,
+}
+
+
+class Rows(NamedTuple):
+    """Which tokens of a packed row attend to which.
+
+    Attributes:
+        boundaries: int32, where each sequence begins, and L.
+        longest: length of the longest sequence.
+        window: how many tokens one attends to, itself included; 0 for all before it.
+        key_boundaries: where the keys of each sequence begin, if there are more keys than queries; the last query sees
+            the last key.
+        longest_keys: the most keys of a sequence, with `key_boundaries`.
+    """
+
+    boundaries: Tensor
+    longest: int
+    window: int = 0
+    key_boundaries: Tensor | None = None
+    longest_keys: int | None = None
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+    """Causal attention within each sequence of a packed row, `[L, H, D]`, in half precision.
+
+    Args:
+        query: `[L, H, D]`, where D is a multiple of 8; key and value are `[L, G, D]`, where G divides H.
+        scale: factor of the scores.
+    """
+    if _package_function() is None:
+        return by_pytorch(query, key, value, rows, scale)
+    return _by_fitting(query, key, value, rows, scale)
+
+
+@torch.compiler.disable
+def _by_fitting(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+    heads, groups, size = query.shape[1], key.shape[1], query.shape[2]
+    gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    works = package_works(query.dtype, heads, groups, size, rows.window > 0, gradient)
+    return (by_package if works else by_pytorch)(query, key, value, rows, scale)
+
+
+def by_package(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+    """See `varlen_attention`; by the package flash-attn-4."""
+    attend = _package_function()
+    assert attend is not None
+    found = attend(
+        query,
+        key,
+        value,
+        cu_seqlens_q=rows.boundaries,
+        cu_seqlens_k=rows.boundaries if rows.key_boundaries is None else rows.key_boundaries,
+        max_seqlen_q=rows.longest,
+        max_seqlen_k=rows.longest_keys or rows.longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(rows.window - 1, 0) if rows.window else (None, None),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def by_pytorch(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+    """See `varlen_attention`; by the flash attention that is part of PyTorch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (rows.window - 1 if rows.window else -1, 0)}
+    if query.shape[1] != key.shape[1]:
+        if _pytorch_groups_heads():
+            options["enable_gqa"] = True
+        else:  # PyTorch before 2.13
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    of_keys = rows.boundaries if rows.key_boundaries is None else rows.key_boundaries
+    longest_keys = rows.longest_keys or rows.longest
+    out = varlen_attn(query, key, value, rows.boundaries, of_keys, rows.longest, longest_keys, **options)
+    assert isinstance(out, Tensor)  # without the sums of the scores, which were not asked for
+    return out
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _pytorch_groups_heads() -> bool:
+    """Whether PyTorch's kernel takes fewer heads of keys than of queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def has_package() -> bool:
+    """Whether flash-attn-4 is installed, can be imported, and is made for this process's GPU."""
+    return _package_function() is not None
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _package_function() -> Callable[..., Any] | None:
+    """What computes attention in flash-attn-4; None where it cannot. An installed package that fails is told once."""
+    if device.compute_capability()[0] not in _SIZES:
+        return None
+    try:
+        importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    try:
+        found: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    except Exception as error:
+        _tell(f"it cannot be imported ({type(error).__name__}: {_first_line(error)})")
+        return None
+    return found
+
+
+@functools.cache
+def package_works(
+    dtype: torch.dtype, heads: int, groups: int, size: int, windowed: bool, gradient: bool
+) -> bool:
+    """Whether flash-attn-4 computes what plain attention does, with heads like these; tried once in each process.
+
+    Args:
+        dtype: of the heads.
+        heads, groups, size: H, G and D of `varlen_attention`.
+        windowed: whether tokens attend to a window.
+        gradient: whether gradients are needed.
+    """
+    if not _SIZES[device.compute_capability()[0]](size):
+        return False
+    try:
+        error = _error_of_package(dtype, heads, groups, size, windowed, gradient)
+    except Exception as failure:
+        _tell(f"heads of size {size} fail ({type(failure).__name__}: {_first_line(failure)})")
+        return False
+    if not error < _TOLERANCE:
+        _tell(f"with heads of size {size} its results are {error:.2g} away from those of plain attention")
+        return False
+    return True
+
+
+def _error_of_package(
+    dtype: torch.dtype, heads: int, groups: int, size: int, windowed: bool, gradient: bool
+) -> float:
+    """The largest relative error of the output and the gradients, for sequences with and without earlier keys."""
+    queries, keys, window = (70, 200, 33), (70, 330, 160), 40 if windowed else 0
+    generator, here = torch.Generator().manual_seed(0), device.current_device()
+    tensors = [
+        torch.randn(sum(lengths), count, size, generator=generator).to(here, dtype)
+        for lengths, count in ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
+    ]
+    inputs, upstream = tensors[:3], tensors[3]
+    boundaries = [_boundaries(lengths, here) for lengths in (queries, keys)]
+    rows = Rows(boundaries[0], max(queries), window, boundaries[1], max(keys))
+    scale = size**-0.5
+
+    def computed(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        own = [tensor.detach().to(dtype).requires_grad_(gradient) for tensor in inputs]
+        with torch.enable_grad():
+            out = attend(*own, rows, scale)
+        gradients = torch.autograd.grad(out, own, upstream.to(dtype)) if gradient else ()
+        return [tensor.detach().float() for tensor in (out, *gradients)]
+
+    pairs = zip(computed(by_package, dtype), computed(one_by_one, torch.float32), strict=True)
+    return max(float((found - exact).norm() / exact.norm()) for found, exact in pairs)
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+    """See `varlen_attention`; one sequence after the other, in any dtype, on any device. Boundaries are read here."""
+    starts = rows.boundaries.tolist()
+    of_keys = starts if rows.key_boundaries is None else rows.key_boundaries.tolist()
+    outs = []
+    for (start, end), (first, last) in zip(itertools.pairwise(starts), itertools.pairwise(of_keys), strict=True):
+        count, before = end - start, last - first - (end - start)
+        mask = None
+        if before or 0 < rows.window < count:
+            mask = query.new_ones(count, before + count, dtype=torch.bool).tril(before)
+            mask = mask.triu(before + 1 - rows.window) if rows.window else mask
+        q, k, v = (
+            tensor.transpose(0, 1)[None] for tensor in (query[start:end], key[first:last], value[first:last])
+        )
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _boundaries(lengths: tuple[int, ...], where: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=where)
+
+
+def _tell(reason: str) -> None:
+    notify(f"the package {PACKAGE} is installed and not used: {reason}; attention is computed by PyTorch", "warning")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
