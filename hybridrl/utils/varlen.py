@@ -59,9 +59,8 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scal
         query: `[L, H, D]`, where D is a multiple of 8; key and value are `[L, G, D]`, where G divides H.
         scale: factor of the scores.
     """
-    if _package_function() is None:
-        return by_pytorch(query, key, value, rows, scale)
-    return _by_fitting(query, key, value, rows, scale)
+    attend = _by_fitting if has_package() else by_pytorch
+    return attend(query, key, value, rows, scale)
 
 
 @torch.compiler.disable
@@ -119,12 +118,12 @@ def _pytorch_groups_heads() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+@torch.compiler.assume_constant_result
 def has_package() -> bool:
     """Whether flash-attn-4 is installed, can be imported, and is made for this process's GPU."""
     return _package_function() is not None
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
 def _package_function() -> Callable[..., Any] | None:
     """What computes attention in flash-attn-4; None where it cannot. An installed package that fails is told once."""

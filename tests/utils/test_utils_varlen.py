@@ -191,3 +191,20 @@ def test_plain_attention_is_that_of_scores(lengths: list[tuple[int, int]], windo
     scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
     shares = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", shares, v), rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_layer_uses_the_package(installed) -> None:
+    """Outside of the graph; the graphs before and after it are compiled once for all lengths."""
+    installed()
+
+    def layer(x: torch.Tensor, packed: varlen.Rows) -> torch.Tensor:
+        q, k, v = (x * factor for factor in (1.0, 2.0, 3.0))
+        return varlen.varlen_attention(q, k[:, :2], v[:, :2], packed, 0.5) + x
+
+    compiled = torch.compile(layer, dynamic=True, backend="aot_eager")
+    for lengths in ([30, 20], [5, 7, 40], [33]):
+        x = tensors(sum(lengths), 1)[0]
+        found, exact = compiled(x, rows(lengths)), layer(x, rows(lengths))
+        torch.testing.assert_close(found, exact)
+        found, exact = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, exact))
+        torch.testing.assert_close(found, exact)
