@@ -189,9 +189,7 @@ def trl_seconds(folder: Path, rows: dict[str, torch.Tensor], settings: argparse.
         disable_tqdm=True,
     )
     trainer = Given(
-        model=AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=settings.attention
-        ),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=settings.attention),
         args=arguments,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_dict({"prompt": ["0"] * count * (settings.steps + 1)}),

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS: dict[str, tuple[list[str], float]] = {
     "ipc": (["tests/gpu/test_gpu_ipc.py"], 120),
     "engine": (["tests/gpu/test_gpu_engine.py"], 150),
-    "overlap": (["tests/gpu/test_gpu_overlap.py"], 90),
+    "overlap": (["tests/gpu/test_gpu_overlap.py"], 150),
     "attention": (["tests/gpu/test_gpu_attention.py"], 120),
     "packing": (["tests/gpu/test_gpu_packing.py", "tests/gpu/test_gpu_prefixes.py"], 120),
     "kernels": (["tests/gpu/test_gpu_kernels.py"], 120),
@@ -52,7 +52,17 @@ TEST_PACKAGES = {
     "xdist": "pytest-xdist",
     "hypothesis": "hypothesis",
 }
-PACKAGES = ("torch", "transformers", "ray", "vllm", "sglang", "flash-attn", "flash-attn-4", "megatron-core", "transformer-engine")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "ray",
+    "vllm",
+    "sglang",
+    "flash-attn",
+    "flash-attn-4",
+    "megatron-core",
+    "transformer-engine",
+)
 
 
 def main(arguments: list[str]) -> int:

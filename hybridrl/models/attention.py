@@ -50,8 +50,8 @@ def attention_implementation(config: PreTrainedConfig, override: Mapping[str, An
     """Choose the attention implementation: that of the override, else one that can pack, else sdpa.
 
     Where it fits, a model gets this module's attention if that has a faster kernel than the flash attention of
-    transformers, and a model with a sliding window always. Some apply the window by the mask alone (Qwen2-MoE, Phi-MoE),
-    which flash attention does not read.
+    transformers. A model with a sliding window gets it in any case: some apply the window by the mask alone (Qwen2-MoE,
+    Phi-MoE), which flash attention does not read.
     """
     chosen = override.get("attn_implementation")
     if chosen is not None:

@@ -2,8 +2,8 @@
 
 Keys and values of each run are gathered along its path, so memory grows with the sum of the rows' lengths, as without
 sharing, and never with the square of the flat row. A run then is causal attention with more keys than queries: query i
-sees the first `before + i + 1` keys. On a GPU that is one call of a kernel (`hybridrl.utils.varlen`); elsewhere, and where
-no kernel applies, attention runs over one block of a run at a time.
+sees the first `before + i + 1` keys. On a GPU that is one call of a kernel (`hybridrl.utils.varlen`); elsewhere, and
+where no kernel applies, attention runs over one block of a run at a time.
 """
 
 from __future__ import annotations

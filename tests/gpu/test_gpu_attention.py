@@ -38,10 +38,12 @@ def tensors_of(tokens: int, keys: int, heads: int, groups: int, size: int) -> li
 
 
 def boundaries(lengths: list[int]) -> torch.Tensor:
-    return varlen._boundaries(tuple(lengths), torch.device("cuda"))
+    return varlen._boundaries(lengths).cuda()
 
 
-def both_ways(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor], rows: varlen.Rows) -> list[torch.Tensor]:
+def both_ways(
+    attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor], rows: varlen.Rows
+) -> list[torch.Tensor]:
     """The output, and the gradients of the sum of its products with fixed numbers."""
     scale = tensors[0].shape[2] ** -0.5
     out = attend(*tensors, rows, scale)
@@ -49,11 +51,11 @@ def both_ways(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor], 
     return [out.detach(), *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
 
 
-@KERNELS
+@pytest.mark.parametrize("kernel", [varlen.by_pytorch, varlen.varlen_attention], ids=["PyTorch", "what is used"])
 @pytest.mark.parametrize("more_keys", [0, 200])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_compute_what_plain_attention_does(kernel, more_keys: int, shape: tuple[int, int, int, int]) -> None:
-    is_there(kernel)
+    """The package's gradients for heads of 80 were wrong on an H200 (4.0.0b36), which `package_works` has to notice."""
     heads, groups, size, window = shape
     of_keys = [length + more_keys for length in LENGTHS]
     rows = varlen.Rows(boundaries(LENGTHS), max(LENGTHS), window, boundaries(of_keys), max(of_keys))
@@ -63,10 +65,11 @@ def test_kernels_compute_what_plain_attention_does(kernel, more_keys: int, shape
         assert float((one.float() - other).norm() / other.norm()) < 0.02
 
 
-def test_the_package_is_used_where_it_is_there() -> None:
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_the_package_is_used_where_it_is_there(shape: tuple[int, int, int, int]) -> None:
     is_there(varlen.by_package)
-    for heads, groups, size, window in SHAPES:
-        assert varlen.package_works(torch.bfloat16, heads, groups, size, window > 0, True)
+    heads, groups, size, window = shape
+    assert varlen.package_works(torch.bfloat16, heads, groups, size, window > 0, True)
 
 
 @KERNELS

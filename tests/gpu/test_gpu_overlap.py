@@ -80,7 +80,7 @@ def test_copies_overlap_with_kernels(world_of_one, half_billion: Path, tmp_path:
     assert updates and min(updates) >= end
     busy = merged([(kernel["ts"], end_of(kernel)) for kernel in kernels])
     taken = sum(copy["dur"] for copy in copies)
-    shared = sum(max(0, min(end_of(copy), last) - max(copy["ts"], first)) for copy in copies for first, last in busy)
+    shared = common([(copy["ts"], end_of(copy)) for copy in copies], busy)
     overlapped = seconds(lambda: step(engine, batch))
     engine._offload.transfer = Awaited
     figures(
@@ -187,3 +187,16 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((begin, end))
     return found
+
+
+def common(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The time that spans of both lists cover; in each list they are in order, and none overlaps the next."""
+    total, first = 0.0, 0
+    for begin, end in spans:
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        number = first
+        while number < len(others) and others[number][0] < end:
+            total += min(end, others[number][1]) - max(begin, others[number][0])
+            number += 1
+    return total

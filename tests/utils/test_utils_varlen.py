@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybridrl.utils import device, varlen
 
 #: what the package does, by its arguments; `{change}` spoils the result
-PACKAGE = '''
+PACKAGE = """
 import torch
 
 calls = []
@@ -42,7 +42,7 @@ def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     result = torch.cat(out).to(q.dtype)
     {change}
     return result, None
-'''
+"""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def tensors(tokens: int, keys: int, heads: int = 4, groups: int = 2, size: int =
 
 
 def rows(lengths: list[int], window: int = 0) -> varlen.Rows:
-    return varlen.Rows(varlen._boundaries(tuple(lengths), torch.device("cpu")), max(lengths), window)
+    return varlen.Rows(varlen._boundaries(lengths), max(lengths), window)
 
 
 def test_without_the_package_pytorch_computes(installed) -> None:
@@ -178,8 +178,7 @@ def test_plain_attention_is_that_of_scores(lengths: list[tuple[int, int]], windo
     """Against a softmax over the scores of all tokens of the row, most of which are hidden."""
     queries, keys = [count for count, _ in lengths], [count + before for count, before in lengths]
     q, k, v = tensors(sum(queries), sum(keys), 2, groups, 8)
-    cpu = torch.device("cpu")
-    boundaries = [varlen._boundaries(tuple(part), cpu) for part in (queries, keys)]
+    boundaries = [varlen._boundaries(part) for part in (queries, keys)]
     packed = varlen.Rows(boundaries[0], max(queries), window, boundaries[1], max(keys))
     found = varlen.one_by_one(q, k, v, packed, 0.3)
     of_query = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))[:, None]
