@@ -1,8 +1,8 @@
 """Attention within the sequences of a packed row on a GPU, by the fastest kernel that is there.
 
-PyTorch brings flash attention 2. The package flash-attn-4 is about twice as fast on a GPU of the Hopper generation. It is
-compiled when it is first used, so it installs without a compiler. It is in beta: 4.0.0b36 computed wrong gradients for
-heads of 80 on an H200. For each shape of heads its results are therefore compared once with plain attention.
+PyTorch brings flash attention 2. The package flash-attn-4 is about twice as fast on a GPU of the Hopper generation. It
+is compiled when it is first used, so it installs without a compiler. It is in beta: 4.0.0b36 computed wrong gradients
+for heads of 80 on an H200. For each shape of heads its results are therefore compared once with plain attention.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridrl.errors import is_out_of_memory
 from hybridrl.notify import notify
 from hybridrl.utils import device
 
@@ -31,6 +32,25 @@ _SIZES: dict[int, Callable[[int], bool]] = {
     10: lambda size: size <= 128 or size == 256,
     11: lambda size: size <= 128 or size == 256,
 }
+
+
+class Heads(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        size: of a head.
+        of_queries: number of heads of queries; `of_keys` divides it.
+        of_keys: number of heads of keys and of values.
+        windowed: whether tokens attend to a window.
+        gradient: whether gradients are needed.
+    """
+
+    size: int
+    of_queries: int
+    of_keys: int
+    dtype: torch.dtype = torch.bfloat16
+    windowed: bool = False
+    gradient: bool = True
 
 
 class Rows(NamedTuple):
@@ -65,10 +85,10 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scal
 
 @torch.compiler.disable
 def _by_fitting(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
-    heads, groups, size = query.shape[1], key.shape[1], query.shape[2]
     gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    works = package_works(query.dtype, heads, groups, size, rows.window > 0, gradient)
-    return (by_package if works else by_pytorch)(query, key, value, rows, scale)
+    heads = Heads(query.shape[2], query.shape[1], key.shape[1], query.dtype, rows.window > 0, gradient)
+    attend = by_package if package_works(heads, torch.are_deterministic_algorithms_enabled()) else by_pytorch
+    return attend(query, key, value, rows, scale)
 
 
 def by_package(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
@@ -142,52 +162,56 @@ def _package_function() -> Callable[..., Any] | None:
 
 
 @functools.cache
-def package_works(dtype: torch.dtype, heads: int, groups: int, size: int, windowed: bool, gradient: bool) -> bool:
+def package_works(heads: Heads, deterministic: bool) -> bool:
     """Whether flash-attn-4 computes what plain attention does, with heads like these; tried once in each process.
 
     Args:
-        dtype: of the heads.
-        heads, groups, size: H, G and D of `varlen_attention`.
-        windowed: whether tokens attend to a window.
-        gradient: whether gradients are needed.
+        deterministic: whether PyTorch has to compute with deterministic algorithms, as it does now.
     """
-    if not _SIZES[device.compute_capability()[0]](size):
+    if not _SIZES[device.compute_capability()[0]](heads.size):
         return False
     try:
-        error = _error_of_package(dtype, heads, groups, size, windowed, gradient)
+        error = _error_of_package(heads)
     except Exception as failure:
-        _tell(f"heads of size {size} fail ({type(failure).__name__}: {_first_line(failure)})")
+        if is_out_of_memory(failure):
+            raise
+        _tell(f"heads of size {heads.size} fail ({type(failure).__name__}: {_first_line(failure)})")
         return False
     if not error < _TOLERANCE:
-        _tell(f"with heads of size {size} its results are {error:.2g} away from those of plain attention")
+        _tell(f"with heads of size {heads.size} its results are {error:.2g} away from those of plain attention")
         return False
     return True
 
 
-def _error_of_package(dtype: torch.dtype, heads: int, groups: int, size: int, windowed: bool, gradient: bool) -> float:
+def _error_of_package(heads: Heads) -> float:
     """The largest relative error of the output and the gradients, for sequences with and without earlier keys.
 
     It is compared with plain attention on the CPU, in float32.
     """
-    queries, keys, window = (70, 200, 33), (70, 330, 160), 40 if windowed else 0
+    queries, keys, window = (70, 200, 33), (70, 330, 160), 40 if heads.windowed else 0
     generator = torch.Generator().manual_seed(0)
     *inputs, upstream = (
-        torch.randn(sum(lengths), count, size, generator=generator).to(dtype)
-        for lengths, count in ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
+        torch.randn(sum(lengths), count, heads.size, generator=generator).to(heads.dtype)
+        for lengths, count in zip(
+            (queries, keys, keys, queries),
+            (heads.of_queries, heads.of_keys, heads.of_keys, heads.of_queries),
+            strict=True,
+        )
     )
 
     def computed(attend: Callable[..., Tensor], where: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        own = [tensor.to(where, dtype, copy=True).requires_grad_(gradient) for tensor in inputs]
+        own = [tensor.to(where, dtype, copy=True).requires_grad_(heads.gradient) for tensor in inputs]
         of_queries, of_keys = (_boundaries(lengths).to(where) for lengths in (queries, keys))
         rows = Rows(of_queries, max(queries), window, of_keys, max(keys))
         with torch.enable_grad():
-            out = attend(*own, rows, size**-0.5)
-        gradients = torch.autograd.grad(out, own, upstream.to(where, dtype)) if gradient else ()
+            out = attend(*own, rows, heads.size**-0.5)
+        gradients = torch.autograd.grad(out, own, upstream.to(where, dtype)) if heads.gradient else ()
         return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
 
-    found = computed(by_package, device.current_device(), dtype)
+    found = computed(by_package, device.current_device(), heads.dtype)
     exact = computed(one_by_one, torch.device("cpu"), torch.float32)
-    return max(float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
+    errors = [(one - other).norm() / other.norm() for one, other in zip(found, exact, strict=True)]
+    return float(torch.stack(errors).max())  # NaN if one of them is
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:

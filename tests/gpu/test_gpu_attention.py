@@ -69,7 +69,7 @@ def test_kernels_compute_what_plain_attention_does(kernel, more_keys: int, shape
 def test_the_package_is_used_where_it_is_there(shape: tuple[int, int, int, int]) -> None:
     is_there(varlen.by_package)
     heads, groups, size, window = shape
-    assert varlen.package_works(torch.bfloat16, heads, groups, size, window > 0, True)
+    assert varlen.package_works(varlen.Heads(size, heads, groups, windowed=window > 0), False)
 
 
 @KERNELS

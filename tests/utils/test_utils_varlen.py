@@ -131,6 +131,7 @@ def test_the_package_is_told_to_be_deterministic(installed) -> None:
     [
         ("result = result * 1.1", "heads of size 8 its results are 0.1 away from those of plain attention"),
         ("result[0] = float('nan')", "its results are nan away"),
+        ("result.register_hook(lambda gradient: gradient * float('nan'))", "its results are nan away"),
         ("result = result.detach()", "heads of size 8 fail (RuntimeError: "),
         ("result = result + (result - result.detach()) * 0.2", "0.2 away"),
         ("raise ValueError('no such kernel')", "heads of size 8 fail (ValueError: no such kernel)"),
@@ -141,10 +142,18 @@ def test_a_package_that_computes_something_else_is_not_used(
 ) -> None:
     installed(change)
     for _ in range(2):
-        assert not varlen.package_works(torch.float32, 4, 2, 8, False, True)
+        assert not varlen.package_works(varlen.Heads(8, 4, 2, torch.float32), False)
     told = capsys.readouterr().err
     assert told.count("the package flash-attn-4 is installed and not used") == 1
     assert said in told and "attention is computed by PyTorch" in told
+
+
+def test_too_little_memory_for_the_try_is_not_the_packages_fault(installed) -> None:
+    """The engine repeats the micro-batch with fewer tokens."""
+    installed("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')")
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            varlen.package_works(varlen.Heads(8, 4, 2, torch.float32), False)
 
 
 def test_a_package_that_cannot_be_imported_is_told(installed, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +173,11 @@ def test_which_gpus_and_heads_the_package_is_for(
     installed(capability=capability)
     assert varlen.has_package() == there
     if there:
-        found = [n for n in (64, 128, 192, 256) if varlen.package_works(torch.float32, 2, 1, n, False, False)]
+        found = [
+            n
+            for n in (64, 128, 192, 256)
+            if varlen.package_works(varlen.Heads(n, 2, 1, torch.float32, gradient=False), False)
+        ]
         assert found == sizes
 
 
