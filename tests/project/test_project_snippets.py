@@ -77,7 +77,7 @@ def test_a_configuration_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_loss_of_pairs() -> None:
     """(h_w - h_l - 1)^2, where h is beta times the logarithm of the ratio to the reference."""
-    from hybridrl.config.schema.pairs import DPOConfig
+    from hybridrl.config.schema.objective import DPOConfig
     from hybridrl.workers.objectives import OBJECTIVES, Pairs
 
     try:
