@@ -30,6 +30,7 @@ class Workload:
         update: the limits of micro-batches in an update; None for an engine that is not trained.
         infer: the same for passes without gradients; None where there are none.
         entropy: whether the entropy of the predictions is computed besides log-probabilities.
+        samples: so many sequences have the same prompt.
     """
 
     prompt: int
@@ -38,6 +39,7 @@ class Workload:
     update: MicroBatching | None
     infer: MicroBatching | None
     entropy: bool = True
+    samples: int = 1
 
 
 @dataclass(frozen=True, slots=True)

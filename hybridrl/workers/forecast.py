@@ -163,7 +163,7 @@ def _workload(
 ) -> Workload:
     rows = -(-prompts * config.actor_rollout_ref.rollout.n // ranks)
     rollout = config.actor_rollout_ref.rollout
-    return Workload(rollout.prompt_length, rollout.response_length, rows, update, infer)
+    return Workload(rollout.prompt_length, rollout.response_length, rows, update, infer, samples=rollout.n)
 
 
 def _forecast(kind: str, part: Any, model: Any, optim: Any, ranks: int, work: Workload) -> Forecast | None:

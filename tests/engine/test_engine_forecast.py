@@ -182,23 +182,51 @@ def test_a_step_with_offloaded_inputs_takes_what_was_forecast(
     assert 8 * inputs <= found[0] - found[1] <= 10 * inputs
 
 
+TREE = MicroBatching(max_tokens=PROMPT + ROWS * RESPONSE)
+SHARED = Workload(PROMPT, RESPONSE, ROWS, TREE, TREE, samples=ROWS)
+
+
+@pytest.mark.parametrize(("family", "fused"), [("qwen2", False), ("qwen2", True), ("qwen3_moe", False)])
+def test_rows_of_one_prompt_take_what_was_forecast(
+    wide_models: Callable[[str], Path], family: str, fused: bool
+) -> None:
+    """All six are in one micro-batch, where four are without sharing."""
+    batch = full_batch()
+    batch.batch["input_ids"][:, :PROMPT] = batch.batch["input_ids"][0, :PROMPT]
+    path, model = wide_models(family), {"use_fused_kernels": fused}
+    check_forecast(path, "language_model", model, {}, batch=batch, work=SHARED)
+    together, apart = (
+        forecast("language_model", ModelConfig(str(path), share_prefixes=one), FSDPConfig(), OptimConfig(), 1, SHARED)
+        for one in (None, False)
+    )
+    assert together.pass_activations > 1.3 * apart.pass_activations
+
+
 def check_forecast(
-    path: Path, kind: str, model: dict[str, Any], engine: dict[str, Any], optim: dict[str, Any] | None = None
+    path: Path,
+    kind: str,
+    model: dict[str, Any],
+    engine: dict[str, Any],
+    optim: dict[str, Any] | None = None,
+    batch: DataProto | None = None,
+    work: Workload = WORK,
 ) -> None:
     made: Any = make_engine(path, kind, model=model, optim=optim, **engine)
     language = kind == "language_model"
-    batch, loss = full_batch(), policy_loss if language else value_loss
+    batch, loss = batch or full_batch(), policy_loss if language else value_loss
+    micro = work.update
+    assert micro is not None
 
     def step() -> None:
-        made.train_batch(batch, MICRO, loss, 1.0, entropy=language)
+        made.train_batch(batch, micro, loss, 1.0, entropy=language)
 
     step()  # makes the optimizer's state
     existing = state_of(made)
     held = sum(tensor.nbytes for tensor in existing)
     update = held + peak_of(step, *existing)
     outputs = ("log_probs", "entropy") if language else ("values",)
-    infer = held + peak_of(lambda: made.infer(batch, MICRO, 1.0, outputs), *existing)
-    found = forecast(kind, made.model_config, made.engine_config, made.optim_config, 1, WORK)
+    infer = held + peak_of(lambda: made.infer(batch, micro, 1.0, outputs), *existing)
+    found = forecast(kind, made.model_config, made.engine_config, made.optim_config, 1, work)
     assert found.weights + found.masters + found.states == pytest.approx(held, rel=0.01)
     assert found.resident == found.weights + found.masters + found.states
     assert found.update == pytest.approx(update, rel=0.1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +16,17 @@ from hybridrl.algorithms import functional, linear_statistics
 from hybridrl.engine.forecast import Forecast, Workload, fused_attention, layer_rows, logits_rows, peak_of
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
+from hybridrl.engine.fsdp.sharing import may_share
 from hybridrl.engine.logit_change import LogitChange
 from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
+from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models import attention, four_bit, loading, lora
 from hybridrl.models.kinds import KINDS
+from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
+from hybridrl.models.work import work_of
 from hybridrl.utils import device
 
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
@@ -28,6 +35,8 @@ _WITHOUT_LIGER = "activations are those without model.use_liger, which takes les
 # Activations and logits of an update, and the peak of a pass, of what this process has computed: which settings make a
 # run fit is found by trying many, and most of them change none of these.
 _PEAKS: dict[str, tuple[int, int, int]] = {}
+# Of the micro-batch that is computed, if it is a prefix tree: keys are gathered along the paths of its rows.
+_along_paths: ContextVar[torch.Tensor | None] = ContextVar("hybridrl_along_paths", default=None)
 _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
 
 
@@ -52,6 +61,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     )
     packed = bool(model.use_remove_padding) and attention.why_not_packed(config) is None
     packed = packed and attention.takes_boundaries(str(config._attn_implementation))
+    shares = may_share(model, engine, config)
     config._attn_implementation = _ATTENTION
     module = KINDS[model_type].build(config, compute, model.trust_remote_code)
     if model.adapted:
@@ -60,7 +70,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         four_bit.convert(module)
     loading.disable_dropout(module)
     fused = bool(model.use_fused_kernels) and model_type == "language_model"
-    passes = _Passes(module, fused, packed, work, engine)
+    passes = _Passes(module, fused, packed, shares, work, engine)
     shards = 1 if ranks == 1 else (ranks if engine.fsdp_size in (-1, 0) else min(engine.fsdp_size, ranks))
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     whole = trained * stored.itemsize  # frozen weights have the dtype of the computation
@@ -125,11 +135,12 @@ class _Passes:
     Args:
         fused: whether statistics of tokens are computed without logits.
         packed: whether sequences share a row.
+        shares: whether tokens that sequences share are computed once, where that saves enough.
         engine: an `FSDPConfig`.
     """
 
-    def __init__(self, module: Any, fused: bool, packed: bool, work: Workload, engine: Any) -> None:
-        self.module, self.packed, self.work = module, packed, work
+    def __init__(self, module: Any, fused: bool, packed: bool, shares: bool, work: Workload, engine: Any) -> None:
+        self.module, self.packed, self.shares, self.work = module, packed, shares, work
         self.sharers, self.most_tokens = engine.ulysses_sequence_parallel_size, engine.most_tokens
         self.head = SelectingHead(module)
         self.fused = fused and self.head.is_linear
@@ -140,7 +151,21 @@ class _Passes:
         Args:
             response: response tokens per row whose outputs are computed; None for all.
         """
-        layout = self._layout(micro, self.work.response if response is None else response)
+        response = self.work.response if response is None else response
+        peak = self._peak_of(self._layout(micro, response), training)
+        tree = self._tree(micro) if self.shares and self.work.samples > 1 else None
+        if tree is None:
+            return peak
+        layout, rows = tree
+        assert layout.paths is not None
+        along = sum(run.before + run.stop - run.start for run in layout.paths.runs)
+        token = _along_paths.set(torch.empty(along, dtype=torch.int64, device="meta"))
+        try:
+            return max(peak, self._peak_of(_on_meta(layout.input_ids.shape, rows * response), training))
+        finally:
+            _along_paths.reset(token)
+
+    def _peak_of(self, layout: Layout, training: bool) -> int:
         self.module.train(training)
 
         def run() -> None:
@@ -160,11 +185,30 @@ class _Passes:
         if not self.packed:
             rows = min(rows, PREFERRED_CELLS[device.get_device_name()] // length)
         rows = max(1, rows)
-        shape = (1, rows * length) if self.packed else (rows, length)
-        with torch.device("meta"):
-            ids, selected = torch.zeros(shape, dtype=torch.int64), torch.zeros(rows * response, dtype=torch.int64)
-            positions = torch.arange(shape[1])[None].expand(shape)
-        return Layout(ids, positions, selected, selected, None)
+        return _on_meta((1, rows * length) if self.packed else (rows, length), rows * response)
+
+    def _tree(self, micro: MicroBatching) -> tuple[TreeLayout, int] | None:
+        """The largest micro-batch in which tokens of prompts are computed once, and its rows; None if it saves little.
+
+        It has real tokens, of which the rows of a prompt share those of the prompt. The batch has as many rows as such
+        a micro-batch may have.
+        """
+        prompt, response, samples = self.work.prompt, self.work.response, self.work.samples
+        limits = [self.work.rows * self.sharers]
+        if micro.max_tokens:
+            micro = replace(micro, max_tokens=micro.max_tokens * self.sharers)
+            limits.append(samples * (2 + micro.max_tokens // (prompt + samples * response)))
+        if micro.size:
+            limits.append(micro.size + samples)
+        rows = torch.arange(min(limits))[:, None]
+        ids = torch.cat([(rows // samples).expand(-1, prompt), rows.expand(-1, response)], dim=1)
+        ones = torch.ones_like(ids)
+        fields = {"input_ids": ids, "attention_mask": ones, "response_mask": ones[:, prompt:]}
+        plan = PrefixPlan(fields, micro, work_of(self.module.config))
+        if plan.computed_tokens >= (1 - WORTHWHILE_SHARE) * plan.row_tokens:
+            return None
+        largest = max(plan.groups, key=plan.tokens)
+        return plan.layout(largest), len(largest)
 
     def _outputs(self, layout: Layout) -> list[torch.Tensor]:
         kind = device.get_device_name()
@@ -195,6 +239,14 @@ class _Passes:
             logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
         )
         return list(found.values())
+
+
+def _on_meta(shape: Sequence[int], outputs: int) -> Layout:
+    """A micro-batch whose tensors have no values, with so many predicted tokens."""
+    with torch.device("meta"):
+        ids, selected = torch.zeros(*shape, dtype=torch.int64), torch.zeros(outputs, dtype=torch.int64)
+        positions = torch.arange(shape[1])[None].expand(*shape)
+    return Layout(ids, positions, selected, selected, None)
 
 
 class _GroupedProducts(TorchDispatchMode):
@@ -231,6 +283,8 @@ def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
+    if (along := _along_paths.get()) is not None:
+        key, head_value = (tensor.index_select(2, along) for tensor in (key, head_value))
     out = fused_attention(query, key, head_value)[0]
     return out.transpose(1, 2).contiguous(), None
 

@@ -51,12 +51,22 @@ def sharing_of(model: Any, engine: Any, config: PreTrainedConfig) -> bool | None
         return False
     if asked:
         check_sharing(model, engine)
-    elif is_vision_model(config) or _why_not(model, engine) is not None:
+    elif not may_share(model, engine, config):
         return False
     reason = tree_attention.why_not_shared(config)
     if reason and asked and distributed.get_rank() == 0:
         notify(f"{model.path}: model.share_prefixes has no effect, because {reason}")
     return False if reason else asked
+
+
+def may_share(model: Any, engine: Any, config: PreTrainedConfig) -> bool:
+    """Whether an engine with these settings computes prefix trees where that saves enough, by what is known of them.
+
+    Args:
+        model, engine, config: see `sharing_of`.
+    """
+    possible = model.share_prefixes is not False and _why_not(model, engine) is None and not is_vision_model(config)
+    return possible and tree_attention.why_not_shared(config) is None
 
 
 def _why_not(model: Any, engine: Any) -> str | None:
