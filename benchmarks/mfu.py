@@ -22,7 +22,8 @@ Ways whose package is missing are left out.
 `mfu` counts FLOPs as the library's metrics do (`hybridrl.models.work`: attention over whole squares), `mfu_causal` only
 the half of attention that a causal model needs. Neither counts what gradient checkpointing computes again. Both are
 divided by the data sheet's peak for the device (`device.peak_tflops`); `matmul_tflops` is what a product of
-8,192 x 8,192 reaches here. `peak_gib` is the most memory that tensors took.
+8,192 x 8,192 reaches here. `peak_gib` is the most memory that tensors took, and `forecast_gib` what the library's
+forecast says.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, TrainEngines
+from hybridrl.engine.forecast import Workload
 from hybridrl.models.work import training_flops, work_of
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
@@ -107,6 +109,23 @@ def clipped_loss(log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.
     ratio = (log_probs - log_probs.detach()).exp()
     shares = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return -(shares * mask).sum() / tokens
+
+
+def our_forecast(
+    folder: Path,
+    rows: dict[str, torch.Tensor],
+    settings: argparse.Namespace,
+    model: Mapping[str, Any],
+    engine_settings: Mapping[str, Any],
+) -> float:
+    """GiB that `hybridrl forecast` expects of such an update."""
+    prompt, response = (rows[name].shape[1] for name in ("prompts", "responses"))
+    micro = MicroBatching(max_tokens=max(settings.micro_tokens, prompt + response))
+    work = Workload(prompt, response, len(rows["prompts"]), micro, None, entropy=False)
+    made, optim = ModelConfig(path=str(folder), **model), OptimConfig(lr=1e-6)
+    engine = TrainEngines.get("language_model", "fsdp2")
+    found = engine.forecast("language_model", made, FSDPConfig(**engine_settings), optim, 1, work)
+    return 0.0 if found is None else found.update / device.GIB
 
 
 def our_step(
@@ -263,6 +282,8 @@ def measure(folder: Path, config: PreTrainedConfig, title: str, settings: argpar
         }
         if peak is not None:
             one |= {"mfu": flops / taken / peak / 1e12, "mfu_causal": causal / taken / peak / 1e12}
+        if name in OURS:
+            one["forecast_gib"] = our_forecast(folder, rows, settings, *OURS[name])
         found[name] = {key: float(f"{value:.4g}") for key, value in one.items()}
         print(f"{title}, {name}: {found[name]}", flush=True)
     return found

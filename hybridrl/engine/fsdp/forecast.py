@@ -196,8 +196,9 @@ class _Passes:
         prompt, response, samples = self.work.prompt, self.work.response, self.work.samples
         limits = [self.work.rows * self.sharers]
         if micro.max_tokens:
-            micro = replace(micro, max_tokens=micro.max_tokens * self.sharers)
-            limits.append(samples * (2 + micro.max_tokens // (prompt + samples * response)))
+            budget = micro.max_tokens * self.sharers
+            micro = replace(micro, max_tokens=budget)
+            limits.append(samples * (2 + budget // (prompt + samples * response)))
         if micro.size:
             limits.append(micro.size + samples)
         rows = torch.arange(min(limits))[:, None]
