@@ -59,7 +59,7 @@ told() { # told NAME STATUS SECONDS [TEXT]
     summary+=$(printf '%-32s %s in %d s%s' "$1" "$verdict" "$3" "${4:+: $4}")$'\n'
 }
 
-beside() { # beside NAME COMMAND...: in the background, all checks one after another; `collect` shows their output
+alongside() { # alongside NAME COMMAND...: in the background, all checks one after another; `collect` shows their output
     local name=$1 started=$SECONDS status=0
     shift
     "$@" >"$logs/$name.out" 2>&1 || status=$?
@@ -94,9 +94,9 @@ set -m # each background job gets a process group, so that it ends whole with th
 sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
 export HYBRIDRL_ENGINES_DONE=$logs/engines_done # tests/conftest.py makes this file
 in_sglang_environment() { # builds it, mostly network, and runs its tests: not next to those of another engine
-    PYTHON=$python HYBRIDRL_VENV=$sglang_venv beside "SGLang environment" bash scripts/install.sh auto dev sglang megatron
+    PYTHON=$python HYBRIDRL_VENV=$sglang_venv alongside "SGLang environment" bash scripts/install.sh auto dev sglang megatron
     until [ -e "$HYBRIDRL_ENGINES_DONE" ]; do sleep 1; done
-    beside "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
+    alongside "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
 }
 if [ -z "$skip_sglang" ]; then
     in_sglang_environment &
@@ -115,11 +115,11 @@ static=("ruff check" "ruff format" "mypy" "import layers")
 docs=""
 if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
 (
-    beside "ruff check" "$bin/ruff" check .
-    beside "ruff format" "$bin/ruff" format --check .
-    beside "mypy" "$bin/mypy"
-    beside "import layers" "$bin/lint-imports"
-    [ -z "$docs" ] || PYTHON=$bin/python PYTHONPATH=tests/startup beside "documentation" bash scripts/docs.sh
+    alongside "ruff check" "$bin/ruff" check .
+    alongside "ruff format" "$bin/ruff" format --check .
+    alongside "mypy" "$bin/mypy"
+    alongside "import layers" "$bin/lint-imports"
+    [ -z "$docs" ] || PYTHON=$bin/python PYTHONPATH=tests/startup alongside "documentation" bash scripts/docs.sh
 ) &
 static_job=$!
 set +m

@@ -186,7 +186,7 @@ class SeenImages:
 
 
 def generated_in(whole: Sequence[int], generated: Generated) -> Iterator[tuple[int, int, int]]:
-    """The tokens of a sequence that the policy wrote, each behind exactly the tokens that stand before it.
+    """The tokens of a sequence that the policy wrote, each after exactly the tokens that stand before it.
 
     Yields:
         (place in the sequence, number of the call, place in its completion).

@@ -30,7 +30,7 @@ def trajectory_of(
 ) -> Trajectory:
     """The trajectory with the sampler's log-probabilities and versions of the weights.
 
-    A token is known as generated if the policy wrote it at this place: behind exactly the tokens that stand before it.
+    A token is known as generated if the policy wrote it at this place: after exactly the tokens that stand before it.
 
     Args:
         generated: (prompt, completion) of each call in the session.
@@ -98,7 +98,7 @@ def _experts_in(
     """The experts of a trajectory's tokens, [tokens, L, K]: of each those with which what follows it was sampled.
 
     A call records the tokens of its prompt and its response, so that what tools and users wrote has the experts of the
-    call that answered it. Tokens behind the last call, and the last that it sampled, were computed by no sampler: they
+    call that answered it. Tokens after the last call, and the last that it sampled, were computed by no sampler: they
     get those of the token before. What is trained on does not depend on them, because it stands before.
 
     Args:

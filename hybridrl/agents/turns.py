@@ -1,11 +1,11 @@
 """The tokens between two turns of the model: what the chat template writes for the answers of tools.
 
-Generated tokens stay as they are. The template renders a short conversation of placeholders, and only the text behind
+Generated tokens stay as they are. The template renders a short conversation of placeholders, and only the text after
 the model's turn is tokenised and appended:
 
     tokens so far ... generated tokens, end of turn | answers of the tools, opening of the next turn
 
-So the text is right if what the template writes behind a turn depends on nothing before it, and if earlier turns stay
+So the text is right if what the template writes after a turn depends on nothing before it, and if earlier turns stay
 what they were. `Turns.check` tries both.
 """
 
@@ -96,7 +96,7 @@ class Turns:
         Raises:
             RolloutError: the template cannot render this.
         """
-        first, rest = self._behind_turn(self._continued(calls, [list(messages)], tools, opening=True), _MARKS[0])
+        first, rest = self._after_turn(self._continued(calls, [list(messages)], tools, opening=True), _MARKS[0])
         ids = encode(self.tokenizer, [first + rest])[0]
         if self.tokenizer.convert_ids_to_tokens(ids[0]) != first:
             raise RolloutError(f"{self._name}: the end of a turn, {first!r}, is not one token; {_ADVICE}")
@@ -118,13 +118,13 @@ class Turns:
         shorter = self._continued(calls, [answers], tools, opening=False)
         once = self._continued(calls, [answers], tools, opening=True)
         twice = self._continued(calls, [answers, answers], tools, opening=True)
-        behind, behind_again = self._behind_turn(once, _MARKS[0]), self._behind_turn(twice, _MARKS[1])
+        after, after_again = self._after_turn(once, _MARKS[0]), self._after_turn(twice, _MARKS[1])
         if self._mode == _DISABLE:
             return
-        if self._differs("".join(behind), "".join(behind_again)):
+        if self._differs("".join(after), "".join(after_again)):
             raise RolloutError(
-                f"{self._name}: it writes {''.join(behind)!r} after the first turn of the model and "
-                f"{''.join(behind_again)!r} after the second, for the same answer; {_ADVICE}"
+                f"{self._name}: it writes {''.join(after)!r} after the first turn of the model and "
+                f"{''.join(after_again)!r} after the second, for the same answer; {_ADVICE}"
             )
         if self._differs(shorter, twice[: len(shorter)]):
             start = next((i for i, (a, b) in enumerate(zip(shorter, twice, strict=False)) if a != b), len(twice))
@@ -171,7 +171,7 @@ class Turns:
             return "".join(left.split()) != "".join(right.split())
         return left != right
 
-    def _behind_turn(self, text: str, mark: str) -> tuple[str, str]:
+    def _after_turn(self, text: str, mark: str) -> tuple[str, str]:
         """The token that ends the turn which holds `mark`, and all text after it."""
         rest = text[text.rfind(mark) + len(mark) :]
         found = [(rest.index(end), end) for end in self._ends if end and end in rest]

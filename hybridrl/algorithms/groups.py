@@ -82,9 +82,9 @@ class Groups:
 def group_samples(index: np.ndarray | Tensor | Sequence[object], rewards: Tensor) -> Groups:
     """Return the groups of a batch, checked against its number of rows."""
     if index is None:
-        raise AlgorithmError("index is None: a group estimator needs the prompts' uid, one a row (the batch's 'uid').")
+        raise AlgorithmError("index is None: a group estimator needs the prompt's uid per row (the batch's 'uid').")
     if len(index) != rewards.shape[0]:
-        raise AlgorithmError(f"index has {len(index)} entries for {rewards.shape[0]} rows; it needs one uid a row.")
+        raise AlgorithmError(f"index has {len(index)} entries for {rewards.shape[0]} rows; it needs one uid per row.")
     return Groups(index, rewards.device)
 
 

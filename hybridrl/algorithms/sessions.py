@@ -32,7 +32,7 @@ class Sessions:
         session = np.asarray(non_tensors[SESSION_KEY], dtype=object)
         uid = np.asarray(non_tensors.get("uid", np.zeros(rows)), dtype=object)
         if len(session) != rows:
-            raise AlgorithmError(f"{SESSION_KEY} has {len(session)} entries for {rows} rows; it needs one a row.")
+            raise AlgorithmError(f"{SESSION_KEY} has {len(session)} entries for {rows} rows; it needs one per row.")
         # A session belongs to one prompt: the uid distinguishes ids that are unique only within a prompt.
         keys = np.fromiter(zip(uid.tolist(), session.tolist(), strict=True), dtype=object, count=rows)
         self.groups = Groups(keys, torch.device("cpu"))

@@ -171,7 +171,7 @@ function relatives(sample) {
     button.addEventListener("click", () => { choose(pick(steps[0]), pick(steps[steps.length - 1])); byId("compare")?.focus(); });
     box.append(button);
   }
-  box.append(`${same.length} answers to this prompt; one beside the other:`);
+  box.append(`${same.length} answers to this prompt; one next to the other:`);
   for (const step of steps) {
     const group = make("span", `step ${step} `);
     for (const one of same.filter(each => each.step === step)) {

@@ -175,7 +175,7 @@ class DataProto:
                     "use DataProto.from_dict, which converts lists"
                 )
             if value.ndim == 0:
-                raise ValueError(f"non-tensor field '{key}' is a single value, not one a row; put it into meta_info")
+                raise ValueError(f"non-tensor field '{key}' is a single value, not one per row; put it into meta_info")
             if length is not None and value.shape[0] != length:
                 raise ValueError(f"non-tensor field '{key}' has shape {value.shape}, but the batch has {length} rows")
             length = value.shape[0]

@@ -1,4 +1,4 @@
-"""Finished responses as a classifier of steps reads them: the prompt, and each step with a mark behind it.
+"""Finished responses as a classifier of steps reads them: the prompt, and each step with a mark after it.
 
 Shapes: B rows, P tokens of the longest prompt, M tokens of the longest steps and marks, T response width, K steps.
 """
@@ -36,7 +36,7 @@ _OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {
 class StepConversations:
     """Makes the batches that a classifier of steps scores, and rewards of its scores.
 
-    It reads the prompt in its own chat template, and then each step of the response without the separators behind it,
+    It reads the prompt in its own chat template, and then each step of the response without the separators after it,
     followed by the mark. The score of a step is the output at the last token of its mark: of one label the number
     itself, of two the probability of the second. Prompt, steps and marks are tokenized each by itself, so that the
     place of a mark does not depend on what a response says.
@@ -71,7 +71,7 @@ class StepConversations:
 
         Returns:
             `input_ids`, `attention_mask` [B, P + M + 1], prompts padded at the left and steps at the right, and
-            `response_mask` [B, M + 1]: 1 behind the last token of each mark.
+            `response_mask` [B, M + 1]: 1 after the last token of each mark.
 
         Raises:
             RewardError: a prompt has images, which the model would not see.
@@ -122,7 +122,7 @@ class StepConversations:
         return found
 
     def _read(self, answer: str) -> tuple[list[int], list[int]]:
-        """The tokens of steps and marks, and the places behind the marks."""
+        """The tokens of steps and marks, and the places after the marks."""
         ids: list[int] = []
         ends, separator = [], self._steps.separator
         for step in steps_of(answer, separator):

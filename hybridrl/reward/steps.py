@@ -12,7 +12,7 @@ from hybridrl.utils.token_text import TokenTexts
 
 
 def steps_of(text: str, separator: str) -> list[str]:
-    """The steps of a text, each with the separators behind it; joined they are the text."""
+    """The steps of a text, each with the separators after it; joined they are the text."""
     steps: list[str] = []
     for part in text.split(separator):
         if part.strip() or not steps:

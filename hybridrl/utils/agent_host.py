@@ -86,7 +86,7 @@ def _without_proxy(host: str) -> str:
     """What `NO_PROXY` lists already, and a machine of this run."""
     listed = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")).split(",")
     names = dict.fromkeys(name.strip() for name in listed if name.strip())
-    return "*" if "*" in names else ",".join(dict.fromkeys([*names, host]))  # beside other names, * means nothing
+    return "*" if "*" in names else ",".join(dict.fromkeys([*names, host]))  # next to other names, * means nothing
 
 
 def main(control_fd: int) -> None:

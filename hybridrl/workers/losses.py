@@ -192,7 +192,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
 
     The batch holds `advantages`, `response_mask`, and where the setting needs them `old_log_probs`, `ref_log_prob`,
     `rollout_is_weights`, `prepared` (all [B, T]) and `sequence_sums` [B, k]. Without `old_log_probs` the update is
-    on-policy by construction (one update a batch): the detached current log-probabilities stand for them. With
+    on-policy by construction (one update per batch): the detached current log-probabilities stand for them. With
     `kl_loss_type=full` the outputs hold `ref_kl` in place of the batch's `ref_log_prob`.
 
     Args:

@@ -72,7 +72,7 @@ class RunClient:
         return (await self._answered(method, argument))[0]
 
     async def _answered(self, method: str, argument: Any = None) -> tuple[Any, bytes]:
-        """The answer to a call, and the bytes behind it."""
+        """The answer to a call, and the bytes after it."""
         self._count += 1
         number = self._count
         self._calls[number] = asyncio.get_running_loop().create_future()

@@ -186,6 +186,6 @@ def keys_of(
 
 
 def digest(before: bytes, value: Any) -> bytes:
-    """A key of plain data behind what has the key `before`."""
+    """A key of plain data after what has the key `before`."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(before + text.encode("utf-8", "surrogatepass")).digest()

@@ -25,7 +25,7 @@ class Gate(Protocol):
 
         Args:
             mode: `abort` ends the requests in flight, `wait` lets those complete that are being generated, `keep` stops
-                them, and they go on behind their tokens at `resume`.
+                them, and they go on after their tokens at `resume`.
         """
 
     async def resume(self) -> None:

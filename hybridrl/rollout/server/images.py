@@ -61,7 +61,7 @@ class Prompt:
     images: ShownImages | None = None
 
     def with_more(self, ids: Sequence[int]) -> "Prompt":
-        """The prompt with tokens of text behind it."""
+        """The prompt with tokens of text after it."""
         return Prompt([*self.ids, *ids], self.images)
 
 

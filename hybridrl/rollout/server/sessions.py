@@ -102,7 +102,7 @@ class Session:
             try:
                 more = turns.following(before[-1], with_patches(rest, pictures), tools or None, calls)
                 return placed([*before, *more], pictures_in(messages, pictures), turns.image_config, turn)
-            except RolloutError:  # the template cannot write these messages behind that turn
+            except RolloutError:  # the template cannot write these messages after that turn
                 continue
         return None
 

@@ -1,6 +1,6 @@
 """Messages between the run and its server process: JSON with its length in front, because clients' data is in them.
 
-A message may have bytes behind it: the patches of an image, or the experts of a request's tokens.
+A message may have bytes after it: the patches of an image, or the experts of a request's tokens.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _LIMIT = 2**30
 
 
 def send(writer: asyncio.StreamWriter, message: dict[str, Any], data: bytes = b"") -> None:
-    """Send a message, with `data` behind it."""
+    """Send a message, with `data` after it."""
     body = json.dumps(message).encode()
     writer.write(_LENGTHS.pack(len(body), len(data)) + body)
     if data:
@@ -32,7 +32,7 @@ def send(writer: asyncio.StreamWriter, message: dict[str, Any], data: bytes = b"
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message; its entry `data` has the bytes behind it.
+    """The next message; its entry `data` has the bytes after it.
 
     Raises:
         asyncio.IncompleteReadError: the other process has ended.
@@ -107,7 +107,7 @@ def images_from_plain(
             raise ValueError(f"an image at token {first}, where no placeholders are")
         end = first + count
     if end > len(prompt_ids):
-        raise ValueError("an image behind the prompt")
+        raise ValueError("an image after the prompt")
     return PromptImages(tensors, places)
 
 

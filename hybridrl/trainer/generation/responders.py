@@ -16,6 +16,7 @@ from hybridrl.models.chat import as_messages, fault_in_prompt
 from hybridrl.models.vision import processor_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
+from hybridrl.reward.positions import response_lengths
 from hybridrl.trainer.generation.output import Response
 from hybridrl.trainer.generation.processes import Endings, Endpoint, Reply, sampling_of
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
@@ -90,7 +91,7 @@ class ClusterResponder:
     def _read(self, batch: DataProto, prompt_tokens: Sequence[int]) -> list[list[Response]]:
         """Return the responses of a batch with `n_samples` rows per prompt."""
         tensors = batch.batch
-        lengths: list[int] = tensors["response_mask"].sum(dim=1).tolist()
+        lengths: list[int] = response_lengths(batch).tolist()  # the mask may have holes
         tokens = [ids[:length] for ids, length in zip(tensors["responses"].tolist(), lengths, strict=True)]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         keep = self.config.data.log_probs

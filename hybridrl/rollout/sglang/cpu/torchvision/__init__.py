@@ -1,6 +1,6 @@
 """Stands in for torchvision where SGLang runs on a CPU without it.
 
-Many machines have CUDA builds of torchvision only, beside which a CPU build of torch cannot import transformers. SGLang
+Many machines have CUDA builds of torchvision only, with which a CPU build of torch cannot import transformers. SGLang
 imports names of its image code at load time, whatever the model. What transforms images raises when it is called.
 """
 
