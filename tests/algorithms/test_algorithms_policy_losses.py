@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import paper_losses as paper
@@ -22,6 +23,7 @@ from hybridrl.algorithms import (
     with_global_batch_info,
 )
 from hybridrl.algorithms.policy_losses.covariance import token_noise
+from hybridrl.algorithms.policy_losses.tokens import ClipRange
 from hybridrl.registry import POLICY_LOSSES
 
 torch.set_num_threads(1)
@@ -390,3 +392,32 @@ def test_metrics_with_verls_names_have_verls_meaning(batch: dict) -> None:
     assert float(metrics["actor/ppo_kl"]) == pytest.approx(distance / len(tokens))
     chosen = sum(bool(batch["chosen"][x]) for x in tokens) / len(tokens)
     assert float(metrics["actor/kl_cov_frac"]) == pytest.approx(chosen) and "actor/pg_clipfrac" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "said"),
+    [
+        (
+            lambda tokens, settings: (tokens.advantages, {}),
+            None,
+            r"\(tokens\): missing .*'settings'.* Declare settings=",
+        ),
+        (lambda tokens: (tokens.advantages, {}), ClipRange, r"\(tokens, settings\): too many positional arguments"),
+        (lambda tokens: tokens.advantages, None, r"returned Tensor; it returns a loss per token, of shape \(1, 2\)"),
+        (lambda tokens: (tokens.advantages.sum(), {}), None, r"returned losses of shape \(\); it returns a loss per"),
+        (lambda tokens: (tokens.advantages, 1.0), None, r"returned 2 values; .* and a dict of metrics"),
+    ],
+)
+def test_a_loss_of_the_wrong_form_is_told_what_it_gets_and_returns(body: Any, settings: Any, said: str) -> None:
+    try:
+        with pytest.raises(AlgorithmError, match=f"policy loss of_the_wrong_form.* {said}"):
+            algorithms.policy_loss("of_the_wrong_form", settings=settings)(body)
+            two = torch.full((1, 2), -1.0)
+            algorithms.call_policy_loss(
+                "of_the_wrong_form",
+                counts={"dp_size": 1, "batch_num_tokens": 2, "global_batch_size": 1, "loss_scale_factor": 2},
+                old_log_prob=two, log_prob=two, advantages=two, response_mask=torch.ones(1, 2),
+                loss_agg_mode="token-mean", config=None, rollout_is_weights=None,
+            )  # fmt: skip
+    finally:
+        POLICY_LOSSES.objects.pop("of_the_wrong_form", None), POLICY_LOSSES._facts.pop("of_the_wrong_form", None)

@@ -5,7 +5,8 @@ Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,6 +110,31 @@ def read_tokens(
     )
 
 
+def _check_signature(body: Callable[..., Any], who: str, arguments: Sequence[str]) -> None:
+    """Raise an AlgorithmError unless the function can be called with these arguments by position."""
+    try:
+        inspect.signature(body).bind(*arguments)
+    except TypeError as error:
+        without = "" if "settings" in arguments else " Declare settings=..., a dataclass, to get settings as well."
+        raise AlgorithmError(
+            f"{who}: {body.__qualname__} cannot be called with ({', '.join(arguments)}): {error}.{without}"
+        ) from error
+
+
+def _checked(result: Any, mask: Tensor, who: str) -> tuple[Tensor, Metrics]:
+    """The losses [B, T] and the metrics that a decorated function returned."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        losses = result[0]
+        if isinstance(losses, Tensor) and losses.shape == mask.shape:
+            return losses, dict(result[1])
+        found = f"losses of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+    else:
+        found = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+    raise AlgorithmError(
+        f"{who} returned {found}; it returns a loss per token, of shape {tuple(mask.shape)}, and a dict of metrics."
+    )
+
+
 def policy_loss(
     name: str,
     *,
@@ -145,6 +171,7 @@ def policy_loss(
 
     def decorate(body: Callable[..., tuple[Tensor, Metrics]]) -> PolicyLossFn:
         default_mode = loss_agg_mode
+        _check_signature(body, who, ("tokens",) if settings is None else ("tokens", "settings"))
 
         def loss(
             old_log_prob: Tensor,
@@ -168,7 +195,7 @@ def policy_loss(
             kept = {given: keep(more[given], tokens.mask) for given in needs if given in more}
             whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
             tokens = replace(tokens, prepared=prepared, more=kept, sequences=whole)
-            loss_mat, found = body(tokens) if settings is None else body(tokens, chosen)
+            loss_mat, found = _checked(body(tokens) if settings is None else body(tokens, chosen), tokens.mask, who)
             if tokens.weights is not None and not weighs_itself:
                 loss_mat = loss_mat * tokens.weights
             metrics = {"actor/ppo_kl": tokens.kl()}
