@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from torch.utils.data import Dataset
 
+from hybridrl.config.schema.names import TRUNCATIONS
 from hybridrl.data.chat import check_chat_template, render
 from hybridrl.data.files import read_table
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
-TRUNCATIONS = ("error", "left", "right", "middle")
 _ASSISTANT = "assistant"
 
 Span = tuple[int, int]

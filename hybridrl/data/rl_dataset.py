@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from hybridrl.config.schema.names import TRUNCATIONS
 from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.files import read_table
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
-TRUNCATIONS = ("error", "left", "right", "middle")
 #: methods of verl's class that nothing here calls -> what to do instead
 _HOOKS_WITHOUT_EFFECT = {
     "_download": "Copy the files to a local disk first and name the copies, or read them in _read_files_and_tokenize.",

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
+from hybridrl.config.schema.names import CHECKPOINT_CONTENTS
 from hybridrl.engine.optim.optimizer import set_rate
 from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied, write_boxes
-from hybridrl.engine.train_engine import SAVE_CONTENTS
 from hybridrl.errors import ModelError
 from hybridrl.models.info import config_of
 from hybridrl.models.tokenizer import load_tokenizer
@@ -39,9 +39,10 @@ SEPARATOR = "/"
 
 def _check_contents(contents: Sequence[str]) -> None:
     """Raise `ModelError` for contents of a checkpoint that are unknown."""
-    unknown = sorted(set(contents) - set(SAVE_CONTENTS))
+    unknown = sorted(set(contents) - set(CHECKPOINT_CONTENTS))
     if unknown:
-        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {', '.join(SAVE_CONTENTS)}")
+        known = ", ".join(CHECKPOINT_CONTENTS)
+        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {known}")
 
 
 def _part(folder: Path, name: str) -> Path:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hybridrl.engine.forecast import Forecast, Workload
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, Any]]]
-SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 class NonFiniteError(UserError):

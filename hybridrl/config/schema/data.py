@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
-_TRUNCATION = ("error", "left", "right", "middle")
 
 
 @dataclass
@@ -45,7 +45,7 @@ class PromptConfig(ConfigNode):
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
-    truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=_TRUNCATION)
+    truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=names.TRUNCATIONS)
     shuffle: bool = key(False, "if the number of rows is limited: draw them at random; false: use the first ones")
     seed: int | None = key(None, "seed of shuffling and drawing; null: 1", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")

@@ -63,6 +63,12 @@ FREQUENCIES: tuple[str, ...] = ("after_each_epoch",)
 LOGGERS: tuple[str, ...] = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 LOGGERS_LATER: tuple[str, ...] = ("vemlp_wandb", "rl_insight")
 
+#: where training continues
+RESUME_MODES: tuple[str, ...] = ("auto", "disable", "resume_path")
+
+#: what is done with more tokens than fit
+TRUNCATIONS: tuple[str, ...] = ("error", "left", "right", "middle")
+
 LR_SCHEDULERS: tuple[str, ...] = ("constant", "linear", "cosine", "wsd")
 
 #: what a checkpoint may hold

@@ -50,7 +50,7 @@ class RunConfig(JobConfig):
     resume_mode: str = key(
         "auto",
         "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
-        choices=("auto", "disable", "resume_path"),
+        choices=names.RESUME_MODES,
     )
     resume_from_path: str | None = key(None, "checkpoint folder `.../global_step_N` of resume_mode=resume_path")
     on_nonfinite: str = key(
