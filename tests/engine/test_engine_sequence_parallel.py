@@ -62,8 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**HEADS, **LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
 }
 #: ranks that share; two of them split the heads of keys and values of most models, four repeat them
-SHARING = {"Qwen2": (1, 2, 4), "Qwen3": (4,), "Llama": (4,), "Gemma": (2,), "Gemma3Text": (2,)}
-SHARING |= {"Qwen3Moe": (4,), "Qwen2Moe": (2,), "DeepseekV3": (2,)}
+SHARING: dict[str, tuple[int, ...]] = dict.fromkeys(MODELS, (2, 4))
+SHARING |= {"Qwen2": (1, 2, 4), "Gemma3Text": (2,), "Qwen2Moe": (2,)}
 OPTIM = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
 
 
@@ -186,7 +186,7 @@ def check_settings(model: Path, expected: dict[str, Any]) -> None:
     """What the engine offers otherwise, with shared sequences."""
     variants: dict[str, dict[str, Any]] = {
         "fused": {"model": {"use_fused_kernels": True}},
-        "recomputed": {"model": {"enable_gradient_checkpointing": True}},
+        "kept": {"model": {"enable_gradient_checkpointing": False}},
         "recomputed in part": {"model": {"recompute_granularity": "selective"}},
         "replicas": {"fsdp_size": 2},
         "offload": {"offload_policy": True, "reshard_after_forward": False},
