@@ -30,7 +30,7 @@ FIELDS = make_fields()
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 OPTIM = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}  # less would magnify rounding errors
 SAVED = ["model", "optimizer", "extra"]
-WHOLE = MicroBatching()
+CHOSEN = MicroBatching()  # two of them, by their lengths
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def expected(plain: Any) -> dict[str, torch.Tensor]:
     return computed(plain)
 
 
-def computed(engine: Any, micro: MicroBatching = WHOLE) -> dict[str, torch.Tensor]:
+def computed(engine: Any, micro: MicroBatching = CHOSEN) -> dict[str, torch.Tensor]:
     """The outputs of tokens, and the gradients of a step before they are clipped; the step is not taken."""
     found: dict[str, torch.Tensor] = engine.infer(make_batch(FIELDS), micro, TEMPERATURE, OUTPUTS)
     engine.apply_gradients = lambda norm: found.update(
@@ -80,6 +80,7 @@ def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("micro", [MicroBatching(size=1), MicroBatching(max_tokens=60)], ids=["rows", "tokens"])
 def test_micro_batches(micro: MicroBatching, plain: Any, expected: dict[str, torch.Tensor]) -> None:
+    """Of one row each, and of as many rows as fit, against those that the engine chooses."""
     assert_alike(computed(plain, micro), expected)
 
 
@@ -168,7 +169,7 @@ def test_two_ranks_offloading_and_checkpoints(models: dict[str, Path], tmp_path:
     finals = {}
     for name, model in models.items():
         engine = make_engine(model, optim=OPTIM)
-        outputs = engine.infer(make_batch(FIELDS), WHOLE, TEMPERATURE, OUTPUTS)
+        outputs = engine.infer(make_batch(FIELDS), CHOSEN, TEMPERATURE, OUTPUTS)
         metrics = [step(engine, slice(None))]
         engine.save(tmp_path / f"one_{name}", SAVED)
         metrics.append(step(engine, slice(None)))
