@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -27,6 +28,32 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+#: two ranks split the heads of keys and values of most families, four ranks repeat them
+HEADS: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+#: of the configurations of the families that every way to compute has to agree on
+FAMILIES: dict[str, dict[str, Any]] = {
+    # A window that is shorter than the rows, in the second of two layers.
+    "Qwen2": {**HEADS, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "Qwen3": {**HEADS, "head_dim": 16},
+    "Llama": {**HEADS, "num_key_value_heads": 4},
+    "Gemma": {**HEADS, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Qwen3Moe": {**HEADS, **EXPERTS, "head_dim": 8},
+    "DeepseekV3": {**HEADS, **LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+}
+
+
+def save_model(name: str, folder: Path, settings: dict[str, Any]) -> Path:
+    """A model of transformers' `<name>Config` whose weights are large enough for its tokens to differ."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    model.save_pretrained(folder / name)
+    return folder / name
 
 
 def make_fields(rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distillation_helpers import TOP as K
 from distillation_helpers import distilled, taught
-from engine_helpers import TEMPERATURE, make_engine, make_fields, plain_logits
+from engine_helpers import TEMPERATURE, make_engine, make_fields, plain_logits, related, weights
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema.actor import ActorConfig
@@ -16,9 +16,13 @@ from hybridrl.config.schema.distillation import DistillationLossConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.errors import ModelError
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.registry import DISTILLATION_LOSSES
 from hybridrl.workers.distillation import Distillation, computing
 
 Fields = dict[str, torch.Tensor]
+OVER_THE_VOCABULARY = [
+    name for name in DISTILLATION_LOSSES.names() if DISTILLATION_LOSSES.facts(name).reads == "vocabulary"
+]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +162,29 @@ def test_without_task_rewards_outside_values_take_no_part(micro_model: Path, tea
             distilled(make_engine(micro_model), teacher, given, MicroBatching(5), **loss) for given in (fields, spoilt)
         )
         assert found == expected and found["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["whole logits", "no logits"])
+@pytest.mark.parametrize("name", OVER_THE_VOCABULARY)
+def test_prefixes_that_rows_share(name: str, fused: bool, micro_model: Path, teacher_model: Path) -> None:
+    """A policy and its teacher, which compute shared tokens once, compare them as in separate rows."""
+    # The update is the gradient: plain SGD without a limit of its norm.
+    optim = {"optimizer": "SGD", "lr": 1.0, "lr_warmup_steps": 0, "weight_decay": 0.0, "clip_grad": 1e9}
+    fields, results = related(make_fields()), []
+    for share in (False, True, None):
+        model = {"share_prefixes": share, "use_fused_kernels": fused}
+        student, teacher = make_engine(micro_model, optim=optim, model=model), make_engine(teacher_model, model=model)
+        before = weights(student)
+        found = distilled(student, teacher, fields, MicroBatching(5), loss_mode=name, use_task_rewards=False)
+        assert (0 < found.pop("shared_prefix_frac", 0.0) < 1) == (share is not False)
+        found.pop("shared_flops_frac", None)
+        results.append((found, {key: tensor - before[key] for key, tensor in weights(student).items()}))
+    expected, moved = results[0]
+    assert expected["distillation/loss"] > 1e-3
+    for metrics, changes in results[1:]:
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        for key, change in changes.items():
+            assert float((change - moved[key]).norm()) <= 1e-5 * float(moved[key].norm()) + 1e-6, key
 
 
 def test_a_teacher_of_rows_and_prefixes_that_rows_share_exclude_each_other(micro_model: Path) -> None:

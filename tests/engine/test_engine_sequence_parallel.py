@@ -11,7 +11,9 @@ import torch.distributed as dist
 import transformers
 from distillation_helpers import distilled, taught
 from engine_helpers import (
-    SIZES,
+    EXPERTS,
+    FAMILIES,
+    HEADS,
     TEMPERATURE,
     full_kl_loss,
     make_batch,
@@ -19,6 +21,7 @@ from engine_helpers import (
     make_fields,
     policy_loss,
     related,
+    save_model,
     value_loss,
     weights,
 )
@@ -40,42 +43,20 @@ ROWS = len(FIELDS["input_ids"])
 STEPS = 2
 #: first row of each shard, so that ranks have different numbers of micro-batches
 CUTS = {1: (0,), 2: (0, 9), 4: (0, 5, 6, 10)}
-#: two ranks split the heads of keys and values, four ranks repeat them
-HEADS: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS: dict[str, dict[str, Any]] = {
-    # A window that is shorter than the rows, in the second of two layers.
-    "Qwen2": {**HEADS, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
-    "Qwen3": {**HEADS, "head_dim": 16},
-    "Llama": {**HEADS, "num_key_value_heads": 4},
-    "Gemma": {**HEADS, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    **FAMILIES,
     # A softmax scale of its own, a window and normalised queries.
     "Gemma3Text": {**HEADS, "head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 6},
-    "Qwen3Moe": {**HEADS, **EXPERTS, "head_dim": 8},
     # A window that only the mask has.
     "Qwen2Moe": {
         **{**HEADS, **EXPERTS, "shared_expert_intermediate_size": 24},
         **{"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
     },
-    "DeepseekV3": {**HEADS, **LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
 }
-#: ranks that share; two of them split the heads of keys and values of most models, four repeat them
-SHARING = {"Qwen2": (1, 2, 4), "Qwen3": (4,), "Llama": (4,), "Gemma": (2,), "Gemma3Text": (2,)}
-SHARING |= {"Qwen3Moe": (4,), "Qwen2Moe": (2,), "DeepseekV3": (2,)}
+#: ranks that share
+SHARING: dict[str, tuple[int, ...]] = dict.fromkeys(MODELS, (2, 4))
+SHARING |= {"Qwen2": (1, 2, 4), "Gemma3Text": (2,), "Qwen2Moe": (2,)}
 OPTIM = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
-
-
-def save_model(name: str, folder: Path, **settings: Any) -> Path:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**MODELS[name], **settings})
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    model.save_pretrained(folder / name)
-    return folder / name
 
 
 def own_batch(engine: Any) -> Any:
@@ -186,7 +167,7 @@ def check_settings(model: Path, expected: dict[str, Any]) -> None:
     """What the engine offers otherwise, with shared sequences."""
     variants: dict[str, dict[str, Any]] = {
         "fused": {"model": {"use_fused_kernels": True}},
-        "recomputed": {"model": {"enable_gradient_checkpointing": True}},
+        "kept": {"model": {"enable_gradient_checkpointing": False}},
         "recomputed in part": {"model": {"recompute_granularity": "selective"}},
         "replicas": {"fsdp_size": 2},
         "offload": {"offload_policy": True, "reshard_after_forward": False},
@@ -302,7 +283,7 @@ def body(rank: int, models: dict[str, Path], work: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
-    models = {name: save_model(name, tmp_path) for name in MODELS}
+    models = {name: save_model(name, tmp_path, settings) for name, settings in MODELS.items()}
     expected = {name: trained(make_engine(path, optim=OPTIM)) for name, path in models.items()}
     qwen = models["Qwen2"]
     expected["value"] = trained(make_engine(qwen, "value_model", optim=OPTIM), value_loss)
@@ -317,7 +298,7 @@ def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
     }
     torch.save(expected, tmp_path / "expected.pt")
     (tmp_path / "other").mkdir()
-    save_model("Qwen2", tmp_path / "other", num_hidden_layers=1).rename(tmp_path / "teacher")
+    save_model("Qwen2", tmp_path / "other", {**MODELS["Qwen2"], "num_hidden_layers": 1}).rename(tmp_path / "teacher")
     teacher = make_engine(tmp_path / "teacher")
     fields = taught(teacher, FIELDS)
     norms = {
@@ -335,7 +316,9 @@ def check(model: Path, size: int, ranks: int = 4, **settings: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
-    model = save_model("Qwen2", tmp_path, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    model = save_model(
+        "Qwen2", tmp_path, {**MODELS["Qwen2"], "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    )
     for size in (1, 3, 6):
         check(model, size, ranks=12)
     # Six heads divide by two, three heads of keys do not.
