@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.checks.algorithm import check_names
 from hybridrl.config.checks.paths import check_model
-from hybridrl.config.roles import ROLES, RoleSpec, active_roles
+from hybridrl.config.roles import ROLES, RoleSpec, active_roles, groups_of
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -52,13 +52,6 @@ def check_roles(config: PPOTrainerConfig) -> Iterator[str]:
     yield from check_placement(config.placement, config.trainer, allowed, [spec.placement for spec in active])
 
 
-def _parts(settings: Any, kind: type) -> list[tuple[str, Any]]:
-    """The groups of a type among the settings, by name."""
-    fields = dataclasses.fields(settings) if settings is not None else ()
-    values = [(field.name, getattr(settings, field.name)) for field in fields]
-    return [(name, value) for name, value in values if isinstance(value, kind)]
-
-
 def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, checked: set[str]) -> Iterator[str]:
     """Check what would be wrong in every run.
 
@@ -70,7 +63,7 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, che
         checked.add(strategy)
         yield from check_names("actor_rollout_ref.", None, {f"{where}.strategy": (TRAIN_ENGINES, strategy)})
         yield from _check_group(where, settings)
-    for name, engine in _parts(settings, EngineConfig):
+    for name, engine in groups_of(settings, EngineConfig):
         if strategy is not None and engine.strategy != strategy:
             yield (
                 f"{where}.{name}.strategy={engine.strategy} and {where}.strategy={strategy} must agree; set the latter "
@@ -89,7 +82,7 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, che
 
 def _check_group(where: str, settings: Any) -> Iterator[str]:
     """Check that settings with groups for training engines have the one that the chosen engine reads."""
-    if TRAIN_ENGINES.knows(settings.strategy) and _parts(settings, EngineConfig):
+    if TRAIN_ENGINES.knows(settings.strategy) and groups_of(settings, EngineConfig):
         try:
             engine_group(settings)
         except ConfigError as error:
@@ -101,7 +94,7 @@ def _check_model(config: PPOTrainerConfig, spec: RoleSpec, checked: set[str]) ->
     if callable(spec.config):  # the models of what a function returns are known to the check of its settings
         return
     where, policy_lib = spec.config or spec.where, config.actor_rollout_ref.model.external_lib
-    for name, model in _parts(spec.config_of(config), ModelConfig):
+    for name, model in groups_of(spec.config_of(config), ModelConfig):
         if model.path not in checked:
             checked.add(model.path)
             yield from check_model(f"{where}.{name}", model, config.trainer.device)
@@ -111,11 +104,11 @@ def _check_model(config: PPOTrainerConfig, spec: RoleSpec, checked: set[str]) ->
 
 def _check_training(config: PPOTrainerConfig, spec: RoleSpec, settings: Any) -> Iterator[str]:
     where = spec.where
-    for name, checkpoint in _parts(settings, CheckpointConfig) if spec.saved is not None else ():
+    for name, checkpoint in groups_of(settings, CheckpointConfig) if spec.saved is not None else ():
         yield from check_contents(f"{where}.{name}", checkpoint, config.trainer)
     if spec.update is not None:
         yield from _check_batches(config, where, settings)
-        for name, optim in _parts(settings, OptimConfig):
+        for name, optim in groups_of(settings, OptimConfig):
             yield from check_optimizer(f"{where}.{name}", optim)
 
 
