@@ -14,6 +14,7 @@ import torch
 from trainer_tools import trained
 
 from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
+from hybridrl.config.checks.algorithm import check_full_kl
 from hybridrl.config.roles import phases_per_token
 from hybridrl.engine.forecast import Workload
 from hybridrl.engine.train_engine import MicroBatching, TrainEngines
@@ -155,6 +156,14 @@ def test_a_role_that_learns_is_checked_like_the_critic(micro_model, sort_data, m
     with pytest.raises(ConfigError, match=named) as caught:
         validate(config_of(*common, *settings))
     assert len(caught.value.faults) == 1
+
+
+def test_the_check_of_full_kl_asks_the_row_of_the_reference_where_it_runs(monkeypatch) -> None:
+    config = config_of("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=full")
+    assert list(check_full_kl(config)) == []
+    monkeypatch.setitem(ROLES, "ref", dataclasses.replace(ROLES["ref"], own_pool=lambda config: [1]))
+    (fault,) = check_full_kl(config)
+    assert "the reference's pool ref_pool is not the actor's global" in fault
 
 
 @pytest.mark.parametrize("learns", [True, False])
