@@ -26,7 +26,7 @@ from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.attempts import Attempts, Judged, counts_of, merged
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
-from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.early_scores import EarlyScores, scored_early
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.missing import MissingSamples
 from hybridrl.trainer.ppo.missing_statistics import MissingStatistics
@@ -142,11 +142,10 @@ class Sampler:
         """
         attempts = Attempts(self.missing, asked)
         while (rows := attempts.rows) is not None:
-            early = EarlyScores(self.reward_fn, self.rollout)
-            with early.listening(rows):
+            with scored_early(self.reward_fn, self.rollout, rows) as reward_fn:
                 answer = generate(rows, timer, attempts.number)
             with self._keeping(answer):
-                attempts.add(answer, self.score(answer, timer, early) if len(answer) else None)
+                attempts.add(answer, self.score(answer, timer, reward_fn) if len(answer) else None)
         return attempts.judged
 
     def _keeping(self, answer: DataProto) -> AbstractContextManager[None]:
