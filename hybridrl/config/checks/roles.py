@@ -6,6 +6,7 @@ Settings of roles that take no part are checked only for what would be wrong in 
 import dataclasses
 import importlib.util
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.checks.algorithm import check_names
@@ -19,6 +20,7 @@ from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RunConfig
 from hybridrl.config.strategies import engine_group, ranks_per_sequence
 from hybridrl.errors import ConfigError
 from hybridrl.registry import TRAIN_ENGINES
+from hybridrl.utils.user_code import names_file
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BUDGET = "max_token_len_per_gpu"
@@ -167,14 +169,17 @@ def _check_budgets(config: PPOTrainerConfig, where: str, settings: Any, part: An
 
 
 def check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
-    """Check the learning rates, and that the optimizer's package is installed and works on sharded weights."""
+    """Check the learning rates, and that the optimizer's file or package is there and works on sharded weights."""
     if optim.min_lr is not None and (optim.min_lr_ratio or not optim.min_lr <= optim.lr or not optim.lr):
         yield (
             f"{where}.min_lr={optim.min_lr} with lr={optim.lr} and min_lr_ratio={optim.min_lr_ratio}: min_lr may be at "
             "most lr, and says the same as min_lr_ratio; set one of the two"
         )
-    package = optim.optimizer_impl.split(".")[0]
-    if package == "bitsandbytes":
+    package = optim.optimizer_impl.removeprefix("pkg://").split(".")[0]
+    if names_file(optim.optimizer_impl):
+        if not Path(optim.optimizer_impl).expanduser().is_file():
+            yield f"{where}.optimizer_impl={optim.optimizer_impl}: no such file; name a Python file or a module"
+    elif package == "bitsandbytes":
         yield (
             f"{where}.optimizer_impl={optim.optimizer_impl}: its optimizers cannot work on sharded weights; use "
             "optimizer_impl=torchao.optim with optimizer=AdamW8bit"
