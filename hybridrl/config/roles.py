@@ -240,6 +240,13 @@ def part_of(config: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), config)
 
 
+def groups_of(settings: Any, kind: type) -> list[tuple[str, Any]]:
+    """Return the groups of a type among a role's settings, by name."""
+    fields = dataclasses.fields(settings) if settings is not None else ()
+    values = [(field.name, getattr(settings, field.name)) for field in fields]
+    return [(name, value) for name, value in values if isinstance(value, kind)]
+
+
 def _imported(module: str, name: str) -> Callable[[], Any]:
     """Return a function that imports `name`: workers import torch and Ray, which the checks do not need."""
     return lambda: getattr(importlib.import_module(module), name)

@@ -57,11 +57,13 @@ class Panel:
     """One chart: `lines` are (metric, label).
 
     `kind` is `noisy` (thin, with a smoothed line over it), `exact` (as is), `points` (few values, marked) or `stack`.
+    Other metrics whose names end in `/<every>` follow the lines, and their labels are what precedes it.
     """
 
     title: str
     lines: tuple[tuple[str, str], ...]
     kind: str = "noisy"
+    every: str = ""
 
 
 _PANELS = (
@@ -78,12 +80,13 @@ _PANELS = (
     Panel(
         "Gradient norm",
         (("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), ("train/grad_norm", "model")),
+        every="grad_norm",
     ),
     Panel("Policy loss", (("actor/pg_loss", "loss"),)),
     Panel("Clipped share of tokens", (("actor/pg_clipfrac", "ratio"), ("actor/pg_clipfrac_lower", "dual clip"))),
     Panel("Value loss", (("critic/vf_loss", "loss"),)),
     Panel("Variance that the critic explains", (("critic/vf_explained_var", "explained"),)),
-    Panel("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), "exact"),
+    Panel("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), "exact", "lr"),
     Panel("Rollout against trainer (probability of a token)", (("training/rollout_probs_diff_mean", "difference"),)),
     Panel("Throughput (tokens per second and device)", (("perf/throughput", "tokens"),)),
 )
@@ -93,11 +96,10 @@ def panels(history: RunHistory) -> list[Panel]:
     """Return the charts that this run has data for, the most informative first."""
     found = []
     for panel in _PANELS:
-        lines = tuple((name, label) for name, label in panel.lines if _telling(history, name))
-        if lines and not _repeats(history, lines):
-            found.append(Panel(panel.title, lines, panel.kind))
-        elif lines:
-            found.append(Panel(panel.title, lines[:1], panel.kind))
+        lines = tuple((name, label) for name, label in _lines_of(panel, history) if _telling(history, name))
+        if lines:  # roles that learn alike are different lines
+            repeated = not panel.every and _repeats(history, lines)
+            found.append(Panel(panel.title, lines[:1] if repeated else lines, panel.kind))
     parts = [name for name in history.curves if name.startswith("reward/") and name.endswith("/mean")]
     lines = tuple((name, name.removeprefix("reward/").removesuffix("/mean")) for name in parts[: len(_COLOURS)])
     if {name for _, name in lines} - {"acc", "score"}:  # which the first panel shows
@@ -112,6 +114,13 @@ def panels(history: RunHistory) -> list[Panel]:
     elif history.curve("timing_s/step"):
         found.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
     return found
+
+
+def _lines_of(panel: Panel, history: RunHistory) -> list[tuple[str, str]]:
+    """The lines of a panel in this run, with those of roles that the library does not know."""
+    end, known = f"/{panel.every}", dict(panel.lines)
+    others = [name for name in history.curves if name.endswith(end) and name not in known] if panel.every else []
+    return [*panel.lines, *((name, name.removesuffix(end)) for name in others)]
 
 
 def _phases(history: RunHistory) -> list[str]:

@@ -40,7 +40,6 @@ SHORT_NAMES = {
     )
 }
 _PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
-_PARTS = ("actor", "model")  # of a checkpoint: the policy's folder, and that of supervised training
 
 Reward = Callable[..., Any] | str | Path
 Rows = Any  # a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table` or a list of dicts
@@ -192,15 +191,25 @@ class Trainer:
         for record in jsonl.read(outcome.folder / METRICS):
             numbers = {name: jsonl.number(value) for name, value in record.items()}
             steps.setdefault(record["step"], {}).update({k: v for k, v in numbers.items() if v is not None})
-        models = [outcome.checkpoint / part / "hf_model" for part in _PARTS] if outcome.checkpoint else []
+        model = None if outcome.checkpoint is None else outcome.checkpoint / trained_part(self.program) / "hf_model"
         return TrainingResult(
             folder=outcome.folder,
             step=outcome.step,
             total_steps=outcome.total_steps,
             checkpoint=outcome.checkpoint,
-            model_path=next((path for path in models if path.is_dir()), None),
+            model_path=model if model is not None and model.is_dir() else None,
             history=[steps[step] for step in sorted(steps)],
         )
+
+
+def trained_part(program: str) -> str:
+    """Return the folder of the trained model in a checkpoint of a program: the policy's where there is one."""
+    from hybridrl.config.roles import POLICY, ROLES
+    from hybridrl.trainer.supervised.trainer import MODEL_FOLDER
+
+    part = ROLES[POLICY].saved if PROGRAMS[program].tree == "ppo_trainer" else MODEL_FOLDER
+    assert part is not None, "a policy is saved"
+    return part
 
 
 def grpo(

@@ -1,4 +1,4 @@
-"""Keeps the batches of failed updates in the run's folder, so that they can be examined and replayed."""
+"""Keeps the batches whose update or scoring failed in the run's folder, so that they can be examined and replayed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ KEPT_BATCHES = 8  # a run that skips many updates must not fill the disk
 
 
 class FailedBatches:
-    """Keeps the batches of failed updates.
+    """Keeps the batches whose update or scoring failed.
 
     Args:
         folder: the run's folder. A batch is written to `failed_batch_step_N` in it.
@@ -24,11 +24,15 @@ class FailedBatches:
         self.folder = folder
 
     @contextmanager
-    def keeping(self, batch: DataProto, step: int) -> Iterator[None]:
-        """Keep `batch` if a worker fails inside the block. The error says where the batch was written."""
+    def keeping(self, batch: DataProto, step: int, kind: type[Exception] = WorkerError) -> Iterator[None]:
+        """Keep `batch` if a worker fails inside the block. The error says where the batch was written.
+
+        Args:
+            kind: the class of the errors for which it is kept.
+        """
         try:
             yield
-        except WorkerError as error:
+        except kind as error:
             error.add_note(self.keep(batch, step))
             raise
 
@@ -52,6 +56,6 @@ class FailedBatches:
         known = [name for name in ("temperature",) if name in batch.meta_info]
         try:
             batch.select(meta_info_keys=known).save_to_disk(path)
-        except (OSError, StorageError) as error:  # must not hide the failure of the update
+        except (OSError, StorageError) as error:  # must not hide the failure
             return f"the batch of this update could not be kept in {path}: {error}"
         return f"the batch of this update is kept in {path} (DataProto.load_from_disk)"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from hybridrl.config import OptimConfig
-from hybridrl.errors import ModelError, PlacementError
+from hybridrl.errors import ConfigError, ModelError, PlacementError
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.utils import device
@@ -110,11 +110,19 @@ def refuse_if_too_large(found: MemoryForecast, total: float, changes_that_fit: C
     notify(f"with sequences of full length, {problem}", "warning")
 
 
+def get_key(config: Any, key: str) -> Any:
+    """The value at a dotted path; with an empty one, `config`."""
+    for name in filter(None, key.split(".")):
+        config = getattr(config, name)
+    return config
+
+
 def fewest_changes(
     config: Config,
     total: float,
     peak_of: Callable[[Config], float],
     candidates: Callable[[Config], Iterable[Mapping[str, Any]]],
+    value_of: Callable[[Config, str], Any] = get_key,
 ) -> Changes:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice.
 
@@ -123,6 +131,7 @@ def fewest_changes(
         total: bytes of a device.
         peak_of: the peak of a run with these settings.
         candidates: keys with their new values, to try in this order. It sees those that were taken before.
+        value_of: returns the value of a key.
     """
     tried = copy.deepcopy(config)
 
@@ -131,7 +140,7 @@ def fewest_changes(
         _set_keys(tried, settings)
         try:
             return peak_of(tried)
-        except (ModelError, ForecastError):
+        except (ConfigError, ModelError, ForecastError):
             return math.inf  # one does not go together with another setting, or does not exist for this model
 
     peak = peak_of(tried)
@@ -139,7 +148,7 @@ def fewest_changes(
     for settings in candidates(tried):
         if peak <= total:
             break
-        before = {key: get_key(tried, key) for key in settings}
+        before = {key: value_of(tried, key) for key in settings}
         lower = lowered(settings)
         if lower < 0.99 * peak:
             chosen.append((settings, before))
@@ -167,18 +176,13 @@ def eight_bit_adam(where: str, optim: OptimConfig) -> dict[str, Any]:
     return {f"{where}.optimizer": "AdamW8bit", f"{where}.optimizer_impl": "torchao.optim"}
 
 
-def get_key(config: Any, key: str) -> Any:
-    """The value at a dotted path."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def set_key(config: Any, key: str, value: Any) -> None:
     """Set the value at a dotted path, whose parts are attributes or keys of mappings, which are added if needed."""
     *where, name = key.split(".")
     for part in where:
-        config = config.setdefault(part, {}) if isinstance(config, MutableMapping) else getattr(config, part)
+        if isinstance(config, MutableMapping) and config.get(part) is None:
+            config[part] = {}
+        config = config[part] if isinstance(config, MutableMapping) else getattr(config, part)
     if isinstance(config, MutableMapping):
         config[name] = value
     else:

@@ -41,12 +41,21 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
     return _load(path, f"{key}={path}", error)
 
 
+def names_file(path: str) -> bool:
+    """Whether a path without `:name` is that of a file, which need not exist, rather than a module's name."""
+    file = _file(path)
+    return not path.startswith("pkg://") and (file.suffix == ".py" or file.is_file() or "/" in path)
+
+
+def _file(path: str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
 def _load(path: str, where: str, error: type[UserError]) -> ModuleType:
     """Do what `load_module` does; `where` is the setting with its value."""
-    name = path.removeprefix("pkg://")
-    file = Path(path).expanduser().absolute()
+    name, file = path.removeprefix("pkg://"), _file(path)
     alias.allow()
-    is_file = name == path and (file.suffix == ".py" or file.is_file() or "/" in path)
+    is_file = names_file(path)
     if is_file and not file.is_file():
         raise error(f"{where}: no such file (looked for {file}).")
     if is_file and file.suffix != ".py":

@@ -20,7 +20,7 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import create_reward_manager
 from hybridrl.rollout import Rollout
-from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.early_scores import scored_early
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 
@@ -387,9 +387,8 @@ def test_a_session_is_scored_while_others_still_run(started, model, tmp_path, mo
         return futures
 
     monkeypatch.setattr(manager, "submit", submit_and_tell)
-    scores = EarlyScores(manager, rollout)
     try:
-        with scores.listening(asked):
+        with scored_early(manager, rollout, asked) as scores:
             batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
         batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
         early, later = scores(batch), manager(batch, return_dict=True)

@@ -273,6 +273,7 @@ def test_sft_that_works_passes(here):
             "no health check could roll back",
         ),
         ([f"{POLICY}.actor.optim.optimizer_impl=nowhere.optim"], "optimizer_impl=nowhere.optim", "no package nowhere"),
+        ([f"{POLICY}.actor.optim.optimizer_impl=./gone.py"], "optimizer_impl=./gone.py", "no such file"),
         ([f"{POLICY}.actor.optim.min_lr=1"], f"{POLICY}.actor.optim.min_lr=1.0", "lr=1e-06"),
         ([f"{POLICY}.actor.optim.optimizer_impl=bitsandbytes.optim"], "bitsandbytes.optim", "torchao.optim"),
         (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2 without a critic", "remove it"),
@@ -343,6 +344,11 @@ def test_faults_of_a_critic(here, change, expected):
 def test_faults_of_sft(here, change, expected):
     (fault,) = faults_of([*SFT, *change], "sft_trainer")
     assert expected in fault
+
+
+def test_an_optimizer_may_be_in_a_file(here):
+    validate(load_config("sft_trainer", [*SFT, "optim.optimizer_impl=./cls.py", "optim.optimizer=Own"]))
+    validate(load_config("sft_trainer", [*SFT, "optim.optimizer_impl=cls.py", "optim.optimizer=Own"]))
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,31 @@ def test_optimizers_by_name() -> None:
         build_optimizer(parameters, OptimConfig(override_optimizer_config={"betta": 1}))
 
 
+def test_an_optimizer_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "factors.py").write_text("FACTOR = 3.0\n")
+    file = tmp_path / "own_optimizer.py"
+    file.write_text(
+        "import torch\n"
+        "from factors import FACTOR\n"
+        "class Steep(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr, weight_decay):\n"
+        "        super().__init__(params, lr=FACTOR * lr, weight_decay=weight_decay)\n"
+    )
+    weight = torch.nn.Parameter(torch.ones(3))
+    optim = OptimConfig(optimizer="Steep", optimizer_impl=str(file), lr=0.1, weight_decay=0)
+    optimizer = build_optimizer([weight], optim)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(weight.detach(), torch.full((3,), 0.7))
+    with pytest.raises(ModelError, match=r"optim.optimizer='steep' .*own_optimizer.py.*use Steep"):
+        build_optimizer([weight], OptimConfig(optimizer="steep", optimizer_impl=str(file)))
+    file.write_text("import torch\n1 / 0\n")
+    with pytest.raises(ModelError, match=r"optim\.optimizer_impl=.*own_optimizer\.py: .*ZeroDivisionError.*line 2"):
+        build_optimizer([weight], optim)
+    with pytest.raises(ModelError, match=r"optim\.optimizer_impl=torch\.optimm: neither a Python file"):
+        build_optimizer([weight], OptimConfig(optimizer_impl="torch.optimm"))
+
+
 MUON = {"optimizer": "Muon", "lr": 2e-2, "weight_decay": 0.1, "betas": [0.8, 0.95]}
 
 

@@ -231,6 +231,21 @@ def test_charts_that_would_tell_nothing_are_left_out(tmp_path: Path) -> None:
     assert "KL divergence" in write_report(make_run(tmp_path / "b", 5, **{"actor/ppo_kl": 1e-9})).read_text()
 
 
+def test_gradient_norms_and_learning_rates_of_all_roles_are_drawn(tmp_path: Path) -> None:
+    """Those of other roles than actor and critic come after them, under the names that their workers give them."""
+    points = Curve(np.array([1, 2]), np.array([0.25, 0.5]))
+    names = [f"{role}/{name}" for name in ("grad_norm", "lr") for role in ("own", "prime", "critic", "actor")]
+    curves = {name: replace(points, values=points.values + row) for row, name in enumerate(names)}
+    found = {panel.title: panel for panel in panels(RunHistory(tmp_path, {**curves, "x/grad": points}, last_step=2))}
+    for title, name in (("Gradient norm", "grad_norm"), ("Learning rate", "lr")):
+        roles = ["actor", "critic", "own", "prime"]
+        assert found[title].lines == tuple((f"{role}/{name}", role) for role in roles)
+    alike = panels(RunHistory(tmp_path, {"actor/lr": points, "prime/lr": points}, last_step=2))
+    assert [(panel.title, panel.kind, panel.lines) for panel in alike] == [
+        ("Learning rate", "exact", (("actor/lr", "actor"), ("prime/lr", "prime")))
+    ]
+
+
 def test_phases_of_roles_that_the_user_registered_are_drawn(tmp_path: Path, monkeypatch) -> None:
     """In their order where the table has the role, as in the run itself, and otherwise too."""
     scoring = Scoring("own_scores", "score", "own", reader=lambda: None, weight=lambda config: 1.0)

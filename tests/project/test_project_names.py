@@ -56,7 +56,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "config/checks/distillation.py": ("actor_rollout", "teacher"),
     "config/checks/run.py": ("reward_model",),
     "config/roles.py": ("prime", "ref", "reward_model", "teacher"),
-    "trainer/ppo/forecast.py": ("megatron",),
     "trainer/ppo/teachers.py": ("teacher",),
     "workers/forecast.py": ("prime",),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax

@@ -12,7 +12,7 @@ from hybridrl.models.tiny import build_tokenizer
 from hybridrl.protocol import DataProto
 from hybridrl.reward import create_reward_manager
 from hybridrl.rollout.rollout import ReplicatedRollout
-from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.early_scores import scored_early
 
 FUNCTION = """
 from pathlib import Path
@@ -56,8 +56,7 @@ def prompts(first_tokens: list[int]) -> DataProto:
 def test_the_engine_waits_for_the_score_of_a_sample_that_has_finished(make_pool, manager, tmp_path) -> None:
     pool = make_pool(replicas=1, waits=str(tmp_path / "scored"))
     rollout, asked = ReplicatedRollout(pool), prompts([6, WAITING, 6])
-    scores = EarlyScores(manager, rollout)
-    with scores.listening(asked):
+    with scored_early(manager, rollout, asked) as scores:
         batch = rollout.generate(asked)  # would wait for ever if samples were scored after it
     assert rollout.on_finished is None
     batch.non_tensor_batch["raw_prompt"] = asked.non_tensor_batch["raw_prompt"]

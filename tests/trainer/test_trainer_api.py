@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 import yaml
 
 import hybridrl
+from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.notify import listening, notify
-from hybridrl.trainer.api import SHORT_NAMES
+from hybridrl.trainer.api import SHORT_NAMES, trained_part
 
 ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
 
@@ -220,6 +222,12 @@ except KeyError as error:
     assert "critic/score/mean" in str(error)
 print("both ran in", first.folder, second.folder)
 """
+
+
+def test_the_trained_model_is_where_the_row_of_the_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [trained_part(program) for program in ("grpo", "ppo", "sft", "rm")] == ["actor", "actor", "model", "model"]
+    monkeypatch.setitem(ROLES, POLICY, replace(ROLES[POLICY], saved="policy"))
+    assert [trained_part(program) for program in ("grpo", "dpo")] == ["policy", "model"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hybridrl.protocol import object_array
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.batch import names_of, prompt_ids_of
 from hybridrl.rollout.trajectory import Trajectory
-from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.early_scores import scored_early
 from hybridrl.trainer.ppo.sampler import respond
 
 FUNCTION = """
@@ -63,8 +63,8 @@ def manager_for(tmp_path):
 
 def scored(manager, rollout):
     """A batch, and what is made of it with scores that were begun early."""
-    scores, asked = EarlyScores(manager, rollout), prompts_of(["a", "b"], samples=3)
-    with scores.listening(asked):
+    asked = prompts_of(["a", "b"], samples=3)
+    with scored_early(manager, rollout, asked) as scores:
         batch = respond(rollout, asked, 1.0)
     return batch, scores(batch)
 

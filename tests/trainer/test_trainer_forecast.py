@@ -444,3 +444,24 @@ def test_keys_of_megatron_make_a_run_fit(micro_model: Path) -> None:
         assert policy is not None and ref is not None
         changes, fits = changes_that_fit(config, policy.update + 0.5 * ref.resident)
         assert fits and changes == [(f"actor_rollout_ref.ref.{group}.param_offload", True)]
+
+
+def test_a_run_with_prime_is_told_keys_of_its_model(micro_model: Path, tiny_model: Path) -> None:
+    """Settings of `roles.prime` that were not given have their defaults."""
+    given = {
+        **TIGHT,
+        "data.train_batch_size": 8,
+        "algorithm.adv_estimator": "prime",
+        "trainer.n_gpus_per_node": 2,
+        "roles.prime.model.path": tiny_model,
+        "roles.prime.ppo_mini_batch_size": 8,
+        "roles.prime.use_dynamic_bsz": True,
+    }
+    config = settings(micro_model, **given)
+    peak = forecast_run(config).peak
+    assert peak == forecast_run(config).phases()["update_prime"]
+    limit, offload = ("roles.prime.ppo_max_token_len_per_gpu", 300), ("roles.prime.fsdp_config.offload_policy", True)
+    assert changes_that_fit(config, 0.5 * peak) == ([limit], True)
+    changes, fits = changes_that_fit(config, 0.4 * peak)
+    assert fits and changes == [limit, offload] and "fsdp_config" not in config.roles["prime"]
+    assert forecast_run(settings(micro_model, **given, **dict(changes))).peak <= 0.4 * peak

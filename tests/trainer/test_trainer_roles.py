@@ -14,12 +14,18 @@ import torch
 from trainer_tools import trained
 
 from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
+from hybridrl.config.checks.algorithm import check_full_kl
 from hybridrl.config.roles import phases_per_token
+from hybridrl.engine.forecast import Workload
+from hybridrl.engine.train_engine import MicroBatching, TrainEngines
 from hybridrl.errors import ConfigError
+from hybridrl.trainer.ppo.forecast import changes_that_fit
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.roles import (
     ROLES,
+    Pass,
     Role,
+    RoleSpec,
     Update,
     active_roles,
     register_role,
@@ -150,6 +156,54 @@ def test_a_role_that_learns_is_checked_like_the_critic(micro_model, sort_data, m
     with pytest.raises(ConfigError, match=named) as caught:
         validate(config_of(*common, *settings))
     assert len(caught.value.faults) == 1
+
+
+def test_the_check_of_full_kl_asks_the_row_of_the_reference_where_it_runs(monkeypatch) -> None:
+    config = config_of("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=full")
+    assert list(check_full_kl(config)) == []
+    monkeypatch.setitem(ROLES, "ref", dataclasses.replace(ROLES["ref"], own_pool=lambda config: [1]))
+    (fault,) = check_full_kl(config)
+    assert "the reference's pool ref_pool is not the actor's global" in fault
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_run_that_does_not_fit_is_told_keys_of_a_role_of_ones_own(tiny_model, monkeypatch, learns) -> None:
+    """They are found by the types of its groups, whatever their names; a frozen role has no optimizer."""
+
+    def forecast(config, ranks):
+        part, micro = ROLES["umpire"].settings_of(config), MicroBatching(1, None)
+        work = Workload(100, 200, 1, micro if learns else None, micro)
+        optim = part.optim if learns else None
+        engine = TrainEngines.get("language_model", part.strategy)
+        return engine.forecast("language_model", part.model, part.engine, optim, ranks, work)
+
+    spec = RoleSpec(
+        name="umpire",
+        worker=None,
+        needed=lambda config: "umpire" in config.roles,
+        placement=("actor_rollout_ref",),
+        mesh="umpire",
+        settings=UmpireSettings,
+        passes=(Pass("umpire", "compute_umpire"),),
+        update=Update("update_umpire", "update_umpire", fields=()) if learns else None,
+        forecast=lambda: forecast,
+    )
+    monkeypatch.setitem(ROLES, "umpire", spec)
+    config = config_of(
+        f"actor_rollout_ref.model.path={tiny_model}",
+        "algorithm.adv_estimator=grpo",
+        "data.max_prompt_length=100",
+        "data.max_response_length=200",
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "trainer.n_gpus_per_node=2",
+        "roles.umpire.seed=1",
+        f"roles.umpire.model.path={tiny_model}",
+    )
+    changes, _ = changes_that_fit(config, 1.0)
+    own = {key.removeprefix("roles.umpire.") for key, _ in changes if key.startswith("roles.umpire.")}
+    assert ("engine.offload_policy" if learns else "engine.param_offload") in own
+    assert learns or not any(name.startswith("optim") for name in own)
 
 
 def test_external_lib_registers_roles_before_workers_start(micro_model, sort_data, tmp_path) -> None:

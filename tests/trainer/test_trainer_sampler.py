@@ -10,6 +10,7 @@ from sampler_tools import OwnRollout, prompts_of, reward, same, sampler_of
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
+from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.sampler import Sampler, respond
@@ -185,6 +186,33 @@ def test_a_step_that_failed_can_be_taken_back() -> None:
     found = sampler.next().batch
     assert found.non_tensor_batch["uid"].tolist() == expected.non_tensor_batch["uid"].tolist()
     assert sampler.step == 2 and torch.equal(found.batch["token_level_scores"], expected.batch["token_level_scores"])
+
+
+def test_the_batch_that_could_not_be_scored_is_kept_and_named_in_the_error(tmp_path) -> None:
+    """The second batch: the first was scored. Another error than that of a reward leaves nothing."""
+    sampler = sampler_of(OwnRollout(same))
+    sampler.failed_batches, answered = FailedBatches(tmp_path), sampler.rollout.asked
+
+    def failing(error: Exception):
+        def score(batch, return_dict=False):
+            if len(answered) > 1:
+                raise error
+            return reward(batch, return_dict)
+
+        return score
+
+    sampler.reward_fn = failing(RewardError("not yet"))
+    sampler.next()
+    with pytest.raises(RewardError, match="not yet") as caught:
+        sampler.next()
+    kept = tmp_path / "failed_batch_step_2"
+    assert list(tmp_path.iterdir()) == [kept] and str(kept) in caught.value.__notes__[0]
+    uids = [batch.non_tensor_batch["uid"].tolist() for batch in (DataProto.load_from_disk(kept), answered[1])]
+    assert uids[0] == uids[1]
+    sampler.reward_fn = failing(RolloutError("gone"))
+    with pytest.raises(RolloutError):
+        sampler.next()
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 class OwnPhases(Sampler):

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.own_settings import fault_of_name
+from hybridrl.config.roles import POLICY, ROLES, pool_of
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.strategies import engine_group, engine_settings, other_places
 from hybridrl.errors import ModelError
@@ -136,17 +137,16 @@ def _check_alike(where: str, actor: Any, ref: Any) -> Iterator[str]:
 
 def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
     """Check that the KL over the vocabulary can be computed: the actor's process needs the logits of both policies."""
-    algorithm, actor, roles = config.algorithm, config.actor_rollout_ref.actor, config.placement.roles
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
     where = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}.kl_loss_type"
-    own = roles.get("actor_rollout_ref")
+    own, other = pool_of(ROLES[POLICY], config), pool_of(ROLES["ref"], config)
     if not in_reward and not (actor.use_kl_loss and actor.kl_loss_type == "full"):
         return
-    if config.has_reference_model and roles.get("ref", own) != own:
+    if config.has_reference_model and other != own:
         yield (
-            f"{where}=full compares the logits of both policies, too large to send between processes, and "
-            f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
-            "low_var_kl"
+            f"{where}=full compares the logits of both policies, too large to send between processes, and the "
+            f"reference's pool {other} is not the actor's {own}; remove placement.roles.ref, or use low_var_kl"
         )
     if config.has_reference_model:
         yield from _check_alike(where, actor, config.actor_rollout_ref.ref)

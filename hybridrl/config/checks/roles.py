@@ -6,11 +6,12 @@ Settings of roles that take no part are checked only for what would be wrong in 
 import dataclasses
 import importlib.util
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.checks.algorithm import check_names
 from hybridrl.config.checks.paths import check_model
-from hybridrl.config.roles import ROLES, RoleSpec, active_roles
+from hybridrl.config.roles import ROLES, RoleSpec, active_roles, groups_of
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -19,6 +20,7 @@ from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RunConfig
 from hybridrl.config.strategies import engine_group, ranks_per_sequence
 from hybridrl.errors import ConfigError
 from hybridrl.registry import TRAIN_ENGINES
+from hybridrl.utils.user_code import names_file
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BUDGET = "max_token_len_per_gpu"
@@ -52,13 +54,6 @@ def check_roles(config: PPOTrainerConfig) -> Iterator[str]:
     yield from check_placement(config.placement, config.trainer, allowed, [spec.placement for spec in active])
 
 
-def _parts(settings: Any, kind: type) -> list[tuple[str, Any]]:
-    """The groups of a type among the settings, by name."""
-    fields = dataclasses.fields(settings) if settings is not None else ()
-    values = [(field.name, getattr(settings, field.name)) for field in fields]
-    return [(name, value) for name, value in values if isinstance(value, kind)]
-
-
 def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, checked: set[str]) -> Iterator[str]:
     """Check what would be wrong in every run.
 
@@ -70,7 +65,7 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, che
         checked.add(strategy)
         yield from check_names("actor_rollout_ref.", None, {f"{where}.strategy": (TRAIN_ENGINES, strategy)})
         yield from _check_group(where, settings)
-    for name, engine in _parts(settings, EngineConfig):
+    for name, engine in groups_of(settings, EngineConfig):
         if strategy is not None and engine.strategy != strategy:
             yield (
                 f"{where}.{name}.strategy={engine.strategy} and {where}.strategy={strategy} must agree; set the latter "
@@ -89,7 +84,7 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any, che
 
 def _check_group(where: str, settings: Any) -> Iterator[str]:
     """Check that settings with groups for training engines have the one that the chosen engine reads."""
-    if TRAIN_ENGINES.knows(settings.strategy) and _parts(settings, EngineConfig):
+    if TRAIN_ENGINES.knows(settings.strategy) and groups_of(settings, EngineConfig):
         try:
             engine_group(settings)
         except ConfigError as error:
@@ -101,7 +96,7 @@ def _check_model(config: PPOTrainerConfig, spec: RoleSpec, checked: set[str]) ->
     if callable(spec.config):  # the models of what a function returns are known to the check of its settings
         return
     where, policy_lib = spec.config or spec.where, config.actor_rollout_ref.model.external_lib
-    for name, model in _parts(spec.config_of(config), ModelConfig):
+    for name, model in groups_of(spec.config_of(config), ModelConfig):
         if model.path not in checked:
             checked.add(model.path)
             yield from check_model(f"{where}.{name}", model, config.trainer.device)
@@ -111,11 +106,11 @@ def _check_model(config: PPOTrainerConfig, spec: RoleSpec, checked: set[str]) ->
 
 def _check_training(config: PPOTrainerConfig, spec: RoleSpec, settings: Any) -> Iterator[str]:
     where = spec.where
-    for name, checkpoint in _parts(settings, CheckpointConfig) if spec.saved is not None else ():
+    for name, checkpoint in groups_of(settings, CheckpointConfig) if spec.saved is not None else ():
         yield from check_contents(f"{where}.{name}", checkpoint, config.trainer)
     if spec.update is not None:
         yield from _check_batches(config, where, settings)
-        for name, optim in _parts(settings, OptimConfig):
+        for name, optim in groups_of(settings, OptimConfig):
             yield from check_optimizer(f"{where}.{name}", optim)
 
 
@@ -174,14 +169,17 @@ def _check_budgets(config: PPOTrainerConfig, where: str, settings: Any, part: An
 
 
 def check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
-    """Check the learning rates, and that the optimizer's package is installed and works on sharded weights."""
+    """Check the learning rates, and that the optimizer's file or package is there and works on sharded weights."""
     if optim.min_lr is not None and (optim.min_lr_ratio or not optim.min_lr <= optim.lr or not optim.lr):
         yield (
             f"{where}.min_lr={optim.min_lr} with lr={optim.lr} and min_lr_ratio={optim.min_lr_ratio}: min_lr may be at "
             "most lr, and says the same as min_lr_ratio; set one of the two"
         )
-    package = optim.optimizer_impl.split(".")[0]
-    if package == "bitsandbytes":
+    package = optim.optimizer_impl.removeprefix("pkg://").split(".")[0]
+    if names_file(optim.optimizer_impl):
+        if not Path(optim.optimizer_impl).expanduser().is_file():
+            yield f"{where}.optimizer_impl={optim.optimizer_impl}: no such file; name a Python file or a module"
+    elif package == "bitsandbytes":
         yield (
             f"{where}.optimizer_impl={optim.optimizer_impl}: its optimizers cannot work on sharded weights; use "
             "optimizer_impl=torchao.optim with optimizer=AdamW8bit"

@@ -115,7 +115,7 @@ class OptimConfig(ConfigNode):
         synonyms=names.OPTIMIZER_SYNONYMS,
     )
     optimizer_impl: str = key(
-        "torch.optim", "module that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
+        "torch.optim", "module or Python file that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
     )
     lr: float = key(1e-6, "peak learning rate", ge=0)
     betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)

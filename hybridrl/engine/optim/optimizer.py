@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from hybridrl.engine.optim import low_bit
 from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.errors import ModelError
 from hybridrl.utils import device
+from hybridrl.utils.user_code import load_module
 
 # Share of the steps after warm-up during which the "wsd" schedule stays at its peak.
 STABLE_SHARE = 0.9
@@ -27,7 +27,7 @@ _SAMPLE = 256
 def build_optimizer(
     parameters: Iterable[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Build the optimizer class `optim.optimizer` of module `optim.optimizer_impl`.
+    """Build the optimizer class `optim.optimizer` of the module or Python file `optim.optimizer_impl`.
 
     `betas` is passed to classes that accept it; `override_optimizer_config` is passed last and has precedence. The
     fused kernel is used if the class has one and no other kernel is requested: it is several times faster, also on a
@@ -38,13 +38,13 @@ def build_optimizer(
         matrices: the parameters that Muon orthogonalises (`hidden_matrices`).
 
     Raises:
-        ModelError: there is no such module or class, or it does not accept an argument or its value.
+        ModelError: there is no such module, file or class, or it does not accept an argument or its value.
     """
     kind = _optimizer_class(optim)
     parameters, overrides = list(parameters), dict(optim.override_optimizer_config or {})
     if kind is torch.optim.Muon:
         return _build_muon(parameters, optim, matrices, overrides)
-    if optim.optimizer_impl.split(".")[0] == "torchao":
+    if optim.optimizer_impl.removeprefix("pkg://").split(".")[0] == "torchao":
         kind = low_bit.row_blocks(kind)
     return _make(kind, parameters, optim, overrides)
 
@@ -91,11 +91,10 @@ def _bytes_of(value: Any) -> int:
 
 
 def _optimizer_class(optim: Any) -> Any:
-    module: Any = None
+    module = load_module(optim.optimizer_impl, "optim.optimizer_impl", ModelError)
     try:
-        module = importlib.import_module(optim.optimizer_impl)
         return getattr(module, optim.optimizer)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
         same = [name for name in dir(module) if name.lower() == optim.optimizer.lower()]
         remedy = f"; use {same[0]} and its settings in optim.override_optimizer_config" if same else ""
         raise ModelError(

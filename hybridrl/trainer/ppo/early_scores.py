@@ -4,10 +4,12 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
@@ -30,64 +32,59 @@ class _Early:
     future: Future[Scored]
 
 
-class EarlyScores:
-    """A reward manager that begins with each sample as soon as the rollout has finished it.
+_Finished = queue.SimpleQueue[Sequence[Trajectory] | None]
+_Begun = Future[Mapping[_Key, _Early]]
 
-    It is called in place of the manager, and returns the same. Where the manager or its function takes whole batches,
-    or the rollout returns all responses at once, the manager scores the batch as it is.
+
+@contextlib.contextmanager
+def scored_early(manager: Any, rollout: Rollout, asked: DataProto) -> Iterator["EarlyScores"]:
+    """Score what the rollout finishes within this context. It gives what then scores the whole batch.
+
+    Where the manager or its function takes whole batches, or the rollout returns all responses at once, the manager
+    scores the batch as it is.
 
     Args:
         manager: scores the samples.
         rollout: generates them.
+        asked: what the rollout is asked for: a row per sample, with all columns.
+    """
+    if not _possible(manager, asked):
+        yield EarlyScores(manager)
+        return
+    finished: _Finished = queue.SimpleQueue()
+    begun: _Begun = Future()
+    threading.Thread(target=_listen, args=(manager, asked, finished, begun), name="early-scores", daemon=True).start()
+    rollout.on_finished = finished.put
+    try:
+        yield EarlyScores(manager, begun)
+    finally:
+        rollout.on_finished = None
+        finished.put(None)
+
+
+class EarlyScores:
+    """A reward manager that has begun with samples that finished before others.
+
+    It is called in place of the manager, and returns the same.
+
+    Args:
+        manager: scores the samples.
+        begun: the samples that it has begun with; None if there are none.
     """
 
-    def __init__(self, manager: Any, rollout: Rollout) -> None:
+    def __init__(self, manager: Any, begun: _Begun | None = None) -> None:
         self.manager = manager
-        self._rollout = rollout
-        self._finished: queue.SimpleQueue[Sequence[Trajectory] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._rows: dict[tuple[str, str], int] = {}
-        self._asked: DataProto | None = None
-        self._found: dict[_Key, _Early] = {}
-        self._error: BaseException | None = None
+        self._begun = begun
         self.__name__ = type(manager).__name__
-
-    @contextlib.contextmanager
-    def listening(self, asked: DataProto) -> Iterator[None]:
-        """Score what the rollout finishes within this context; the batch of it is scored by the next call.
-
-        Args:
-            asked: what the rollout is asked for: a row per sample, with all columns.
-        """
-        if not self._possible(asked):
-            yield
-            return
-        columns = asked.non_tensor_batch
-        names = zip(map(str, columns["uid"].tolist()), map(str, columns["sample"].tolist()), strict=True)
-        self._rows = {name: row for row, name in enumerate(names)}
-        self._asked, self._found, self._error = asked, {}, None
-        self._finished = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._score, name="early-scores", daemon=True)
-        self._thread.start()
-        self._rollout.on_finished = self._finished.put
-        try:
-            yield
-        finally:
-            self._rollout.on_finished = None
-            self._finished.put(None)
 
     def __call__(self, batch: DataProto, return_dict: bool = True) -> Any:
         """What the manager returns for a batch; see `RewardManager.__call__`.
 
         The metric `perf/reward_scored_early` is the share of rows whose score was there when the batch was complete.
         """
-        if self._thread is None:
+        if self._begun is None:
             return self.manager(batch, return_dict=return_dict)
-        thread, self._thread = self._thread, None
-        thread.join()
-        if self._error is not None:
-            raise self._error
-        futures = self._futures(batch)
+        futures = _futures(batch, self._begun.result())
         late = _with_sessions(batch, [row for row, future in enumerate(futures) if future is None])
         done = sum(future is not None and future.done() for future in futures)
         if late:
@@ -99,64 +96,77 @@ class EarlyScores:
             if future.done() and (error := future.exception()) is not None:
                 raise error
         result = self.manager.collect(batch, [future.result() for future in known])
-        self._found = {}
         result["metrics"] = {**result["metrics"], "perf/reward_scored_early": done / max(len(futures), 1)}
         return result if return_dict else result["reward_tensor"]
 
-    def _possible(self, asked: DataProto) -> bool:
-        kind = type(self.manager)
-        if not isinstance(self.manager, RewardManager) or not {"uid", "sample"} <= asked.non_tensor_batch.keys():
-            return False
-        if any(getattr(kind, name) is not getattr(RewardManager, name) for name in ("__call__", "score_batch")):
-            return False
-        try:
-            calls = self.manager.pool.calls
-        except RewardError:  # scoring the batch raises it
-            return False
-        return bool(calls) and all(how.form == "sample" for _, how in calls)
 
-    def _score(self) -> None:
-        """Hand over trajectories as they finish; those that finish together make one batch."""
-        try:
-            while (first := self._finished.get()) is not None:
-                several, ended = list(first), False
-                with contextlib.suppress(queue.Empty):
-                    while not ended:
-                        more = self._finished.get_nowait()
-                        ended = more is None
-                        several += more or ()
-                self._submit(several)
-                if ended:
-                    return
-        except BaseException as error:
-            self._error = error
+def _listen(manager: RewardManager, asked: DataProto, finished: _Finished, begun: _Begun) -> None:
+    """Hand over trajectories as they finish, until None; those that finish together make one batch."""
+    found: dict[_Key, _Early] = {}
+    ended = False
+    try:
+        columns = asked.non_tensor_batch
+        names = zip(map(str, columns["uid"].tolist()), map(str, columns["sample"].tolist()), strict=True)
+        row_of = {name: row for row, name in enumerate(names)}
+        while not ended and (first := finished.get()) is not None:
+            several = list(first)
+            with contextlib.suppress(queue.Empty):
+                while not ended:
+                    more = finished.get_nowait()
+                    ended = more is None
+                    several += more or ()
+            found |= _submitted(manager, columns, row_of, several)
+        begun.set_result(found)
+    except BaseException as error:
+        begun.set_exception(error)
 
-    def _submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Begin with the trajectories of samples that were asked for; a phase of one's own may generate others."""
-        assert self._asked is not None
-        trajectories = [one for one in trajectories if (one.uid, str(one.sample)) in self._rows]
-        if not trajectories:
-            return
-        pad = self.manager.tokenizer.pad_token_id
-        batch = batch_of([replace(one, routed_experts=None) for one in trajectories], 0 if pad is None else pad)
-        rows = [self._rows[one.uid, str(one.sample)] for one in trajectories]
-        for name, column in self._asked.non_tensor_batch.items():
-            if name not in batch.non_tensor_batch:
-                batch.non_tensor_batch[name] = object_array([column[row] for row in rows])
-        for one, future in zip(trajectories, self.manager.submit(batch), strict=True):
-            self._found[one.uid, str(one.sample), one.turn] = _Early(list(one.token_ids), future)
 
-    def _futures(self, batch: DataProto) -> list[Future[Scored] | None]:
-        """The futures of a batch's rows; None for a row that was not scored with these tokens."""
-        columns, lengths = batch.non_tensor_batch, response_lengths(batch).tolist()
-        responses = batch.batch["responses"].tolist()
-        turns = columns.get("trajectory_index")
-        futures: list[Future[Scored] | None] = []
-        for row, (uid, sample) in enumerate(zip(columns["uid"].tolist(), columns["sample"].tolist(), strict=True)):
-            early = self._found.get((str(uid), str(sample), 0 if turns is None else int(turns[row])))
-            same = early is not None and early.token_ids == responses[row][: lengths[row]]
-            futures.append(early.future if early is not None and same else None)
-        return futures
+def _submitted(
+    manager: RewardManager,
+    columns: Mapping[str, np.ndarray],
+    row_of: Mapping[tuple[str, str], int],
+    several: Sequence[Trajectory],
+) -> dict[_Key, _Early]:
+    """Begin with the trajectories of samples that were asked for; a phase of one's own may generate others."""
+    several = [one for one in several if (one.uid, str(one.sample)) in row_of]
+    if not several:
+        return {}
+    pad = manager.tokenizer.pad_token_id
+    batch = batch_of([replace(one, routed_experts=None) for one in several], 0 if pad is None else pad)
+    rows = [row_of[one.uid, str(one.sample)] for one in several]
+    for name, column in columns.items():
+        if name not in batch.non_tensor_batch:
+            batch.non_tensor_batch[name] = object_array([column[row] for row in rows])
+    return {
+        (one.uid, str(one.sample), one.turn): _Early(list(one.token_ids), future)
+        for one, future in zip(several, manager.submit(batch), strict=True)
+    }
+
+
+def _possible(manager: Any, asked: DataProto) -> bool:
+    kind = type(manager)
+    if not isinstance(manager, RewardManager) or not {"uid", "sample"} <= asked.non_tensor_batch.keys():
+        return False
+    if any(getattr(kind, name) is not getattr(RewardManager, name) for name in ("__call__", "score_batch")):
+        return False
+    try:
+        calls = manager.pool.calls
+    except RewardError:  # scoring the batch raises it
+        return False
+    return bool(calls) and all(how.form == "sample" for _, how in calls)
+
+
+def _futures(batch: DataProto, found: Mapping[_Key, _Early]) -> list[Future[Scored] | None]:
+    """The futures of a batch's rows; None for a row that was not scored with these tokens."""
+    columns, lengths = batch.non_tensor_batch, response_lengths(batch).tolist()
+    responses = batch.batch["responses"].tolist()
+    turns = columns.get("trajectory_index")
+    futures: list[Future[Scored] | None] = []
+    for row, (uid, sample) in enumerate(zip(columns["uid"].tolist(), columns["sample"].tolist(), strict=True)):
+        early = found.get((str(uid), str(sample), 0 if turns is None else int(turns[row])))
+        same = early is not None and early.token_ids == responses[row][: lengths[row]]
+        futures.append(early.future if early is not None and same else None)
+    return futures
 
 
 def _with_sessions(batch: DataProto, rows: list[int]) -> list[int]:

@@ -1,67 +1,36 @@
 """The memory that the phases of a run will take, computed before any model is loaded."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import ModelConfig, OptimConfig, PPOTrainerConfig
+from hybridrl.config.roles import POLICY, ROLES, MicroBatches, RoleSpec, active_roles, groups_of
+from hybridrl.config.schema.engine import EngineConfig
 from hybridrl.config.served import ServedModel
-from hybridrl.config.unread import unread_by
-from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
+from hybridrl.config.strategies import engine_group, group_type
+from hybridrl.registry import INFERENCE_ENGINES, TRAIN_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
-from hybridrl.trainer.ppo.roles import POLICY, ROLES, active_roles, resource_pools
+from hybridrl.trainer.ppo.roles import resource_pools
 from hybridrl.workers.forecast import Forecast, forecast_roles
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
 
 _MIB = 1024**2
 _ENGINE_BYTES = 2  # of a parameter in an inference engine: bfloat16
-_ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-#: changes that save memory, the cheapest first: the key and its value. The last one also changes the results a little.
-_CHANGES: tuple[tuple[str, Any], ...] = (
-    (f"{_MODEL}.use_fused_kernels", True),
-    (f"{_ACTOR}.ppo_max_token_len_per_gpu", "a sequence"),
-    (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "a sequence"),
-    ("critic.ppo_max_token_len_per_gpu", "a sequence"),
-    ("reward.reward_model.forward_max_token_len_per_gpu", "a sequence"),
-    (f"{_MODEL}.enable_gradient_checkpointing", True),
-    ("critic.model.enable_gradient_checkpointing", True),
-    (f"{_MODEL}.recompute_granularity", "full"),
-    ("critic.model.recompute_granularity", "full"),
-    (f"{_MODEL}.enable_activation_offload", True),
-    ("critic.model.enable_activation_offload", True),
-    (f"{_MODEL}.tiled_mlp.enabled", True),
-    ("critic.model.tiled_mlp.enabled", True),
-    (f"{_ACTOR}.megatron.sequence_parallel", True),
-    ("critic.megatron.sequence_parallel", True),
-    (f"{_ACTOR}.megatron.use_distributed_optimizer", True),
-    ("critic.megatron.use_distributed_optimizer", True),
-    (f"{_ROLLOUT}.gpu_memory_utilization", "what is left"),
-    (f"{_ACTOR}.megatron.grad_offload", True),
-    ("critic.megatron.grad_offload", True),
-    (f"{_ACTOR}.fsdp_config.optimizer_offload", True),
-    (f"{_ACTOR}.megatron.optimizer_offload", True),
-    *(
-        (f"{role}.{group}.param_offload", True)
-        for role in ("actor_rollout_ref.ref", "distillation", "reward.reward_model")
-        for group in ("fsdp_config", "megatron")
-    ),
-    ("critic.fsdp.optimizer_offload", True),
-    ("critic.megatron.optimizer_offload", True),
-    (f"{_ACTOR}.fsdp_config.param_offload", True),
-    (f"{_ACTOR}.megatron.param_offload", True),
-    ("critic.fsdp.param_offload", True),
-    ("critic.megatron.param_offload", True),
-    (f"{_ACTOR}.fsdp_config.offload_policy", "several ranks"),
-    ("critic.fsdp.offload_policy", "several ranks"),
-    (f"{_ACTOR}.optim", "8 bits"),
-    ("critic.optim", "8 bits"),
+_UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+_LOG_PROB_TOKENS = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+#: settings of a model that learns, the cheapest first
+_OF_MODELS: tuple[tuple[str, Any], ...] = (
+    ("enable_gradient_checkpointing", True),
+    ("recompute_granularity", "full"),
+    ("enable_activation_offload", True),
+    ("tiled_mlp.enabled", True),
 )
-#: a setting that only an engine with 8-bit optimizers reads, by the key of the optimizer's settings
-_EIGHT_BIT = {f"{_ACTOR}.optim": f"{_ACTOR}.fsdp_config.offload_policy", "critic.optim": "critic.fsdp.offload_policy"}
 _LEAST_UTILIZATION = 0.1
 
 
@@ -220,33 +189,123 @@ def changes_that_fit(
         total,
         lambda tried: forecast_run(tried, total, compute).peak,
         lambda tried: _candidates(tried, total, compute),
+        _value,
     )
 
 
 def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[dict[str, Any]]:
-    rollout, ranks = config.actor_rollout_ref.rollout, _ranks(resource_pools(config))
+    rollout = config.actor_rollout_ref.rollout
     sequence = rollout.prompt_length + rollout.response_length
-    idle = tuple(f"{spec.where}." for spec in ROLES.values() if not spec.needed(config))
-    for key, value in _CHANGES:
-        if key.startswith(idle) or unread_by(config, _EIGHT_BIT.get(key, key)):
-            continue
+    for key, value in _changes(config):
         if value == "a sequence":
-            if get_key(config, key) > sequence:
+            if _value(config, key) > sequence:
                 yield {key: sequence}
         elif value == "what is left":
             found = forecast_run(config, total, compute)
             left = (total - found.phases().get("gen", 0.0) + found.engine) / total
             fitting = math.floor(100 * left) / 100
-            if _LEAST_UTILIZATION <= fitting < get_key(config, key):
+            if _LEAST_UTILIZATION <= fitting < _value(config, key):
                 yield {key: fitting}
-        elif value == "several ranks":
-            if ranks["critic" if key.startswith("critic.") else POLICY] > 1 and not get_key(config, key):
-                yield {key: True}
         elif value == "8 bits":
-            if settings := shared.eight_bit_adam(key, get_key(config, key)):
+            if settings := shared.eight_bit_adam(key, _value(config, key)):
                 yield settings
-        elif get_key(config, key) != value:
+        elif _value(config, key) != value:
             yield {key: value}
+
+
+@dataclass(frozen=True)
+class _Tunable:
+    """A role of the run, and where its settings are that decide how much memory it takes.
+
+    Attributes:
+        spec: its row in the table.
+        ranks: the number of its ranks.
+        model: where the settings of its model are; None if the role has none of its own.
+        engine: the keys of its training engine, by name.
+        optim: where the settings of its optimizers are.
+    """
+
+    spec: RoleSpec
+    ranks: int
+    model: str | None
+    engine: Mapping[str, str]
+    optim: tuple[str, ...]
+
+    @classmethod
+    def of(cls, spec: RoleSpec, config: PPOTrainerConfig, ranks: int) -> Self:
+        settings = spec.settings_of(config)
+        holder = settings if callable(spec.config) else spec.config_of(config)
+        return cls(
+            spec,
+            ranks,
+            spec.model_path if isinstance(getattr(holder, "model", None), ModelConfig) else None,
+            {name: f"{spec.where}.{group}.{name}" for group, name in _read_by_engine(settings)},
+            tuple(f"{spec.where}.{name}" for name, _ in groups_of(settings, OptimConfig)),
+        )
+
+    @property
+    def computes_logits(self) -> bool:
+        update = self.spec.update
+        return bool(self.spec.passes) and not (update is not None and update.value_head)
+
+    @property
+    def limit(self) -> MicroBatches | None:
+        """How rows are divided in its update, or where it scores."""
+        phase = self.spec.update or self.spec.scoring
+        return None if phase is None else phase.batching
+
+
+def _read_by_engine(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield the settings that the chosen training engine of a role reads: their group, and their name."""
+    if hasattr(settings, "strategy") and groups_of(settings, EngineConfig):
+        group = engine_group(settings)
+        for field in dataclasses.fields(group_type(TRAIN_ENGINES.settings(settings.strategy))):
+            yield group, field.name
+
+
+def _changes(config: PPOTrainerConfig) -> Iterator[tuple[str, Any]]:
+    """Yield keys of the run's roles with values that save memory, the cheapest first.
+
+    Those of optimizers, which come last, also change the results a little.
+    """
+    ranks = _ranks(resource_pools(config))
+    roles = [_Tunable.of(spec, config, ranks[spec.name]) for spec in active_roles(config)]
+    learners = [role for role in roles if role.spec.update is not None]
+    frozen = [role for role in roles if role.spec.update is None]
+
+    def of_engines(name: str, chosen: Iterable[_Tunable]) -> Iterator[tuple[str, Any]]:
+        return ((role.engine[name], True) for role in chosen if name in role.engine)
+
+    yield from dict.fromkeys(
+        (f"{role.model}.use_fused_kernels", True) for role in roles if role.model and role.computes_logits
+    )
+    for role in roles:
+        if role.limit is not None and hasattr(_value(config, role.limit.where), role.limit.tokens):
+            yield f"{role.limit.where}.{role.limit.tokens}", "a sequence"
+        if role.spec.name == POLICY:
+            yield _LOG_PROB_TOKENS, "a sequence"
+    for name, value in _OF_MODELS:
+        yield from ((f"{role.model}.{name}", value) for role in learners if role.model)
+    for name in ("sequence_parallel", "use_distributed_optimizer"):
+        yield from of_engines(name, learners)
+    yield _UTILIZATION, "what is left"
+    yield from of_engines("grad_offload", learners)
+    yield from of_engines("optimizer_offload", (role for role in learners if role.spec.name == POLICY))
+    yield from of_engines("param_offload", frozen)
+    yield from of_engines("optimizer_offload", (role for role in learners if role.spec.name != POLICY))
+    yield from of_engines("param_offload", learners)
+    yield from of_engines("offload_policy", (role for role in learners if role.ranks > 1))
+    for role in learners:
+        if "offload_policy" in role.engine:  # of the engines with 8-bit optimizers alone
+            yield from ((where, "8 bits") for where in role.optim)
+
+
+def _value(config: PPOTrainerConfig, key: str) -> Any:
+    """The value at a dotted path. Settings of `roles.<name>` that were not given have their defaults."""
+    for spec in ROLES.values():
+        if spec.settings is not None and f"{key}.".startswith(f"{spec.where}."):
+            return get_key(spec.settings_of(config), key[len(spec.where) + 1 :])
+    return get_key(config, key)
 
 
 def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> RunForecast | None:

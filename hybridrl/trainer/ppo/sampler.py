@@ -4,6 +4,7 @@ Shapes: B rows, T response width.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,18 @@ import torch
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
-from hybridrl.errors import RolloutError
+from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ATTEMPT, MISSING_SAMPLES, MULTI_MODAL_INPUTS, PROMPT_IMAGES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
+from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.attempts import Attempts, Judged, counts_of, merged
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
-from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.early_scores import EarlyScores, scored_early
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.missing import MissingSamples
 from hybridrl.trainer.ppo.missing_statistics import MissingStatistics
@@ -65,11 +67,11 @@ class Sampler:
         loader: yields batches of prompts.
         pool: chooses the groups that are trained on.
         scorer: adds the scores of roles; None: there are none.
+        failed_batches: keeps a batch that could not be scored; None: it is not kept.
 
     Attributes:
         step: number of batches that `next` returned. The sampling noise is keyed by it.
         reward_columns: names of the columns that the reward function last returned.
-        unscored: the batch that the reward function is scoring, or failed for.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Sampler:
         loader: StatefulLoader,
         pool: PromptPool,
         scorer: Scorer | None = None,
+        failed_batches: FailedBatches | None = None,
     ) -> None:
         self.config = config
         self.rollout = rollout
@@ -87,10 +90,10 @@ class Sampler:
         self.loader = loader
         self.pool = pool
         self.scorer = scorer or Scorer({})
+        self.failed_batches = failed_batches
         self.needs = Needs.of(config)
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
-        self.unscored: DataProto | None = None
         self.missing = MissingSamples(config, pool.pad_token_id)
         settings = config.algorithm.missing
         self.missing_statistics = MissingStatistics(settings.window, settings.significance)
@@ -139,13 +142,17 @@ class Sampler:
         """
         attempts = Attempts(self.missing, asked)
         while (rows := attempts.rows) is not None:
-            early = EarlyScores(self.reward_fn, self.rollout)
-            with early.listening(rows):
+            with scored_early(self.reward_fn, self.rollout, rows) as reward_fn:
                 answer = generate(rows, timer, attempts.number)
-            self.unscored = answer
-            attempts.add(answer, self.score(answer, timer, early) if len(answer) else None)
-            self.unscored = None
+            with self._keeping(answer):
+                attempts.add(answer, self.score(answer, timer, reward_fn) if len(answer) else None)
         return attempts.judged
+
+    def _keeping(self, answer: DataProto) -> AbstractContextManager[None]:
+        """Keep the answer if it cannot be scored inside the block."""
+        if self.failed_batches is None:
+            return nullcontext()
+        return self.failed_batches.keeping(answer, self.step, RewardError)
 
     def _check_progress(self, prompts: int, batch: DataProto | None) -> None:
         """End a run that would draw prompts for ever, because all samples are left out."""

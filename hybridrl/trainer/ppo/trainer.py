@@ -137,7 +137,13 @@ class RayPPOTrainer:
             if spec.asked_in:
                 self.groups[spec.name].answer_for(self._judges, self.config)
         self.sampler = self.sampler_class(
-            self.config, self.rollout, self.reward_fn, self.train_loader, self.pool, self.scorer
+            self.config,
+            self.rollout,
+            self.reward_fn,
+            self.train_loader,
+            self.pool,
+            self.scorer,
+            self.run.failed_batches,
         )
 
     def _measured_roles(self) -> dict[str, Utilization]:
@@ -365,7 +371,7 @@ class RayPPOTrainer:
 
     @contextmanager
     def keeping_progress(self, validating: bool = False) -> Iterator[None]:
-        """Save the last complete step, and the batch at fault, if the reward function fails inside the block.
+        """Save the last complete step if the reward function fails inside the block; the sampler keeps the batch.
 
         A resumed run draws and answers the same prompts again.
 
@@ -376,8 +382,6 @@ class RayPPOTrainer:
         try:
             yield
         except RewardError as error:
-            if self.sampler.unscored is not None:
-                error.add_note(self.run.failed_batches.keep(self.sampler.unscored, self.run.step))
             self.run.step, self.validation_failed = step, validating
             self.sampler.rewind(before)
             self.rollout.release()  # saving needs its memory

@@ -13,7 +13,7 @@ from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.attempts import Attempts
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
-from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.early_scores import scored_early
 from hybridrl.trainer.ppo.missing import MissingSamples
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.sampler import respond
@@ -55,11 +55,10 @@ def validate(
     for batch in prompts:
         attempts = Attempts(missing, repeat_for_sampling(batch, settings.val_kwargs.n))
         while (rows := attempts.rows) is not None:
-            early = EarlyScores(reward_fn, rollout)
             again = {ATTEMPT: attempts.number} if attempts.number else {}
-            with early.listening(rows):
+            with scored_early(reward_fn, rollout, rows) as scores_of:
                 answer = respond(rollout, rows, settings.temperature, global_steps=step, validate=True, **again)
-            attempts.add(answer, scorer(early, answer, PhaseTimer()) if len(answer) else None)
+            attempts.add(answer, scorer(scores_of, answer, PhaseTimer()) if len(answer) else None)
         judged = attempts.judged
         columns |= dict.fromkeys(judged.columns)
         asked_for, left_out = asked_for + judged.asked, left_out + len(judged.left_out)
