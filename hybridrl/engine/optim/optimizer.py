@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hybridrl.config.schema.names import LR_SCHEDULERS
 from hybridrl.engine.optim import low_bit
 from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.errors import ModelError
@@ -172,8 +173,8 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
         ModelError: the type is unknown, or it needs `total_training_steps` and that is not set.
     """
     kind, total = optim.lr_scheduler_type, optim.total_training_steps
-    if kind not in ("constant", "linear", "cosine", "wsd"):
-        raise ModelError(f"optim.lr_scheduler_type={kind!r} is unknown; use constant, linear, cosine or wsd")
+    if kind not in LR_SCHEDULERS:
+        raise ModelError(f"optim.lr_scheduler_type={kind!r} is unknown; use one of {', '.join(LR_SCHEDULERS)}")
     needs_total = kind != "constant" or (optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio > 0)
     if needs_total and total <= 0:
         raise ModelError(
