@@ -104,6 +104,15 @@ def test_the_package_computes_what_plain_attention_does(installed, capsys: pytes
     assert "flash-attn-4" not in capsys.readouterr().err
 
 
+def test_pytorch_computes_a_single_sequence_by_sdpa() -> None:
+    """On a CPU, too. Its kernel for packed rows, which a CPU does not have, computes all others."""
+    q, k, v = tensors(50, 50)
+    torch.testing.assert_close(varlen.by_pytorch(q, k, v, rows([50]), 0.5), varlen.one_by_one(q, k, v, rows([50]), 0.5))
+    boundaries = rows([50]).boundaries
+    several = (rows([20, 30]), rows([50], window=7), varlen.Rows(boundaries, 50, 0, boundaries, 50))
+    assert varlen.is_single(rows([50])) and not any(map(varlen.is_single, several))
+
+
 def test_each_shape_of_heads_is_tried_once(installed) -> None:
     installed()
     for _ in range(2):
