@@ -111,38 +111,26 @@ def clipped_loss(log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.
     return -(shares * mask).sum() / tokens
 
 
-def our_forecast(
-    folder: Path,
-    rows: dict[str, torch.Tensor],
-    settings: argparse.Namespace,
-    model: Mapping[str, Any],
-    engine_settings: Mapping[str, Any],
-) -> float:
+def our_settings(folder: Path, way: str, settings: argparse.Namespace) -> tuple[ModelConfig, FSDPConfig]:
+    model, engine = OURS[way]
+    override = {} if settings.attention is None else {"attn_implementation": settings.attention}
+    return ModelConfig(path=str(folder), override_config=override, **model), FSDPConfig(**engine)
+
+
+def our_forecast(folder: Path, rows: dict[str, torch.Tensor], way: str, settings: argparse.Namespace) -> float:
     """GiB that `hybridrl forecast` expects of such an update."""
     prompt, response = (rows[name].shape[1] for name in ("prompts", "responses"))
     micro = MicroBatching(max_tokens=max(settings.micro_tokens, prompt + response))
     work = Workload(prompt, response, len(rows["prompts"]), micro, None, entropy=False)
-    made, optim = ModelConfig(path=str(folder), **model), OptimConfig(lr=1e-6)
     engine = TrainEngines.get("language_model", "fsdp2")
-    found = engine.forecast("language_model", made, FSDPConfig(**engine_settings), optim, 1, work)
+    found = engine.forecast("language_model", *our_settings(folder, way, settings), OptimConfig(lr=1e-6), 1, work)
     return 0.0 if found is None else found.update / device.GIB
 
 
-def our_step(
-    folder: Path,
-    rows: dict[str, torch.Tensor],
-    settings: argparse.Namespace,
-    model: Mapping[str, Any],
-    engine_settings: Mapping[str, Any],
-) -> Callable[[], Any]:
-    override = {} if settings.attention is None else {"attn_implementation": settings.attention}
-    engine = TrainEngines.create(
-        "language_model",
-        "fsdp2",
-        model=ModelConfig(path=str(folder), override_config=override, **model),
-        engine=FSDPConfig(**engine_settings),
-        optim=OptimConfig(lr=1e-6),
-    )
+def our_step(folder: Path, rows: dict[str, torch.Tensor], way: str, settings: argparse.Namespace) -> Callable[[], Any]:
+    model, settings_of_engine = our_settings(folder, way, settings)
+    optim = OptimConfig(lr=1e-6)
+    engine = TrainEngines.create("language_model", "fsdp2", model=model, engine=settings_of_engine, optim=optim)
     engine.initialize()
     ids = torch.cat([rows["prompts"], rows["responses"]], 1)
     mask = torch.ones_like(rows["responses"])
@@ -260,7 +248,7 @@ def measure(folder: Path, config: PreTrainedConfig, title: str, settings: argpar
         return trl_seconds(folder, rows, settings, liger)
 
     def ours(name: str) -> list[float]:
-        return seconds_of(our_step(folder, rows, settings, *OURS[name]), settings.steps)
+        return seconds_of(our_step(folder, rows, name, settings), settings.steps)
 
     ways: dict[str, Callable[[], list[float]]] = {name: functools.partial(ours, name) for name in OURS}
     ways |= {"trl": lambda: trl(False), "trl_liger": lambda: trl(True)}
@@ -283,7 +271,7 @@ def measure(folder: Path, config: PreTrainedConfig, title: str, settings: argpar
         if peak is not None:
             one |= {"mfu": flops / taken / peak / 1e12, "mfu_causal": causal / taken / peak / 1e12}
         if name in OURS:
-            one["forecast_gib"] = our_forecast(folder, rows, settings, *OURS[name])
+            one["forecast_gib"] = our_forecast(folder, rows, name, settings)
         found[name] = {key: float(f"{value:.4g}") for key, value in one.items()}
         print(f"{title}, {name}: {found[name]}", flush=True)
     return found

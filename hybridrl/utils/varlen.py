@@ -113,15 +113,8 @@ def by_package(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: flo
 
 
 def by_pytorch(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
-    """See `varlen_attention`; by what is part of PyTorch: flash attention, or for a single sequence sdpa.
-
-    Of the kernels that sdpa chooses from, some are faster than the one for packed rows: a row of 16,384 tokens took
-    0.55 to 0.63 of its time on an H200 (docs/performance.md).
-    """
+    """See `varlen_attention`; by the flash attention that is part of PyTorch."""
     from torch.nn.attention.varlen import varlen_attn
-
-    if is_single(rows) and not torch.compiler.is_compiling():  # a graph is for any number of sequences
-        return one_sequence(query, key, value, scale)
 
     options: dict[str, Any] = {"scale": scale, "window_size": (rows.window - 1 if rows.window else -1, 0)}
     if query.shape[1] != key.shape[1]:
@@ -221,18 +214,6 @@ def _error_of_package(heads: Heads) -> float:
     return float(torch.stack(errors).max())  # NaN if one of them is
 
 
-def is_single(rows: Rows) -> bool:
-    """Whether the row is one sequence whose tokens attend to all before them."""
-    return len(rows.boundaries) == 2 and rows.key_boundaries is None and not rows.window
-
-
-def one_sequence(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """See `varlen_attention`; of one sequence, by PyTorch's sdpa; causal, or as the mask `[queries, keys]` says."""
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
     """See `varlen_attention`; one sequence after the other, in any dtype, on any device. Boundaries are read here."""
     starts = rows.boundaries.tolist()
@@ -244,7 +225,9 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: flo
         if before or 0 < rows.window < count:
             mask = query.new_ones(count, before + count, dtype=torch.bool).tril(before)
             mask = mask.triu(before + 1 - rows.window) if rows.window else mask
-        outs.append(one_sequence(query[start:end], key[first:last], value[first:last], scale, mask))
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[start:end], key[first:last], value[first:last]))
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
 

@@ -65,14 +65,6 @@ def test_kernels_compute_what_plain_attention_does(kernel, more_keys: int, shape
         assert float((one.float() - other).norm() / other.norm()) < 0.02
 
 
-def test_a_single_sequence() -> None:
-    """Which PyTorch computes by sdpa."""
-    rows, tensors = varlen.Rows(boundaries([700]), 700), tensors_of(700, 700, 14, 2, 64)
-    exact = both_ways(varlen.one_by_one, [tensor.detach().float().requires_grad_() for tensor in tensors], rows)
-    for one, other in zip(both_ways(varlen.by_pytorch, tensors, rows), exact, strict=True):
-        assert float((one.float() - other).norm() / other.norm()) < 0.02
-
-
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_the_package_is_used_where_it_is_there(shape: tuple[int, int, int, int]) -> None:
     is_there(varlen.by_package)

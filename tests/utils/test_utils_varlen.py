@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hybridrl.utils import device, varlen
 
@@ -24,7 +25,7 @@ calls = []
 
 def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
                            window_size, deterministic):
-    calls.append((window_size, deterministic, max_seqlen_q, max_seqlen_k))
+    calls.append((window_size, deterministic))
     assert causal
     window = 0 if window_size[0] is None else window_size[0] + 1
     out = []
@@ -104,15 +105,6 @@ def test_the_package_computes_what_plain_attention_does(installed, capsys: pytes
     assert "flash-attn-4" not in capsys.readouterr().err
 
 
-def test_pytorch_computes_a_single_sequence_by_sdpa() -> None:
-    """On a CPU, too. Its kernel for packed rows, which a CPU does not have, computes all others."""
-    q, k, v = tensors(50, 50)
-    torch.testing.assert_close(varlen.by_pytorch(q, k, v, rows([50]), 0.5), varlen.one_by_one(q, k, v, rows([50]), 0.5))
-    boundaries = rows([50]).boundaries
-    several = (rows([20, 30]), rows([50], window=7), varlen.Rows(boundaries, 50, 0, boundaries, 50))
-    assert varlen.is_single(rows([50])) and not any(map(varlen.is_single, several))
-
-
 def test_each_shape_of_heads_is_tried_once(installed) -> None:
     installed()
     for _ in range(2):
@@ -122,17 +114,21 @@ def test_each_shape_of_heads_is_tried_once(installed) -> None:
     with torch.no_grad():
         varlen.varlen_attention(*tensors(9, 9), rows([9]), 0.5)
     assert len(sys.modules["flash_attn.cute"].calls) == 6 + 2  # without gradients
+    varlen.varlen_attention(*tensors(9, 9), rows([9], window=3), 0.5)
+    assert [call[0] for call in sys.modules["flash_attn.cute"].calls[8:]] == [(39, 0), (2, 0)]
 
 
-def test_the_package_is_told_to_be_deterministic(installed) -> None:
+def test_deterministic_kernels_are_tried_by_themselves(installed) -> None:
+    """The package is told of it, and they are others than those that were tried before."""
     installed()
-    torch.use_deterministic_algorithms(True)
-    try:
-        varlen.by_package(*tensors(9, 9), rows([9]), 0.5)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    varlen.by_package(*tensors(9, 9), rows([9]), 0.5)
-    assert [call[1] for call in sys.modules["flash_attn.cute"].calls] == [True, False]
+    for deterministic in (False, True, False):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            varlen.varlen_attention(*tensors(9, 9), rows([9]), 0.5)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    told = [call[1] for call in sys.modules["flash_attn.cute"].calls]
+    assert told == [False, False, True, True, False]  # tried and used, tried and used, used
 
 
 @pytest.mark.parametrize(
@@ -215,17 +211,21 @@ def test_plain_attention_is_that_of_scores(lengths: list[tuple[int, int]], windo
 
 
 def test_a_compiled_layer_uses_the_package(installed) -> None:
-    """Outside of the graph; the graphs before and after it are compiled once for all lengths."""
+    """Outside of the graphs, which are compiled once for all lengths."""
     installed()
 
     def layer(x: torch.Tensor, packed: varlen.Rows) -> torch.Tensor:
         q, k, v = (x * factor for factor in (1.0, 2.0, 3.0))
         return varlen.varlen_attention(q, k[:, :2], v[:, :2], packed, 0.5) + x
 
-    compiled = torch.compile(layer, dynamic=True, backend="aot_eager")
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, dynamic=True, backend=counted)
+    graphs = set()
     for lengths in ([30, 20], [5, 7, 40], [33]):
         x = tensors(sum(lengths), 1)[0]
         found, exact = compiled(x, rows(lengths)), layer(x, rows(lengths))
         torch.testing.assert_close(found, exact)
         found, exact = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, exact))
         torch.testing.assert_close(found, exact)
+        graphs.add(counted.frame_count)
+    assert len(graphs) == 1 and graphs.pop() <= 6  # 4; 17 if it is traced
