@@ -23,6 +23,7 @@ import torch
 
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
+from hybridrl.utils.machine_memory import machine_memory
 
 GIB = 1024**3
 #: the oldest driver that each major version of CUDA runs with
@@ -350,7 +351,8 @@ def memory_stats() -> dict[str, float]:
     """Return device memory in GiB: `max_memory_allocated_gb` and `max_memory_reserved_gb` so far (see
     `reset_peak_memory`), and the current `free_gb` and `total_gb`.
 
-    On a CPU the two maxima are the process's peak resident memory, and the other two values are those of the machine.
+    On a CPU the two maxima are the process's peak resident memory, and the other two values are those of the machine
+    (`machine_memory`; the page cache is free).
     """
     if is_gpu():
         free, total = torch.cuda.mem_get_info()
@@ -362,9 +364,7 @@ def memory_stats() -> dict[str, float]:
             "total_gb": total / GIB,
         }
     peak = _peak_resident_bytes()
-    page, names = os.sysconf("SC_PAGE_SIZE"), os.sysconf_names
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    free = page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in names else total
+    free, total = machine_memory()
     return {
         "max_memory_allocated_gb": peak / GIB,
         "max_memory_reserved_gb": peak / GIB,
