@@ -13,6 +13,7 @@ from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.classifier import check_reward_model, scored_length
 from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
@@ -174,4 +175,4 @@ class Conversations:
         return self._own.encode(text.rpartition(answer)[2], add_special_tokens=False)
 
     def _render(self, messages: list[Any]) -> str:
-        return str(self._own.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+        return rendered(self._own, messages, is_generated=True, add_generation_prompt=False)
