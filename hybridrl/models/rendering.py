@@ -177,11 +177,12 @@ def _check(source: str, messages: Sequence[Message], text: str, keep_thoughts: b
         if isinstance(message.get("content"), list) and str(message["content"]) in text:
             raise LostTextError(turn, role, "the chat template prints the list of its parts as Python does")
         for what, forms in _pieces(message, is_last=turn == spoke and keep_thoughts):
-            begin = 0 if role in ("system", "developer") else start
+            is_free = role in ("system", "developer")
+            begin = 0 if is_free else start
             places = [(place, len(form)) for form in forms if (place := text.find(form, begin)) >= 0]
             if not places:
                 raise LostTextError(turn, role, f"the chat template leaves out {what}")
-            if begin == start:
+            if not is_free:
                 place, length = min(places)
                 end = max(end, place + length)
         for call in message.get("tool_calls") or ():
