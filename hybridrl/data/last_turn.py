@@ -46,14 +46,12 @@ def split_last_turn(messages: Sequence[Message], setting: str, where: str) -> tu
             f"{where}: data.last_assistant_turn={setting}, but the last turn of the assistant has "
             f"{'tool calls' if last.get('tool_calls') else 'no text'}; it must be text alone."
         )
-    if setting == CONTINUE:
-        return list(messages), None
-    if len(messages) == 1 or all(message["role"] == "system" for message in messages[:-1]):
+    if all(message["role"] in ("system", "developer") for message in messages[:-1]):
         raise DataError(
-            f"{where}: data.last_assistant_turn={GROUND_TRUTH}, but there is no message of the user before the answer, "
+            f"{where}: data.last_assistant_turn={setting}, but there is no message of the user before the answer, "
             "so nothing is left of the prompt. Leave the row out."
         )
-    return list(messages[:-1]), content
+    return (list(messages), None) if setting == CONTINUE else (list(messages[:-1]), content)
 
 
 def table_with_answers(table: Table, config: PromptConfig) -> Table:

@@ -268,6 +268,13 @@ def without_padding(value: Any, keep: Set[tuple[str, ...]] = frozenset(), path: 
     return [without_padding(item, keep, path) for item in value] if isinstance(value, list | tuple) else value
 
 
+def with_answer(prompt: Sequence[Message], answer: str) -> list[Message]:
+    """A prompt and its answer. One that ends with a turn of the assistant is continued by the answer."""
+    if not prompt or prompt[-1]["role"] != "assistant":
+        return [*prompt, {"role": "assistant", "content": answer}]
+    return [*prompt[:-1], {"role": "assistant", "content": f"{prompt[-1].get('content') or ''}{answer}"}]
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of rendered texts. No special tokens are added."""
     if not texts:

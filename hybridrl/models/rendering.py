@@ -4,7 +4,7 @@ A chat template is a program that may leave out, rewrite or print as Python what
 rendering the text of each message is looked for, in the order of the messages. These changes are allowed:
 
 * whitespace at both ends of a text is stripped, and `/think` and `/no_think` are taken out of a system message;
-* a system message stands anywhere;
+* a system message stands anywhere, and text beside calls may stand behind the answers to them;
 * thoughts of the assistant (`reasoning_content`, or text before `</think>`) are dropped from every turn but the last;
 * the answer of a tool is escaped as JSON, or is JSON that is written anew;
 * the arguments of a call are JSON, or each name and each value stands by itself, escaped as JSON or not.
@@ -67,8 +67,8 @@ def rendered(
         Exception: what the template raises.
     """
     source = _source(tokenizer, arguments)
-    failure: Exception | None = None
-    incomplete: str | None = None
+    failure: Exception | None = None  # of the way in which most of the conversation is written
+    reached, incomplete = -2, None
     for variant in _variants(_for_template(source, messages), reads(source, "text")):
         text = None
         try:
@@ -76,7 +76,9 @@ def rendered(
             _check(source, variant, text, not is_generated)
             _check_short(tokenizer, source, variant, arguments)
         except Exception as error:  # a template is a program, and may fail in any way
-            failure = failure or error
+            turn = error.turn if isinstance(error, LostTextError) else -1
+            if turn > reached:
+                failure, reached = error, turn
             if is_generated and isinstance(error, LostTextError) and error.role == "assistant":
                 incomplete = incomplete or text
             continue
@@ -179,10 +181,11 @@ def _check(source: str, messages: Sequence[Message], text: str, keep_thoughts: b
         for what, forms in _pieces(message, is_last=turn == spoke and keep_thoughts):
             is_free = role in ("system", "developer")
             begin = 0 if is_free else start
+            is_beside_calls = bool(message.get("tool_calls")) and not what.startswith("the name")
             places = [(place, len(form)) for form in forms if (place := text.find(form, begin)) >= 0]
             if not places:
                 raise LostTextError(turn, role, f"the chat template leaves out {what}")
-            if not is_free:
+            if not is_free and not is_beside_calls:
                 place, length = min(places)
                 end = max(end, place + length)
         for call in message.get("tool_calls") or ():
@@ -277,8 +280,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _leaf_forms(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return _escaped(value.strip())
+    if isinstance(value, str):  # the last two forms: calls as Python code
+        text = value.strip()
+        quoted = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r")
+        return (*_escaped(text), repr(text)[1:-1], quoted)
     if value is None:
         return "null", "None", "none"
     return (json.dumps(value), str(value)) if isinstance(value, bool | int | float) else (str(value),)

@@ -134,7 +134,10 @@ class StepConversations:
         return ids, ends
 
     def _prompt(self, messages: list[Any]) -> list[int]:
-        return self._encoded(rendered(self._own, messages, is_generated=True, add_generation_prompt=True))
+        begun = ""
+        if messages[-1]["role"] == "assistant":  # data.last_assistant_turn=continue
+            messages, begun = messages[:-1], str(messages[-1].get("content") or "")
+        return self._encoded(rendered(self._own, messages, is_generated=True, add_generation_prompt=True) + begun)
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._own.encode(text, add_special_tokens=False)
