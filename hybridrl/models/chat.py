@@ -176,9 +176,9 @@ def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = F
     for message in value:
         made = {name: item for name, item in message.items() if item is not None}
         made["content"] = joined_text(message.get("content"))
-        for name in THOUGHTS[1:]:
-            if made.get(name) and made.get(THOUGHTS[0]) == made[name]:
-                del made[name]
+        for field in THOUGHTS[1:]:
+            if made.get(field) and made.get(THOUGHTS[0]) == made[field]:
+                del made[field]
         calls = [_normal_call(call, has_padding) for call in made.pop("tool_calls", ())]
         if calls:
             made["tool_calls"] = calls
@@ -186,7 +186,7 @@ def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = F
             names |= {str(call["id"]): call["function"]["name"] for call in calls if call.get("id")}
         if made["role"] == "tool":
             next_name = waiting.pop(0) if waiting else None
-            name = made.get("name") or names.get(str(made.get("tool_call_id"))) or next_name
+            name: str | None = made.get("name") or names.get(str(made.get("tool_call_id"))) or next_name
             if name:
                 made["name"] = name
         messages.append(made)

@@ -220,9 +220,9 @@ def _pieces(message: Message, is_last: bool) -> Iterator[Piece]:
         if answer.strip():
             yield f"its content {_brief(answer)}", (answer.strip(),)
     for name in THOUGHTS:
-        thought = message.get(name)
-        if isinstance(thought, str) and thought.strip() and is_last:
-            yield f"{name!r} {_brief(thought)}", (thought.strip(),)
+        field = message.get(name)
+        if isinstance(field, str) and field.strip() and is_last:
+            yield f"{name!r} {_brief(field)}", (field.strip(),)
     for call in message.get("tool_calls") or ():
         yield f"the name of its call {call['function']['name']!r}", (call["function"]["name"],)
 
@@ -260,11 +260,20 @@ def _check_arguments(arguments: Any, text: str, start: int, turn: int, role: str
         return
     if any(text.find(json.dumps(arguments, ensure_ascii=is_ascii), start) >= 0 for is_ascii in (False, True)):
         return
-    if arguments and text.find(str(arguments), start) >= 0:
-        raise LostTextError(turn, role, f"the chat template prints the arguments as Python does: {arguments!r:.80}")
+    for value in _objects(arguments):
+        if text.find(str(value), start) >= 0 and text.find(json.dumps(value, ensure_ascii=False), start) < 0:
+            raise LostTextError(turn, role, f"the chat template prints the arguments as Python does: {value!r:.80}")
     for value in _leaves(arguments):
         if not any(text.find(form, start) >= 0 for form in _leaf_forms(value)):
             raise LostTextError(turn, role, f"the chat template leaves out {value!r:.80} of its arguments")
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    """The arguments, and objects in them."""
+    if isinstance(value, Mapping) and value:
+        yield value
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _objects(item)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
