@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hybridrl.data.table import REWARD_MODEL, Table
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, as_messages, fault_in_prompt
 
 if TYPE_CHECKING:
     from hybridrl.config import PromptConfig
-    from hybridrl.data.table import Table
 
 GROUND_TRUTH, CONTINUE = "ground_truth", "continue"
 
@@ -62,7 +62,7 @@ def table_with_answers(table: Table, config: PromptConfig) -> Table:
     """
     if config.last_assistant_turn != GROUND_TRUTH:
         return table
-    own = config.ground_truth_key or ("reward_model" if "reward_model" in table.columns else None)
+    own = config.ground_truth_key or (REWARD_MODEL if REWARD_MODEL in table.columns else None)
     if own is not None:
         raise DataError(
             f"data.last_assistant_turn={GROUND_TRUTH}, but column {own!r} is the ground truth already; remove one of "

@@ -19,6 +19,7 @@ from hybridrl.data.files import read_table
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table, table_of
+from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
     TEXT,
@@ -55,43 +56,6 @@ _BATCH_COLUMNS = (
     *("input_ids", "attention_mask", "position_ids", "multi_modal_inputs"),
 )
 _CHUNK = 2048  # rows rendered and tokenised at a time
-_CACHED_TOKENS = (
-    50_000_000  # token ids kept in memory (int32: 200 MB); with more, prompts are tokenised again when drawn
-)
-
-
-class TokenCache:
-    """Ragged token ids in one flat array. Nothing is kept once there are more than `limit`."""
-
-    def __init__(self, limit: int = _CACHED_TOKENS) -> None:
-        self.limit = limit
-        self.lengths: list[int] = []
-        self._chunks: list[np.ndarray] = []
-        self._total = 0
-        self._flat: np.ndarray | None = None
-        self._starts: np.ndarray | None = None
-
-    def add(self, sequences: Sequence[list[int]]) -> None:
-        """Append sequences."""
-        self.lengths.extend(map(len, sequences))
-        self._total += sum(map(len, sequences))
-        if self._total > self.limit:
-            self._chunks = []
-        else:
-            self._chunks.extend(np.asarray(ids, dtype=np.int32) for ids in sequences)
-
-    def freeze(self) -> None:
-        """Finish the cache. Called once, after the last `add`."""
-        if self._total <= self.limit:
-            self._flat = np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int32)
-            self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self._chunks = []
-
-    def get(self, index: int) -> list[int] | None:
-        """Return the ids of one sequence, or None if there were too many to keep."""
-        if self._flat is None or self._starts is None:
-            return None
-        return self._flat[self._starts[index] : self._starts[index + 1]].tolist()
 
 
 class RLHFDataset(Dataset):
