@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.models.chat import as_messages, fault_in_messages
+from hybridrl.models.chat import as_messages, fault_in_messages, with_answer
 from hybridrl.models.rendering import LostTextError, rendered, unread_fields
 from hybridrl.models.tiny import build_tokenizer
 from tests.agents.template_families import FAMILIES
@@ -200,3 +200,9 @@ def test_messages_have_one_form() -> None:
         ({"tool_calls": "add"}, "is not a list"),
     ):
         assert fault in str(fault_in_messages([{"role": "assistant", "content": "", **fields}]))
+
+
+def test_an_answer_goes_on_with_the_turn_that_a_prompt_ends_with() -> None:
+    question, begun = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "It is"}
+    assert with_answer([question], "5") == [question, {"role": "assistant", "content": "5"}]
+    assert with_answer([question, begun], " 5") == [question, {"role": "assistant", "content": "It is 5"}]
