@@ -143,6 +143,12 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     if names.keys() == {SINGLE_TURN} and not listed:
         _tell_of_unread(rollout)
         return None
+    if config.data.last_assistant_turn == "continue":
+        raise RolloutError(
+            f"data.last_assistant_turn=continue with the agent loops {', '.join(names)}: only loops that answer each "
+            f"prompt once ({SINGLE_TURN}) go on with the beginning of an answer; set data.last_assistant_turn=error or "
+            "ground_truth"
+        )
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
     made = make_agents(config, copy.deepcopy(tokenizer), default, names, ends)
     turns = made.turns

@@ -9,7 +9,6 @@ So the text is right if what the template writes after a turn depends on nothing
 what they were. `Turns.check` tries both.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from hybridrl.agents.log import without_pixels
 from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message, encode
+from hybridrl.models.rendering import rendered
 from hybridrl.models.vision import ImageProcessor, ImageTensors, tokens_per_image
 from hybridrl.rollout.images import join_images
 
@@ -195,14 +195,13 @@ class Turns:
     ) -> str:
         """A question, and for each of `answers` a turn of the model (its n-th mark, and `calls`) and these messages.
 
-        Templates differ in what they take for calls: arguments as an object or as text, several calls or one. The first
-        way that the template shows is used.
+        Some templates take one call alone. The first way that the template shows is used.
         """
         failure: RolloutError | None = None
-        for as_text, shown in ((False, calls), (True, calls), (False, calls[-1:]), (True, calls[-1:])):
+        for shown in (calls, calls[-1:]):
             messages: list[Message] = [{"role": "user", "content": "?"}]
             for mark, more in zip(_MARKS, answers, strict=False):
-                messages += [_turn(mark, shown, as_text), *more]
+                messages += [_turn(mark, shown), *more]
             try:
                 text = self._render(messages, tools, opening)
             except RolloutError as error:
@@ -213,11 +212,11 @@ class Turns:
         raise failure or RolloutError(f"{self._name}: it leaves out a turn of the model; {_ADVICE}")
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, opening: bool) -> str:
-        arguments = {**self._kwargs, "add_generation_prompt": opening, "tokenize": False}
+        arguments = {**self._kwargs, "add_generation_prompt": opening}
         if tools:
             arguments["tools"] = list(tools)
         try:
-            return str(self.tokenizer.apply_chat_template(self._as_shown(messages), **arguments))
+            return rendered(self.tokenizer, self._as_shown(messages), is_generated=True, **arguments)
         except Exception as error:  # a template is a program, and may fail in any way
             raise RolloutError(
                 f"{self._name} refuses a conversation: {type(error).__name__}: {error}; {_ADVICE}"
@@ -242,14 +241,13 @@ def answers_of(answered: Sequence[tuple[FunctionCall, str | list[dict[str, Any]]
     ]
 
 
-def _turn(mark: str, calls: Sequence[FunctionCall], as_text: bool) -> Message:
+def _turn(mark: str, calls: Sequence[FunctionCall]) -> Message:
     """A turn of the model that ends with `mark`, in its text or in the arguments of its last call."""
     if not calls:
         return {"role": "assistant", "content": mark}
     made = []
     for number, call in enumerate(calls):
-        arguments = {"a": mark if number == len(calls) - 1 else ""}
-        function = {"name": call.name, "arguments": json.dumps(arguments) if as_text else arguments}
+        function = {"name": call.name, "arguments": {"a": mark if number == len(calls) - 1 else ""}}
         made.append({"id": _id_of(call, number), "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": made}
 

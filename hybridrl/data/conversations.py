@@ -11,12 +11,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.config.schema.names import TRUNCATIONS
-from hybridrl.data.chat import check_chat_template, render
+from hybridrl.data.chat import FieldNotice, check_chat_template, render
 from hybridrl.data.files import read_table
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError
-from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message
+from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, without_padding
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,6 +80,7 @@ class ConversationDataset(Dataset):
         refuse_media(self.table, key, [one for one in MEDIA_COLUMNS if one not in read])
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
+        self._fields = FieldNotice(tokenizer, key)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -142,9 +143,14 @@ class ConversationDataset(Dataset):
             if column not in self.table.columns:
                 continue
             values = self.table.column(column)
+            # A null of a field that some row has a value for may be Parquet's. One that no row has is the schema's.
+            own_nulls = self.table.empty_fields(column)
             for index in map(int, self._rows):
+                is_text = isinstance(values[index], str)
                 try:
                     values[index] = check(values[index])
+                    if self.table.has_padding(index) and not is_text:
+                        values[index] = without_padding(values[index], own_nulls)
                 except ValueError as error:
                     raise DataError(f"{self.table.locate(index)}: column {column!r} (data.{key}) {error}.") from error
             found[name] = values
@@ -227,13 +233,42 @@ class ConversationDataset(Dataset):
 
         rows = [number for number, _ in owners]
         texts = rendered(list(conversations), False, range(len(conversations)))
-        opened = rendered([conversations[number][:turn] for number, turn in owners], True, rows)
         closed = rendered([conversations[number][: turn + 1] for number, turn in owners], False, rows)
+        # no generation begins with the model's turn, so there is no prompt before one, only its opening
+        asked = [_has_question(conversations[number][:turn]) for number, turn in owners]
+        own = [n for n, has_question in enumerate(asked) if has_question]
+        prompts = rendered([conversations[rows[n]][: owners[n][1]] for n in own], True, [rows[n] for n in own])
+        opened = ["" for _ in owners]
+        for n, prompt in zip(own, prompts, strict=True):
+            opened[n] = prompt
+        for n in (n for n, has_question in enumerate(asked) if not has_question):
+            number, turn = owners[n]
+            opened[n] = self._opened(conversations[number], turn, closed[n], items[number])
         spans: list[list[Span]] = [[] for _ in conversations]
         for number, before, after in zip(rows, opened, closed, strict=True):
             self._check_append_only(texts[number], before, after, items[number])
             spans[number].append((len(before), len(after.rstrip())))
         return texts, spans
+
+    def _opened(self, messages: list[Message], turn: int, closed: str, item: int) -> str:
+        """The text up to a turn of the assistant that comes before all of the user's.
+
+        Args:
+            closed: the conversation up to the end of the turn.
+
+        Raises:
+            DataError: where its text begins cannot be told.
+        """
+        content = messages[turn].get("content")
+        text = content.strip() if isinstance(content, str) else ""
+        before = "".join(str(message.get("content") or "").strip() for message in messages[:turn])
+        at = closed.rfind(text) if text else -1
+        if at < 0 or messages[turn].get("tool_calls") or text in before:
+            raise DataError(
+                f"{self.locate(item)}: message {turn} is of the assistant and comes before any of the user, and where "
+                "its text begins in the rendered conversation cannot be told. Begin the row with a message of the user."
+            )
+        return closed[:at]
 
     def _check_append_only(self, text: str, before: str, after: str, item: int) -> None:
         for part, what in (
@@ -252,6 +287,10 @@ class ConversationDataset(Dataset):
                     "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
                     "model.custom_chat_template."
                 )
+
+
+def _has_question(messages: Sequence[Message]) -> bool:
+    return any(message["role"] not in ("system", "developer", "assistant") for message in messages)
 
 
 def _row_images(processor: ImageProcessor, config: Any) -> RowImages:
@@ -277,7 +316,7 @@ def turn_of_token(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
 
 def _tools_of(value: Any) -> list[Any] | None:
-    """The tools of a row, without the None entries that parquet adds.
+    """The tools of a row.
 
     Raises:
         ValueError: they are no list of schemas.
@@ -295,17 +334,10 @@ def _tools_of(value: Any) -> list[Any] | None:
         raise ValueError(f"is {type(value).__name__}; it must be a list of tool schemas")
     if wrong := next((type(tool).__name__ for tool in value if not isinstance(tool, Mapping)), None):
         raise ValueError(f"has {wrong} in its list; each tool is an object, its JSON schema")
-    return [without_none(tool) for tool in value] or None
+    return list(value) or None
 
 
 def _flag_of(value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool | np.bool_):
         raise ValueError(f"is {value!r}; it must be true, false or null")
     return None if value is None else bool(value)
-
-
-def without_none(value: Any) -> Any:
-    """Nested mappings and lists without the None entries of mappings, which parquet adds to give all equal fields."""
-    if isinstance(value, Mapping):
-        return {name: without_none(item) for name, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value

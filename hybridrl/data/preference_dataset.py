@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from hybridrl.models.vision import ImageProcessor
 
 _CHUNK = 512
+_NAMED_ROWS = 5
 
 Conversation = list[Message]
 
@@ -39,6 +41,10 @@ class _Side:
         mask[self.first : self.end] = 1
         return {"input_ids": self.ids.tolist(), "loss_mask": mask.tolist()}
 
+    def has_answer_of(self, other: _Side) -> bool:
+        """Whether both have the same tokens up to the end of their answers, so that nothing tells them apart."""
+        return self.first == other.first and np.array_equal(self.ids[: self.end], other.ids[: other.end])
+
     def cut(self, start: int, length: int) -> _Side:
         """The `length` tokens from `start` on, or as many as there are."""
         ids = self.ids[start : start + length]
@@ -55,6 +61,27 @@ class _UnusablePair(ValueError):
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
         self.kind = kind
+
+
+def _check_difference(chosen: _Side, rejected: _Side) -> None:
+    """Refuse answers that differ as messages and not as tokens: by spaces that the template strips, or by thoughts.
+
+    Raises:
+        _UnusablePair: they are the same.
+    """
+    if chosen.has_answer_of(rejected):
+        raise _UnusablePair(
+            "two equal answers",
+            "the two answers differ as messages, but the chat template makes the same tokens of them, so there is "
+            "nothing to prefer",
+        )
+
+
+def _counts_fully(message: Message) -> bool:
+    try:
+        return turn_weight(message) in (None, 1.0)
+    except ValueError:
+        return False
 
 
 class PreferenceDataset(ConversationDataset):
@@ -100,11 +127,14 @@ class PreferenceDataset(ConversationDataset):
         columns = (config.prompt_key, config.chosen_key, config.rejected_key)
         self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
         self._left_out: collections.Counter[str] = collections.Counter()
+        self._refused: list[tuple[int, _UnusablePair]] = []
         self._cut = 0
         self._sides: list[tuple[_Side, _Side]] = []
         kept: list[int] = []
         for start in range(0, len(self._rows), _CHUNK):
             kept += self._add(range(start, min(start + _CHUNK, len(self._rows))))
+        self._raise_refused()
+        self._fields.tell()
         self._tell(total=len(self._rows))
         self._rows = self._rows[kept]
         self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
@@ -133,12 +163,15 @@ class PreferenceDataset(ConversationDataset):
             chosen.append(item)
         if not chosen:
             return []
+        for conversation in conversations[::2]:
+            self._fields.add(conversation)
         owners = [item for item in chosen for _ in range(2)]
         found = self.tokenize(conversations, owners, lambda i: [len(conversations[i]) - 1])
         kept = []
         for number, item in enumerate(chosen):
             try:
                 sides = [self._side(*found[2 * number + side]) for side in range(2)]
+                _check_difference(*sides)
                 self._sides.append(self._within_limit(sides[0], sides[1]))
             except _UnusablePair as error:
                 self._refuse(item, error)
@@ -148,11 +181,27 @@ class PreferenceDataset(ConversationDataset):
 
     def _refuse(self, item: int, error: _UnusablePair) -> None:
         if not self.config.filter_pairs:
-            raise DataError(
-                f"{self.locate(item)}: {error}. Fix or remove the row, or set data.filter_pairs=True to leave such "
-                "pairs out."
-            ) from error
+            self._refused.append((item, error))
         self._left_out[error.kind] += 1
+
+    def _raise_refused(self) -> None:
+        """Refuse pairs that cannot be trained on and are not to be left out.
+
+        Raises:
+            DataError: names the first of them, and says where the next ones are and how many there are.
+        """
+        if not self._refused:
+            return
+        item, error = self._refused[0]
+        others = ""
+        if len(self._refused) > 1:
+            rows = "; ".join(self.locate(other) for other, _ in self._refused[1:_NAMED_ROWS])
+            counts = ", ".join(f"{count} with {kind}" for kind, count in sorted(self._left_out.items()))
+            others = f" Of {len(self._rows)} pairs {counts} are refused; the next: {rows}."
+        raise DataError(
+            f"{self.locate(item)}: {error}. Fix or remove the row, or set data.filter_pairs=True to leave such "
+            f"pairs out.{others}"
+        ) from error
 
     def _pair(self, item: int) -> tuple[Conversation, Conversation]:
         """The two conversations of an item, each of which ends in an answer.
@@ -178,9 +227,10 @@ class PreferenceDataset(ConversationDataset):
             )
         for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
             content = side[-1].get("content")
-            if side[-1].get("train") in (False, 0) or side[-1].get("weight") not in (None, 1):
+            if not _counts_fully(side[-1]):
+                fields = " and ".join(name for name in TURN_FIELDS if side[-1].get(name) is not None)
                 raise DataError(
-                    f"{self.table.locate(index)}: the answer in column {key!r} has train or weight, which "
+                    f"{self.table.locate(index)}: the answer in column {key!r} has train or weight ({fields}), which "
                     "conversations for fine-tuning have; every answer of a pair counts the same. Remove the field."
                 )
             if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
@@ -203,13 +253,15 @@ class PreferenceDataset(ConversationDataset):
             fault = fault_in_messages(answer)
         else:
             fault = fault_in_messages(value, self.kinds)
-            answer = [] if fault else as_messages(value)
+            answer = [] if fault else as_messages(value, has_padding=self.table.has_padding(index))
             if not fault and answer[-1]["role"] != "assistant":
                 fault = f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'"
         if fault:
             raise DataError(f"{where}: column {column!r} cannot be used as an answer: {fault}.")
         if answer[0]["role"] != "assistant":
             return as_messages(answer, self.config.system_prompt)
+        if len(answer) > 1 and self.config.prompt_key not in self._columns:
+            return as_messages(answer, self.config.system_prompt)  # whole conversations that the assistant begins
         if len(answer) > 1:
             raise DataError(
                 f"{where}: column {column!r} holds {len(answer)} messages that begin with one of the assistant; an "
@@ -228,7 +280,8 @@ class PreferenceDataset(ConversationDataset):
             fault = "its last message is of the assistant, and the answer would follow it"
         if fault:
             raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {fault}.")
-        return [*as_messages(prompt, self.config.system_prompt), *answer]
+        padded = self.table.has_padding(index)
+        return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), *answer]
 
     def _read_margins(self, name: str) -> list[float]:
         self.table.require(name, "data.margin_key")
@@ -271,8 +324,8 @@ class PreferenceDataset(ConversationDataset):
         if any(one.first < 1 or one.first >= one.end for one in (first, second)):
             what = "the whole prompt" if side == "left" else "a whole answer"
             raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {what} away")
-        if np.array_equal(first.ids, second.ids):
-            raise _UnusablePair("too many tokens", f"{too_long}, and cut to it the two answers are the same")
+        if first.has_answer_of(second):
+            raise _UnusablePair("two equal answers", f"{too_long}, and cut to it the two answers are the same")
         self._cut += 1
         return first, second
 

@@ -14,10 +14,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.config.schema.names import TRUNCATIONS
-from hybridrl.data.chat import check_chat_template, render, truncate
+from hybridrl.data.chat import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.files import read_table
+from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table, table_of
+from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
     TEXT,
@@ -54,43 +56,6 @@ _BATCH_COLUMNS = (
     *("input_ids", "attention_mask", "position_ids", "multi_modal_inputs"),
 )
 _CHUNK = 2048  # rows rendered and tokenised at a time
-_CACHED_TOKENS = (
-    50_000_000  # token ids kept in memory (int32: 200 MB); with more, prompts are tokenised again when drawn
-)
-
-
-class TokenCache:
-    """Ragged token ids in one flat array. Nothing is kept once there are more than `limit`."""
-
-    def __init__(self, limit: int = _CACHED_TOKENS) -> None:
-        self.limit = limit
-        self.lengths: list[int] = []
-        self._chunks: list[np.ndarray] = []
-        self._total = 0
-        self._flat: np.ndarray | None = None
-        self._starts: np.ndarray | None = None
-
-    def add(self, sequences: Sequence[list[int]]) -> None:
-        """Append sequences."""
-        self.lengths.extend(map(len, sequences))
-        self._total += sum(map(len, sequences))
-        if self._total > self.limit:
-            self._chunks = []
-        else:
-            self._chunks.extend(np.asarray(ids, dtype=np.int32) for ids in sequences)
-
-    def freeze(self) -> None:
-        """Finish the cache. Called once, after the last `add`."""
-        if self._total <= self.limit:
-            self._flat = np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int32)
-            self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self._chunks = []
-
-    def get(self, index: int) -> list[int] | None:
-        """Return the ids of one sequence, or None if there were too many to keep."""
-        if self._flat is None or self._starts is None:
-            return None
-        return self._flat[self._starts[index] : self._starts[index + 1]].tolist()
 
 
 class RLHFDataset(Dataset):
@@ -163,6 +128,14 @@ class RLHFDataset(Dataset):
         self._dataframe: Any = None
         self._is_built = False
         self._read_files_and_tokenize()
+        if not self._builds_messages():
+            self.table.require(settings.prompt_key, "data.prompt_key", prompt_hint(self.table))
+            self.table = table_with_answers(self.table, settings)
+        elif settings.last_assistant_turn == GROUND_TRUTH:
+            raise DataError(
+                f"data.last_assistant_turn={GROUND_TRUTH}: build_messages of {type(self).__name__} makes the prompts, "
+                "so no column has the answer; leave the answer out there, and set data.ground_truth_key."
+            )
         if settings.ground_truth_key is not None:
             self.table = self.table.with_ground_truth(settings.ground_truth_key)
         self._taken = [name for name in self.table.columns if name in _BATCH_COLUMNS]
@@ -171,8 +144,6 @@ class RLHFDataset(Dataset):
                 f"{key}: {', '.join(self._taken)}: a batch has columns of these names itself, so it does not "
                 "carry those of the data; rename them if the reward function reads them"
             )
-        if not self._builds_messages():
-            self.table.require(settings.prompt_key, "data.prompt_key")
         read = (self.image_key, self.video_key)
         others = [one for one in MEDIA_COLUMNS if one not in read]
         refuse_media(self.table, key, others if self._images is not None else [*read, *others])
@@ -186,11 +157,13 @@ class RLHFDataset(Dataset):
             if not any(isinstance(value, str) for value in values):
                 self._taken.append(self.prompt_key)  # messages are in raw_prompt; text stays, for reward functions
         self._tokens: TokenCache | None = None
+        self._fields: FieldNotice | None = FieldNotice(tokenizer, key)
         if settings.filter_overlong_prompts or settings.truncation == "error" or self._images is not None:
             self._tokenize(prompts)
         else:
-            for number in range(len(self._rows)):
-                self._conversation(number, prompts)
+            self._render_all(prompts)
+        self._fields.tell()
+        self._fields = None
         if not len(self._rows):
             raise DataError(
                 f"{key}: no row is left; all {len(self.table)} prompts are longer than data.max_prompt_length="
@@ -273,14 +246,19 @@ class RLHFDataset(Dataset):
             indices: their row numbers.
             tokenizer: a copy of the dataset's tokenizer, if several threads are at work.
         """
-        texts = render(
-            tokenizer or self.tokenizer,
+        own = tokenizer or self.tokenizer
+        return encode(own, self._rendered(conversations, indices, own))
+
+    def _rendered(
+        self, conversations: list[list[Message]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    ) -> list[str]:
+        return render(
+            tokenizer,
             conversations,
             lambda number: self.table.locate(indices[number]),
             add_generation_prompt=True,
             template_kwargs=lambda number: self._template_kwargs(indices[number]),
         )
-        return encode(tokenizer or self.tokenizer, texts)
 
     def _template_kwargs(self, index: int) -> dict[str, Any]:
         """The further variables of the template for a row: with tools, all or those of `extra_info.tool_selection`."""
@@ -417,7 +395,7 @@ class RLHFDataset(Dataset):
             if fault:
                 column = self.config.prompt_key
                 raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
-            return as_messages(self.build_messages(row), self.config.system_prompt)
+            return self._normal(index, self.build_messages(row))
         who = f"{self.table.locate(index)}: build_messages of {type(self).__name__}"
         try:
             messages = self.build_messages(row)
@@ -426,7 +404,24 @@ class RLHFDataset(Dataset):
         fault = fault_in_messages(messages, self._kinds)
         if fault:
             raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
-        return as_messages(messages, self.config.system_prompt)
+        return self._normal(index, messages)
+
+    def _normal(self, index: int, messages: Sequence[Message]) -> list[Message]:
+        """Messages of a row in normal form, without an answer that is its ground truth."""
+        padded = self.table.has_padding(index)
+        normal = as_messages(messages, self.config.system_prompt, has_padding=padded)
+        if self._fields is not None:
+            self._fields.add(normal)
+        return split_last_turn(normal, self.config.last_assistant_turn, self.table.locate(index))[0]
+
+    def _render_all(self, prompts: list[Any] | None) -> None:
+        """Check and render all prompts, so that a bad one is found before the run starts."""
+        renders = type(self).encode_prompts is RLHFDataset.encode_prompts
+        for start in range(0, len(self._rows), _CHUNK):
+            indices = [int(index) for index in self._rows[start : start + _CHUNK]]
+            messages = [self._conversation(start + number, prompts) for number in range(len(indices))]
+            if renders:
+                self._rendered(messages, indices, self.tokenizer)
 
     @property
     def _kinds(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from hybridrl.models.vision import ImageProcessor
 
 _CHUNK = 1024
-_WEIGHT, _TRAIN = "weight", "train"  # fields of a message
 
 
 class SFTDataset(ConversationDataset):
@@ -32,7 +32,8 @@ class SFTDataset(ConversationDataset):
     the end of the turn, including the template's end-of-turn token but not the whitespace after it.
 
     A message of the assistant may have `train` (false: its turn is read and not learned) or `weight`, a number that the
-    loss of its tokens is multiplied by. The template does not see these fields.
+    loss of its tokens is multiplied by. The spellings of other libraries act, too (`hybridrl.data.turn_weights`). The
+    template does not see these fields.
 
     An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length. If
     any turn of the data has a weight other than 0 and 1, it also has `loss_weight: list[float]`. With a `processor`,
@@ -59,12 +60,14 @@ class SFTDataset(ConversationDataset):
         self._ids: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         self._columns: dict[str, list[Any]] = self._checked_columns()
+        self._refuse_masks()
         for start in range(0, len(self), _CHUNK):
             items = range(start, min(start + _CHUNK, len(self)))
             self._tokenize([self._conversation(item) for item in items], start)
         if self._images is None:
             self._columns = {}  # messages are read again for their images alone
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
+        self._fields.tell()
         self._tell_of_cuts()
         self._check_end_of_turn()
 
@@ -117,7 +120,7 @@ class SFTDataset(ConversationDataset):
                 f"{self.table.locate(index)}: column {self.config.messages_key!r} cannot be used as a conversation: "
                 f"{fault}."
             )
-        return as_messages(value, self.config.system_prompt)
+        return as_messages(value, self.config.system_prompt, has_padding=self.table.has_padding(index))
 
     def _from_prompt_and_response(self, index: int) -> list[Message]:
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
@@ -135,7 +138,8 @@ class SFTDataset(ConversationDataset):
         fault = fault_in_messages([answer])
         if fault:
             raise DataError(f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {fault}.")
-        return [*as_messages(prompt, self.config.system_prompt), answer]
+        padded = self.table.has_padding(index)
+        return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), answer]
 
     def _inside(self, index: int, value: Any, column: str, key: str) -> Any:
         """The entry of a column's mappings that `data.<key>` leads to."""
@@ -159,10 +163,11 @@ class SFTDataset(ConversationDataset):
             weights.append([0.0, *(weight for turn, weight in weighted if messages[turn]["role"] == "assistant")])
             if not any(weights[-1]):
                 raise DataError(
-                    f"{self.locate(start + number)}: no turn of the assistant is trained on ({_TRAIN} is false or "
-                    f"{_WEIGHT} is 0 in all of them), so there is nothing to learn. Leave the row out."
+                    f"{self.locate(start + number)}: no turn of the assistant is trained on (train is false or "
+                    "weight is 0 in all of them), so there is nothing to learn. Leave the row out."
                 )
-            shown.append([{n: v for n, v in message.items() if n not in (_WEIGHT, _TRAIN)} for message in messages])
+            shown.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
+            self._fields.add(shown[-1])
         items = range(start, start + len(shown))
         for number, (ids, turn_of) in enumerate(self.tokenize(shown, items, turns.__getitem__)):
             self._append(ids, np.asarray(weights[number], dtype=np.float32)[turn_of], start + number)
@@ -173,21 +178,31 @@ class SFTDataset(ConversationDataset):
         Raises:
             DataError: the message says something else than a weight.
         """
-        weight, train = message.get(_WEIGHT), message.get(_TRAIN)
-        fault = None
-        if weight is None and train is None:
-            return 1.0
-        if weight is not None and train is not None:
-            fault = f"has both {_TRAIN!r} and {_WEIGHT!r}; give one of them"
-        elif train is not None and not isinstance(train, bool | np.bool_):
-            fault = f"has {_TRAIN}={train!r}; it must be true or false"
-        elif weight is not None and (isinstance(weight, bool | str) or not np.isfinite(weight) or weight < 0):
-            fault = f"has {_WEIGHT}={weight!r}; it must be a number that is not negative"
-        elif message["role"] != "assistant" and (weight or train):
-            fault = f"is to be trained on ({_TRAIN} or {_WEIGHT}); only turns of the assistant are"
-        if fault:
-            raise DataError(f"{self.locate(item)}: message {turn} ({message['role']}) {fault}.")
-        return float(weight if weight is not None else bool(train))
+        try:
+            weight = turn_weight(message)
+        except ValueError as error:
+            raise DataError(f"{self.locate(item)}: message {turn} ({message['role']}) {error}.") from error
+        return 1.0 if weight is None else weight
+
+    def _refuse_masks(self) -> None:
+        """Refuse columns that say for other libraries which tokens are learnt, and name those that may say so.
+
+        Raises:
+            DataError: names such a column.
+        """
+        read = {self.config[key] for key in ("messages_key", "prompt_key", "response_key", "tools_key")}
+        columns = [name for name in self.table.columns if name not in read]
+        for name in columns:
+            if name in MASK_COLUMNS and any(value is not None for value in self.table.column(name)):
+                raise DataError(
+                    f"{self.key}: column {name!r} is not read, and it looks like a mask or weight of what is learnt. "
+                    "Give each message a field train or weight instead, or remove the column."
+                )
+        if possible := [name for name in columns if name in POSSIBLE_MASK_COLUMNS]:
+            notify(
+                f"{self.key}: columns {', '.join(map(repr, possible))} are not read. If they say what is learnt, give "
+                "each message a field train or weight instead"
+            )
 
     def _append(self, ids: np.ndarray, weights: np.ndarray, item: int) -> None:
         limit = self.config.max_length

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 REWARD_MODEL = "reward_model"  # verl's column of the ground truth
 
 
+FieldPath = tuple[str, ...]
+
+
+def _empty_fields(array: pyarrow.Array, path: FieldPath = ()) -> set[FieldPath]:
+    """The fields of objects in an array for which no object has a value. Lists add nothing to a path."""
+    import pyarrow
+
+    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        return _empty_fields(array.flatten(), path)
+    if not pyarrow.types.is_struct(array.type):
+        return set()
+    empty: set[FieldPath] = set()
+    for field, values in zip(array.type, array.flatten(), strict=True):
+        own = (*path, field.name)
+        empty |= {own} if values.null_count == len(values) else _empty_fields(values, own)
+    return empty
+
+
 class ArrowPart:
     """Rows in Arrow memory, which `path` describes: a parquet file, a data set of the hub. They are counted from 0."""
 
@@ -41,9 +59,16 @@ class ArrowPart:
         return self.table
 
     def with_ground_truth(self, name: str) -> ArrowPart:
+        return self._with_truth(self.table.column(name).combine_chunks())
+
+    def with_answers(self, answers: Sequence[str | None]) -> ArrowPart:
         import pyarrow
 
-        truth = self.table.column(name).combine_chunks()
+        return self._with_truth(pyarrow.array(answers, pyarrow.string()))
+
+    def _with_truth(self, truth: pyarrow.Array) -> ArrowPart:
+        import pyarrow
+
         style = pyarrow.array(["rule"] * len(truth), pyarrow.string())
         column = pyarrow.StructArray.from_arrays([style, truth], ["style", "ground_truth"])
         kept = self.table.drop_columns([REWARD_MODEL] if REWARD_MODEL in self.columns else [])
@@ -78,7 +103,13 @@ class RowsPart:
         return pyarrow.Table.from_pydict({name: self.column(name) for name in self.columns})
 
     def with_ground_truth(self, name: str) -> RowsPart:
-        rows = [{**row, REWARD_MODEL: {"style": "rule", "ground_truth": row.get(name)}} for row in self.rows]
+        return self.with_answers([row.get(name) for row in self.rows])
+
+    def with_answers(self, answers: Sequence[Any]) -> RowsPart:
+        rows = [
+            {**row, REWARD_MODEL: {"style": "rule", "ground_truth": answer}}
+            for row, answer in zip(self.rows, answers, strict=True)
+        ]
         return RowsPart(self.path, rows, self.lines)
 
     def locate(self, index: int) -> str:
@@ -158,6 +189,21 @@ class Table:
         """
         self.require(name, key)
         return Table([part.with_ground_truth(name) for part in self.parts])
+
+    def with_answers(self, answers: Sequence[str | None]) -> Table:
+        """Return the table with a column `reward_model` of these answers, one per row."""
+        ends = zip(self.parts, self._ends, strict=True)
+        return Table([part.with_answers(answers[end - len(part) : end]) for part, end in ends])
+
+    def has_padding(self, index: int) -> bool:
+        """Whether the objects of a row have nulls for fields that only other rows have, as Arrow and Parquet write."""
+        return isinstance(self._find(index)[0], ArrowPart)
+
+    def empty_fields(self, name: str) -> set[FieldPath]:
+        """Return the fields of objects in an Arrow column that are null in all rows of its file, so no padding."""
+        parts = [part for part in self.parts if isinstance(part, ArrowPart) and name in part.columns]
+        columns = [part.table.column(name).combine_chunks() for part in parts]
+        return {path for column in columns for path in _empty_fields(column)}
 
     def files_without(self, column: str) -> Iterator[ArrowPart | RowsPart]:
         """Yield the files that lack a column."""

@@ -6,8 +6,9 @@ change what the model sees.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 TEXT = ("text",)
 TEXT_AND_IMAGES = ("text", "image", "video")
+#: fields with thoughts of the assistant, as different libraries and chat templates call them
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
@@ -46,8 +49,45 @@ def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
         fault = _fault_in_text(content) if isinstance(content, str) else None
         if content is not None and not isinstance(content, str):
             fault = _fault_in_parts(content, kinds)
+        fault = fault or _fault_in_calls(message.get("tool_calls")) or _fault_in_thoughts(message)
         if fault:
             return f"message {number} ({role}): {fault}"
+    return None
+
+
+def _fault_in_calls(calls: Any) -> str | None:
+    """Return why `tool_calls` of a message is no list of calls, or None."""
+    if calls is None:
+        return None
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
+        return "'tool_calls' is not a list"
+    for call in calls:
+        function = _function_of(call)
+        name = function.get("name") if function is not None else None
+        if not isinstance(name, str) or not name:
+            return f"a tool call has no function with a name: {call!r:.200}"
+    return None
+
+
+def _function_of(call: Any) -> Mapping[str, Any] | None:
+    """The name and arguments of a call, which some data sets write without `function` around them."""
+    if not isinstance(call, Mapping):
+        return None
+    function = call.get("function")
+    if function is None and "name" in call:
+        return call
+    return function if isinstance(function, Mapping) else None
+
+
+def _fault_in_thoughts(message: Mapping[str, Any]) -> str | None:
+    thoughts = {name: message[name] for name in THOUGHTS if message.get(name)}
+    for name, value in thoughts.items():
+        if not isinstance(value, str):
+            return f"{name!r} is {type(value).__name__}; it must be text"
+        if fault := _fault_in_text(value):
+            return f"{name!r}: {fault}"
+    if len(set(thoughts.values())) > 1:
+        return f"{' and '.join(map(repr, thoughts))} differ; keep one of them"
     return None
 
 
@@ -78,15 +118,21 @@ def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
     return None
 
 
-def as_messages(value: str | Sequence[Mapping[str, Any]], system_prompt: str | None = None) -> list[Message]:
-    """Return a prompt as chat messages: text becomes a message of the user.
+def as_messages(
+    value: str | Sequence[Mapping[str, Any]], system_prompt: str | None = None, *, has_padding: bool = False
+) -> list[Message]:
+    """Return a prompt as chat messages in normal form: text becomes a message of the user.
 
     Args:
         value: text, or messages without a fault.
         system_prompt: begins the conversation, unless that has a system message of its own.
+        has_padding: see `normal_messages`.
     """
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else clean_messages(value)
-    if system_prompt and messages[0]["role"] != "system":
+    if isinstance(value, str):
+        messages: list[Message] = [{"role": "user", "content": value}]
+    else:
+        messages = normal_messages(value, has_padding=has_padding)
+    if system_prompt and messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system_prompt}, *messages]
     return messages
 
@@ -109,11 +155,124 @@ def _fault_in_parts(content: Any, kinds: Sequence[str]) -> str | None:
     return None
 
 
-def clean_messages(value: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages without the None entries that parquet adds to give all rows the same fields."""
-    return [
-        {name: item for name, item in message.items() if item is not None or name == "content"} for message in value
-    ]
+def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = False) -> list[Message]:
+    """Return messages in one form, whatever file or client they come from.
+
+    * Text in parts is joined, with a line break between two parts, since most templates take text alone. Beside images
+      it stays in parts.
+    * Arguments of calls are objects, not JSON text. Text that is no JSON object stays.
+    * A call has its type, and `function` around its name and arguments. No text beside calls is an empty text.
+    * The answer of a tool has the name of the tool.
+    * A field without a value is left out.
+
+    Args:
+        value: messages without a fault.
+        has_padding: the rows come from Arrow or Parquet, where each object has the fields of all others with nulls for
+            those that it lacks. So nulls in arguments are no values there, and are left out.
+    """
+    names: dict[str, str] = {}
+    waiting: list[str] = []  # names of the calls that no message has answered yet
+    messages = []
+    for message in value:
+        made = {name: item for name, item in message.items() if item is not None}
+        made["content"] = joined_text(message.get("content"))
+        for field in THOUGHTS[1:]:
+            if made.get(field) and made.get(THOUGHTS[0]) == made[field]:
+                del made[field]
+        calls = [_normal_call(call, has_padding) for call in made.pop("tool_calls", ())]
+        if calls:
+            made["tool_calls"] = calls
+            waiting = [call["function"]["name"] for call in calls]
+            names |= {str(call["id"]): call["function"]["name"] for call in calls if call.get("id")}
+        if made["role"] == "tool":
+            next_name = waiting.pop(0) if waiting else None
+            name: str | None = made.get("name") or names.get(str(made.get("tool_call_id"))) or next_name
+            if name:
+                made["name"] = name
+        messages.append(made)
+    return messages
+
+
+def joined_text(content: Any) -> Any:
+    """Text parts joined, because most templates take text only; with images, those that follow one another."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] != "text":
+            parts.append({name: item for name, item in part.items() if item is not None})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += "\n" + part["text"]
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return parts[0]["text"] if parts else ""
+
+
+def _normal_call(call: Mapping[str, Any], has_padding: bool) -> dict[str, Any]:
+    function = _function_of(call)
+    assert function is not None
+    outer = {} if function is call else {name: item for name, item in call.items() if item is not None}
+    arguments = parsed_arguments(function.get("arguments"))
+    if has_padding:
+        arguments = without_padding(arguments)
+    return {"type": "function", **outer, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """The arguments of a call as an object; text that is none stays text."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with arguments of calls as JSON text, which some templates insist on."""
+    shown = []
+    for message in messages:
+        calls = [
+            call | {"function": call["function"] | {"arguments": as_text(call["function"]["arguments"])}}
+            for call in message.get("tool_calls") or ()
+        ]
+        shown.append(message | {"tool_calls": calls} if calls else message)
+    return shown
+
+
+def as_text(arguments: Any) -> str:
+    """Arguments of a call as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def without_padding(value: Any, keep: Set[tuple[str, ...]] = frozenset(), path: tuple[str, ...] = ()) -> Any:
+    """Nested values of Arrow without the nulls of objects. Its maps, lists of pairs, are objects.
+
+    Args:
+        keep: fields whose nulls are values; lists add nothing to their paths.
+        path: where the value is.
+    """
+    if isinstance(value, Mapping):
+        return {
+            name: without_padding(item, keep, (*path, name))
+            for name, item in value.items()
+            if item is not None or (*path, name) in keep
+        }
+    if isinstance(value, list) and value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        return {str(name): without_padding(item, keep, (*path, str(name))) for name, item in value}
+    return [without_padding(item, keep, path) for item in value] if isinstance(value, list | tuple) else value
+
+
+def with_answer(prompt: Sequence[Message], answer: str) -> list[Message]:
+    """A prompt and its answer. One that ends with a turn of the assistant is continued by the answer."""
+    if not prompt or prompt[-1]["role"] != "assistant":
+        return [*prompt, {"role": "assistant", "content": answer}]
+    return [*prompt[:-1], {"role": "assistant", "content": f"{prompt[-1].get('content') or ''}{answer}"}]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -11,8 +11,10 @@ import torch
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import ModelError, RewardError
+from hybridrl.models.chat import with_answer
 from hybridrl.models.classifier import check_reward_model, scored_length
 from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
@@ -158,10 +160,7 @@ class Conversations:
         reason = "has a tokenizer or chat template of its own, so it"
         answers = self._policy.batch_decode(generated_tokens(batch, reason), skip_special_tokens=True)
         prompts = batch.non_tensor_batch["raw_prompt"]
-        texts = [
-            self._render([*prompt, {"role": "assistant", "content": answer}])
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        texts = [self._render(with_answer(prompt, answer)) for prompt, answer in zip(prompts, answers, strict=True)]
         rows: list[list[int]] = self._own(texts, add_special_tokens=False)["input_ids"]
         return rows
 
@@ -174,4 +173,4 @@ class Conversations:
         return self._own.encode(text.rpartition(answer)[2], add_special_tokens=False)
 
     def _render(self, messages: list[Any]) -> str:
-        return str(self._own.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+        return rendered(self._own, messages, is_generated=True, add_generation_prompt=False)

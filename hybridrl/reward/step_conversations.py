@@ -15,6 +15,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.classifier import check_step_model
 from hybridrl.models.info import config_of
+from hybridrl.models.rendering import rendered
 from hybridrl.protocol import DataProto
 from hybridrl.reward.conversations import KEY, generated_tokens, own_tokenizer, refuse_images
 from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
@@ -133,8 +134,10 @@ class StepConversations:
         return ids, ends
 
     def _prompt(self, messages: list[Any]) -> list[int]:
-        text = self._own.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._encoded(str(text))
+        begun = ""
+        if messages[-1]["role"] == "assistant":  # data.last_assistant_turn=continue
+            messages, begun = messages[:-1], str(messages[-1].get("content") or "")
+        return self._encoded(rendered(self._own, messages, is_generated=True, add_generation_prompt=True) + begun)
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._own.encode(text, add_special_tokens=False)

@@ -158,3 +158,7 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
     config = config_for(model, QWEN.template, f"{ROLLOUT}.agent.default_environment=length")
     with pytest.raises(RolloutError, match="without a loop that acts on environments"):
         create_agents(config, tokenizer, [])
+    config = env_config(model, None)
+    config.data.last_assistant_turn = "continue"
+    with pytest.raises(RolloutError, match="continue with the agent loops env_agent"):
+        create_agents(config, tokenizer, [])

@@ -232,13 +232,15 @@ def test_columns_of_tools_and_thinking_reach_the_template(write: Any, tokenizer:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     tools = [{"type": "function", "function": {"name": "add", "strict": None}}]
+    others = [{"type": "function", "function": {"name": "sub", "strict": True}}]
     rows = [
         {"messages": TALK, "tools": tools, "enable_thinking": True},
         {"messages": TALK, "tools": None, "enable_thinking": False},
         {"messages": TALK, "tools": None, "enable_thinking": None},
+        {"messages": TALK, "tools": others, "enable_thinking": None},
     ]
     path = write("a.parquet", rows)
-    heads = ["tools:add;thinking=True\n", "thinking=False\n", ""]
+    heads = ["tools:add;thinking=True\n", "thinking=False\n", "", "tools:subTrue;"]
     for row, head in zip(conversations(path, tokenizer), heads, strict=True):
         assert tokenizer.decode(row["input_ids"]).startswith(f"{head}<|im_start|>user\nSort: 21")
         assert shown(tokenizer, row)[1] == "12<|im_end|>34<|im_end|>"
@@ -246,7 +248,7 @@ def test_columns_of_tools_and_thinking_reach_the_template(write: Any, tokenizer:
     assert tokenizer.decode(last["input_ids"]).startswith("thinking=True\n")
     named = [{**ROW, "functions": json.dumps(tools)}]
     (pair,) = make(write("b.jsonl", named), tokenizer, tools_key="functions")
-    assert tokenizer.decode(pair["chosen"]["input_ids"]).startswith("tools:add;<|im_start|>user")
+    assert tokenizer.decode(pair["chosen"]["input_ids"]).startswith("tools:addNone;<|im_start|>user")
 
 
 @pytest.mark.parametrize(

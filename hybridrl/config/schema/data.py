@@ -34,6 +34,12 @@ class PromptConfig(ConfigNode):
     ground_truth_key: str | None = key(
         None, "column of the ground truth; null: reward_model holds it, as {style, ground_truth}"
     )
+    last_assistant_turn: str = key(
+        "error",
+        "what a last turn of the assistant in a prompt is: error: refused; ground_truth: taken out of the prompt, and "
+        "the ground truth of the reward; continue: the beginning of the response, which the model goes on with",
+        choices=names.LAST_ASSISTANT_TURN,
+    )
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
     video_key: str = key("videos", "column of the videos, likewise")
     mm_processor_kwargs: dict[str, Any] = key(

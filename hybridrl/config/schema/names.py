@@ -69,6 +69,9 @@ RESUME_MODES: tuple[str, ...] = ("auto", "disable", "resume_path")
 #: what is done with more tokens than fit
 TRUNCATIONS: tuple[str, ...] = ("error", "left", "right", "middle")
 
+#: what a last turn of the assistant in a prompt is
+LAST_ASSISTANT_TURN: tuple[str, ...] = ("error", "ground_truth", "continue")
+
 LR_SCHEDULERS: tuple[str, ...] = ("constant", "linear", "cosine", "wsd")
 
 #: what a checkpoint may hold

@@ -20,7 +20,7 @@ from hybridrl.models.chat import Message
 from hybridrl.registry import TOOL_PARSERS
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
-from hybridrl.rollout.server.conversation import inner_messages, inner_tools, with_arguments_as_text
+from hybridrl.rollout.server.conversation import inner_messages, inner_tools
 from hybridrl.rollout.server.dialects.base import Dialect, Exchange
 from hybridrl.rollout.server.images import Picture, PictureReader, Prompt, pictures_in, placed, with_patches
 from hybridrl.rollout.server.pending import PendingRequests
@@ -168,13 +168,10 @@ class Api:
                 return known
         try:
             text = self.turns.text(messages, tools)
-        except RolloutError:
-            try:  # some templates take arguments of calls as text only
-                text = self.turns.text(with_arguments_as_text(messages), tools)
-            except RolloutError as error:
-                reason = error.__cause__ or error
-                message = f"the chat template refuses messages: {type(reason).__name__}: {reason}"
-                raise ApiError(400, message, param="messages") from error
+        except RolloutError as error:
+            reason = error.__cause__ or error
+            message = f"the chat template refuses messages: {type(reason).__name__}: {reason}"
+            raise ApiError(400, message, param="messages") from error
         self._check_length(_text_bytes(text), "messages")
         try:
             ids = self.turns.expanded(self.turns.encoded(text), images_in(with_patches(messages, pictures)))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, clean_messages, fault_in_messages
+from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, fault_in_messages, normal_messages
 from hybridrl.rollout.server.schema import ApiError, check_encodable
 
 #: what a client adds to messages of the model that it returns, and no template reads
@@ -33,21 +33,24 @@ def inner_messages(
     fault = fault_in_messages(messages, TEXT_AND_IMAGES if sees_images else TEXT)
     if fault is not None:
         raise ApiError(400, f"messages: {fault}", param="messages")
-    names: dict[str, str] = {}
-    found = []
-    for number, message in enumerate(clean_messages(messages)):
+    inner = []
+    for message in normal_messages(messages):
         made = {name: value for name, value in message.items() if name not in _NOT_RENDERED}
-        made["content"] = _flat(message.get("content")) or ""
         if message["role"] == "developer" and not knows_developer:
             made["role"] = "system"
         if message["role"] == "tool":
-            made.setdefault("name", names.get(str(message.get("tool_call_id")), ""))
-        calls = made.pop("tool_calls", None)
-        if calls:
-            made["tool_calls"] = [_inner_call(call, number) for call in _listed(calls, number)]
-            names |= {call["id"]: call["function"]["name"] for call in made["tool_calls"]}
-        found.append(made)
-    return found
+            made.setdefault("name", "")
+        if "tool_calls" in made:
+            made["tool_calls"] = [
+                {
+                    "id": str(call.get("id") or ""),
+                    "type": "function",
+                    "function": {name: call["function"][name] for name in ("name", "arguments")},
+                }
+                for call in made["tool_calls"]
+            ]
+        inner.append(made)
+    return inner
 
 
 def inner_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -62,73 +65,6 @@ def _with_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
         "description": function.get("description") or "",
         "parameters": function.get("parameters") or _NO_PARAMETERS,
     }
-
-
-def _listed(calls: Any, number: int) -> list[Any]:
-    if not isinstance(calls, list):
-        raise ApiError(400, f"messages: message {number}: 'tool_calls' is not a list", param="messages")
-    return calls
-
-
-def _inner_call(call: Any, number: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        raise ApiError(
-            400, f"messages: message {number}: a tool call has no function with a name: {call!r:.200}", param="messages"
-        )
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": name, "arguments": parsed_arguments(function.get("arguments"))},
-    }
-
-
-def parsed_arguments(arguments: Any) -> Any:
-    """The arguments of a call as an object; text that is none stays text."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        found = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
-
-
-def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with arguments of calls as JSON text, which some templates insist on."""
-    found = []
-    for message in messages:
-        calls = [
-            call | {"function": call["function"] | {"arguments": as_text(call["function"]["arguments"])}}
-            for call in message.get("tool_calls") or ()
-        ]
-        found.append(message | {"tool_calls": calls} if calls else message)
-    return found
-
-
-def as_text(arguments: Any) -> str:
-    """Arguments of a call as JSON text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _flat(content: Any) -> Any:
-    """Text parts joined, because most templates take text only; with images, those that follow one another."""
-    if not isinstance(content, list):
-        return content
-    parts: list[dict[str, Any]] = []
-    for part in content:
-        if part["type"] == "image":
-            parts.append({"type": "image", "digest": part["digest"]})
-        elif parts and parts[-1]["type"] == "text":
-            parts[-1]["text"] += "\n" + part["text"]
-        else:
-            parts.append({"type": "text", "text": part["text"]})
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return parts[0]["text"] if parts else ""
 
 
 # ------------------------------------------------------------------ when two messages are the same

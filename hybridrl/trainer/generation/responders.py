@@ -9,6 +9,7 @@ import torch
 from hybridrl.config import GenerationConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset
 from hybridrl.data.files import read_table
+from hybridrl.data.last_turn import CONTINUE, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.loader import PromptCollator
 from hybridrl.data.rows import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
@@ -127,9 +128,15 @@ class EndpointResponder:
         self.config = config
         data, rollout = config.data, config.actor_rollout_ref.rollout
         table = read_table(data.path, "data.path")
+        table.require(data.prompt_key, "data.prompt_key", prompt_hint(table))
+        if data.last_assistant_turn == CONTINUE:
+            raise DataError(
+                f"data.last_assistant_turn={CONTINUE} is not supported with an endpoint, which renders messages "
+                "itself; generate with processes of the cluster, or end prompts with the user's message."
+            )
+        table = table_with_answers(table, data)
         if data.ground_truth_key is not None:
             table = table.with_ground_truth(data.ground_truth_key)
-        table.require(data.prompt_key, "data.prompt_key")
         self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))
         column = table.column(data.prompt_key)
         for index in self._index:
@@ -139,7 +146,14 @@ class EndpointResponder:
                     f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {fault}."
                 )
         self._table = table
-        self._messages = [as_messages(column[index], data.system_prompt) for index in self._index]
+        self._messages = [
+            split_last_turn(
+                as_messages(column[index], data.system_prompt, has_padding=table.has_padding(int(index))),
+                data.last_assistant_turn,
+                table.locate(int(index)),
+            )[0]
+            for index in self._index
+        ]
         self.rows = table.arrow().take(pa.array(self._index))
         self.endpoint = Endpoint(rollout.openai)
         waiting = data.batch_size * data.n_samples

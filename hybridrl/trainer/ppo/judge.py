@@ -16,6 +16,7 @@ from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
 from hybridrl.reward.judge_pool import JudgePool, judges_in
@@ -135,7 +136,7 @@ def _sampling(judge: JudgeConfig, question: str) -> SamplingParams:
 def question_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], judge: JudgeConfig) -> str:
     """A conversation in the judge's chat template, to be answered."""
     more = dict(judge.extra_body.get("chat_template_kwargs", {}))
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more))
+    return rendered(tokenizer, messages, is_generated=True, add_generation_prompt=True, **more)
 
 
 def check_judge_model(config: PPOTrainerConfig) -> None:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hybridrl.rollout.server.conversation import as_text
+from hybridrl.models.chat import as_text
 from hybridrl.rollout.server.dialects.base import Dialect, Exchange, event
 from hybridrl.rollout.server.limits import body_of_error
 from hybridrl.rollout.server.replies import Reply

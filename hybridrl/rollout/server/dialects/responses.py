@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hybridrl.models.chat import Message
-from hybridrl.rollout.server.conversation import as_text
+from hybridrl.models.chat import Message, as_text
 from hybridrl.rollout.server.dialects.base import Dialect, Exchange, event
 from hybridrl.rollout.server.replies import Reply
 from hybridrl.rollout.server.schema import ApiError, ChatRequest, short

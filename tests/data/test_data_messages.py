@@ -1,0 +1,290 @@
+"""Messages of data files: their forms, fields that other libraries write, last turns of prompts, equal pairs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.config import DataConfig, GenerationDataConfig, PairsDataConfig, SFTDataConfig
+from hybridrl.data import DataError, create_preference_dataset, create_rl_dataset, create_sft_dataset
+from tests.agents.template_families import FAMILIES
+
+QUESTION = {"role": "user", "content": "Sort: 21"}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def answer(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+@pytest.fixture(scope="module")
+def chatml(tokenizer: Any) -> Any:
+    """A tokenizer whose template takes text alone."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CHATML
+    return own
+
+
+def sft(path: Any, tokenizer: Any, **settings: Any) -> Any:
+    return create_sft_dataset(path, SFTDataConfig(shuffle=False, **settings), tokenizer)
+
+
+def prompts(path: Any, tokenizer: Any, **settings: Any) -> Any:
+    return create_rl_dataset(path, DataConfig(shuffle=False, **settings), tokenizer)
+
+
+def learnt(tokenizer: Any, item: dict[str, Any]) -> str:
+    return tokenizer.decode([i for i, m in zip(item["input_ids"], item["loss_mask"], strict=True) if m])
+
+
+# ------------------------------------------------------------------ one form
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_text_parts_are_text(write: Any, chatml: Any, name: str) -> None:
+    talk = [QUESTION, answer("12")]
+    path = write(name, [{"prompt": talk[:1], "messages": talk, "chosen": talk, "rejected": [QUESTION, answer("2")]}])
+    plain = (prompts(path, chatml)[0]["input_ids"], sft(path, chatml)[0])
+    row = {"prompt": [in_parts(QUESTION)], "messages": [in_parts(message) for message in talk]}
+    path = write(f"parts_{name}", [row])
+    item = prompts(path, chatml)[0]
+    assert (item["input_ids"], sft(path, chatml)[0]) == plain
+    assert item["raw_prompt"] == [QUESTION]  # what rewards and agents read
+    assert "Sort: 21" in chatml.decode(plain[0])
+
+
+def called(name: str, arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [QUESTION, answer("", tool_calls=[call]), {"role": "tool", "content": "5"}, answer("5")]
+
+
+def test_calls_from_parquet_and_from_text_are_those_of_json(write: Any, chatml: Any) -> None:
+    calls = [("weather", {"city": "Rome"}), ("add", {"a": 2, "b": 3})]
+    rows = [{"messages": called(name, arguments)} for name, arguments in calls]
+    as_text = [{"messages": called(name, json.dumps(arguments))} for name, arguments in calls]
+    expected = [item["input_ids"] for item in sft(write("a.jsonl", rows), chatml)]
+    assert 'weather {"city": "Rome"}<|im_end|>' in chatml.decode(expected[0])
+    for path in (write("a.parquet", rows), write("t.jsonl", as_text), write("t.parquet", as_text)):
+        assert [item["input_ids"] for item in sft(path, chatml)] == expected
+
+
+def test_nulls_of_json_are_values(write: Any, chatml: Any) -> None:
+    tokenizer = copy.deepcopy(chatml)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    schema = {"properties": {"unit": {"default": None, "enum": [None, "C"]}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    other = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "int"}}}}}]
+    rows = [
+        {"messages": called("weather", {"city": "Rome", "unit": None}), "tools": tools},
+        {"messages": called("add", {"a": 2}), "tools": other},
+    ]
+    first, second = sft(write("a.jsonl", rows), tokenizer)
+    assert '{"default": null, "enum": [null, "C"]}' in tokenizer.decode(first["input_ids"])
+    assert 'weather {"city": "Rome", "unit": null}' in tokenizer.decode(first["input_ids"])
+    stored = [{**row, "messages": called("add", {"a": 2})} for row in rows]
+    from_json = [item["input_ids"] for item in sft(write("b.jsonl", stored), tokenizer)]
+    assert [item["input_ids"] for item in sft(write("b.parquet", stored), tokenizer)] == from_json
+    assert "null" not in tokenizer.decode(second["input_ids"])
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(str.strip)
+
+
+@st.composite
+def talks(draw: Any) -> list[dict[str, Any]]:
+    """Conversations of one call to one of two tools, whose arguments are always written in the same order."""
+    if draw(st.booleans()):
+        name, arguments = "weather", {"city": draw(TEXT), "days": draw(st.integers(0, 99))}
+    else:
+        name, arguments = "add", {"a": draw(st.integers(0, 99)), "note": {"text": draw(TEXT)}}
+    function = {"name": name, "arguments": arguments}
+    call = {"id": f"functions.{name}:0", "type": "function", "function": function}
+    optional = {"name": "Ada"} if draw(st.booleans()) else {}
+    return [
+        {"role": "user", "content": draw(TEXT), **optional},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": draw(TEXT), "tool_call_id": call["id"]},
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(rows=st.lists(talks(), min_size=1, max_size=3))
+def test_parquet_gives_the_tokens_of_json(tmp_path_factory: Any, tokenizer: Any, name: str, rows: Any) -> None:
+    own = copy.copy(tokenizer)
+    own.chat_template = FAMILIES[name].template
+    folder = tmp_path_factory.getbasetemp()
+    lines, stored = folder / f"{name}.jsonl", folder / f"{name}.parquet"
+    lines.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": row} for row in rows]), stored)
+
+    def outcome(path: Path) -> Any:
+        try:
+            return [item["input_ids"] for item in prompts(path, own, max_prompt_length=4096)]
+        except DataError as error:
+            return str(error).split(": ", 1)[1]
+
+    assert outcome(lines) == outcome(stored)
+
+
+def test_text_that_the_template_leaves_out_names_row_and_turn(write: Any, tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.content }}>{% endfor %}"
+        "{% if add_generation_prompt %}<{% endif %}"
+    )
+    talk = [QUESTION, {"role": "human", "content": "again"}]
+    path = write("a.jsonl", [{"prompt": [QUESTION]}, {"prompt": talk}])
+    for settings in ({}, {"truncation": "left"}, {"filter_overlong_prompts": True}):  # all at the start of a run
+        with pytest.raises(DataError, match=r"line 2: message 1 \(human\): the chat template leaves out .*'again'"):
+            prompts(path, own, **settings)
+    with pytest.raises(DataError, match=r"line 1: message 1 \(human\)"):
+        sft(write("b.jsonl", [{"messages": [*talk, answer("12")]}]), own)
+    sides = {"chosen": [*talk, answer("12")], "rejected": [*talk, answer("21")]}
+    with pytest.raises(DataError, match=r"line 1: message 1 \(human\)"):
+        create_preference_dataset(write("c.jsonl", [sides]), PairsDataConfig(), own)
+
+
+# ------------------------------------------------------------------ fields
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    "field",
+    [{"loss_mask": 0}, {"loss": False}, {"trainable": False}, {"train": False}, {"step_loss_mask": 0}, {"weight": 0}],
+)
+def test_flags_of_other_libraries_act(write: Any, tokenizer: Any, name: str, field: dict[str, Any]) -> None:
+    talk = [QUESTION, answer("98", **field), QUESTION, answer("12")]
+    plain = [QUESTION, answer("98"), QUESTION, answer("12")]
+    marked, unmarked = sft(write(name, [{"messages": talk}, {"messages": plain}]), tokenizer)
+    assert learnt(tokenizer, marked) == "12<|im_end|>"
+    assert learnt(tokenizer, unmarked) == "98<|im_end|>12<|im_end|>"
+    assert marked["input_ids"] == unmarked["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [QUESTION, answer("1", loss_mask=[0, 1])]}, r"message 1 .assistant. has loss_mask=\[0, 1\]"),
+        ({"messages": [QUESTION, answer("1", loss="no")]}, "has loss='no'; it must be true or false"),
+        ({"messages": [QUESTION, answer("1", loss_mask=0.5)]}, "has loss_mask=0.5; it must be true or false"),
+        ({"messages": [QUESTION, answer("1", loss=True, train=True)]}, "has both 'loss' and 'train'"),
+        ({"messages": [QUESTION, answer("1", reasoning_content="why")]}, "does not read 'reasoning_content'"),
+        ({"messages": [QUESTION, answer("1", thinking="why")]}, "does not read 'thinking'"),
+        ({"messages": [QUESTION, answer("1")], "loss_mask": [0, 1]}, "column 'loss_mask' is not read"),
+    ],
+)
+def test_fields_that_cannot_act_are_refused(row: dict[str, Any], said: str, write: Any, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=said):
+        sft(write("a.jsonl", [row]), tokenizer)
+
+
+def test_fields_that_no_template_reads_are_named_once_with_their_rows(write: Any, tokenizer: Any, capsys: Any) -> None:
+    named = {**QUESTION, "name": "Ada", "id": 7}
+    rows = [{"messages": [named, answer("12")]}, {"messages": [named, answer("12", id=8)]}]
+    path = write("a.jsonl", [*rows, {"messages": [QUESTION, answer("12")]}])
+    sft(path, tokenizer)
+    told = capsys.readouterr().err
+    assert told.count("does not read have no effect: 'id' (2 rows), 'name' (2 rows)") == 1
+    prompts(write("b.jsonl", [{"prompt": [answer("1", weight=0), QUESTION]}]), tokenizer)
+    assert "'weight' (1 rows)" in capsys.readouterr().err
+    sft(write("c.jsonl", [{"messages": [QUESTION, answer("12")], "weight": 0.5}]), tokenizer)
+    assert "columns 'weight' are not read" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ the assistant first and last
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3", "gpt-oss"])
+def test_a_conversation_may_begin_with_the_assistant(write: Any, tokenizer: Any, name: str) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = FAMILIES[name].template
+    talk = [answer("Hello"), QUESTION, answer("12")]
+    for messages in (talk, [{"role": "system", "content": "Be brief"}, *talk]):
+        (item,) = sft(write("a.jsonl", [{"messages": messages}]), own)
+        first, second = learnt(own, item).split("12")
+        assert first.startswith("Hello") and "Sort" not in first + second
+
+
+def test_pairs_may_begin_with_the_assistant(write: Any, tokenizer: Any) -> None:
+    sides = {"chosen": [answer("Hello"), QUESTION, answer("12")], "rejected": [answer("Hello"), QUESTION, answer("21")]}
+    (pair,) = create_preference_dataset(write("a.jsonl", [sides]), PairsDataConfig(), tokenizer)
+    assert learnt(tokenizer, pair["chosen"]) == "12<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_last_turn_of_the_assistant_is_never_part_of_a_prompt_unsaid(write: Any, tokenizer: Any, name: str) -> None:
+    rows = [
+        {"messages": [QUESTION, answer("12")]},
+        {"messages": [{"role": "user", "content": "Sort: 54"}, answer("45")]},
+    ]
+    path = write(name, rows)
+    for settings in ({}, {"truncation": "left"}):
+        with pytest.raises(DataError, match=r"'12'.*data.last_assistant_turn=ground_truth"):
+            prompts(path, tokenizer, prompt_key="messages", **settings)
+    with pytest.raises(DataError, match=r"data.last_assistant_turn=ground_truth makes it the ground truth"):
+        prompts(path, tokenizer)
+    split = prompts(path, tokenizer, prompt_key="messages", last_assistant_turn="ground_truth")
+    plain = prompts(write("p.jsonl", [{"prompt": [QUESTION]}]), tokenizer)
+    assert split[0]["input_ids"] == plain[0]["input_ids"] and split[0]["raw_prompt"] == [QUESTION]
+    assert [item["reward_model"]["ground_truth"] for item in split] == ["12", "45"]
+    going_on = prompts(path, tokenizer, prompt_key="messages", last_assistant_turn="continue")
+    assert tokenizer.decode(going_on[0]["input_ids"]) == tokenizer.decode(plain[0]["input_ids"]) + "12"
+    generation = GenerationDataConfig(prompt_key="messages")
+    with pytest.raises(DataError, match=r"data.last_assistant_turn"):
+        create_rl_dataset(path, generation, tokenizer)
+
+
+def test_answers_that_cannot_be_split_are_refused(write: Any, rows: Any, tokenizer: Any) -> None:
+    def refused(row: dict[str, Any], said: str, setting: str = "ground_truth", **settings: Any) -> None:
+        with pytest.raises(DataError, match=said):
+            prompts(write("a.jsonl", [row]), tokenizer, last_assistant_turn=setting, **settings)
+
+    refused({"prompt": [QUESTION]}, "the last message is of the role 'user'")
+    refused({"prompt": [answer("12")]}, "nothing is left of the prompt")
+    refused({"prompt": [QUESTION, answer("12")], "reward_model": {}}, "column 'reward_model' is the ground truth")
+    refused({"prompt": [QUESTION, answer("12")], "a": "1"}, "column 'a' is the ground truth", ground_truth_key="a")
+    call = [{"function": {"name": "add", "arguments": {}}}]
+    refused({"prompt": [QUESTION, answer("", tool_calls=call)]}, "has tool calls", "continue")
+
+
+# ------------------------------------------------------------------ equal pairs
+
+
+def test_pairs_that_are_equal_as_tokens_are_refused_and_counted(write: Any, tokenizer: Any, capsys: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+    right = {"prompt": "Sort: 21", "chosen": "12", "rejected": "21"}
+    rows = [{**right, "rejected": " 12"}, right, {**right, "rejected": "12\n"}]
+    path = write("a.jsonl", rows)
+    with pytest.raises(DataError, match=r"line 1: .*same tokens.*Of 3 pairs 2 with two equal answers.*line 3"):
+        create_preference_dataset(path, PairsDataConfig(), own)
+    kept = create_preference_dataset(path, PairsDataConfig(filter_pairs=True), own)
+    assert [pair["index"] for pair in kept] == [1]
+    assert "2 with two equal answers" in capsys.readouterr().err
+
+
+def test_pairs_that_are_equal_once_cut_are_refused(write: Any, tokenizer: Any) -> None:
+    row = {"prompt": "Sort: 21", "chosen": "1234", "rejected": "1256"}
+    longest = len(
+        create_preference_dataset(write("a.jsonl", [row]), PairsDataConfig(), tokenizer)[0]["chosen"]["input_ids"]
+    )
+    with pytest.raises(DataError, match="cut to it the two answers are the same"):
+        create_preference_dataset(
+            write("b.jsonl", [row]), PairsDataConfig(max_length=longest - 4, truncation="right"), tokenizer
+        )
