@@ -22,7 +22,7 @@ _COMPUTED = re.compile(
 _HEADS = re.compile(r"^(?:lm_head|score|v_head|classifier|value_head)\.")
 _TOP = re.compile(r"^\w+\.(?:weight|bias)$")
 #: layers that predict further tokens
-_FURTHER = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block)(?:\.|$)")
+_FURTHER = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block|eh_proj|enorm|hnorm)(?:\.|$)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.")
 #: parts that read images, videos or sound
 _TOWER = re.compile(

@@ -157,7 +157,7 @@ class DataProto:
     def check_consistency(self) -> None:
         """Check that all fields have the same number of rows.
 
-        Every method that counts rows or gives them checks this first: a field that is assigned later may have any length.
+        Every method that counts or gives rows checks this first: a field that is assigned later may have any length.
 
         Raises:
             TypeError: `batch` is not a TensorDict, or a non-tensor field is not a NumPy array.
