@@ -50,8 +50,10 @@ def compute_gae_advantage_return(
     check_same_shape(mask, token_level_rewards=token_level_rewards, values=values)
     lam_returns = backwards(token_level_rewards, values, mask, gamma, gamma * lam)
     # The rounding of V_t enters L twice at most: as it is, and in the sum of the later differences.
-    largest = torch.where(mask, values, 0.0).abs().amax() if len(values) else values.new_zeros(())
-    rounding = score_rounding(token_level_rewards, mask).amax() + rounding_of(largest, values.dtype)
+    rounding = None
+    if values.numel():
+        largest = torch.where(mask, values, 0.0).abs().amax()
+        rounding = score_rounding(token_level_rewards, mask).amax() + rounding_of(largest, values.dtype)
     returns = torch.empty_like(lam_returns)
     for block in row_blocks(returns):
         returns[block] = keep(lam_returns[block] + values[block], mask[block])
