@@ -50,7 +50,7 @@ def compute_gae_advantage_return(
     check_same_shape(mask, token_level_rewards=token_level_rewards, values=values)
     lam_returns = backwards(token_level_rewards, values, mask, gamma, gamma * lam)
     # The rounding of V_t enters L twice at most: as it is, and in the sum of the later differences.
-    rounding = None
+    rounding: Tensor | None = None
     if values.numel():
         largest = torch.where(mask, values, 0.0).abs().amax()
         rounding = score_rounding(token_level_rewards, mask).amax() + rounding_of(largest, values.dtype)
