@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.functional import masked_mean
-from hybridrl.algorithms.groups import group_samples, outcome_scores
+from hybridrl.algorithms.functional import keep, masked_var, rounding_of
+from hybridrl.algorithms.groups import group_samples, levelled_scores
 
 
 @torch.no_grad()
@@ -21,8 +21,8 @@ def group_health(token_level_scores: Tensor, response_mask: Tensor, index: np.nd
         `health/groups_uniform`, and among these `health/groups_all_worst` and `health/groups_all_best` (all samples at
         the smallest or at the largest score of the batch). Groups of one are not counted.
     """
-    scores = outcome_scores(token_level_scores, response_mask)
-    groups = group_samples(index, scores)
+    groups = group_samples(index, token_level_scores)
+    scores = levelled_scores(token_level_scores, response_mask, groups)
     smallest, largest = groups.extremes(scores)
     several = groups.sizes > 1
     total = several.sum().clamp(min=1)
@@ -51,9 +51,10 @@ def length_reward_correlation(
         index: the prompts' uid. If given, the group's means are subtracted from score and length, because hard prompts
             have long and badly scored responses whether or not length is rewarded.
     """
-    scores, lengths = outcome_scores(token_level_scores, response_mask), response_mask.bool().sum(-1).double()
+    whole = np.zeros(len(response_mask)) if index is None else index
+    groups, lengths = group_samples(whole, token_level_scores), response_mask.bool().sum(-1).double()
+    scores = levelled_scores(token_level_scores, response_mask, groups)
     if index is not None:
-        groups = group_samples(index, scores)
         scores, lengths = scores - groups.mean(scores), lengths - groups.mean(lengths)
     return _correlation(scores, lengths)
 
@@ -64,10 +65,9 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
     It is 1 for a perfect critic, 0 for a constant one, negative for a harmful one, and 0 if the returns do not vary.
     """
-    mask = response_mask.bool()
-
-    def var(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)).square(), mask)
-
-    total = float(var(returns.double()))
-    return 1.0 - float(var(returns.double() - values.double())) / total if total > 0 else 0.0
+    if not bool(response_mask.any()):
+        return 0.0
+    rounding = rounding_of(keep(returns, response_mask).abs().amax(), returns.dtype)
+    total = float(masked_var(returns.double(), response_mask, unbiased=False, rounding=rounding))
+    left = float(masked_var(returns.double() - values.double(), response_mask, unbiased=False))
+    return 1.0 - left / total if total > 0 else 0.0

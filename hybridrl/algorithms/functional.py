@@ -58,22 +58,53 @@ def row_blocks(values: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of each row's masked values, [B, T] -> [B]."""
+def masked_row_sum(values: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum of each row's masked values, [B, T] -> [B], in `dtype`; None: in that of the values."""
     if not len(values):
-        return values.sum(-1)
-    return torch.cat([keep(values[block], mask[block]).sum(-1) for block in row_blocks(values)])
+        return values.sum(-1, dtype=dtype)
+    return torch.cat([keep(values[block], mask[block]).sum(-1, dtype=dtype) for block in row_blocks(values)])
 
 
-def _moments(values: Tensor, mask: Tensor) -> tuple[int, Tensor, Tensor]:
-    """(count, mean, sum of squared distances from the mean) of the masked values, as 0-dim tensors, in two passes."""
+def rounding_of(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest difference that rounding alone makes between numbers that are equal, 2 eps |x|, in float64.
+
+    eps is that of `dtype`, the distance from 1 to the next number. |x|, at least the smallest normal number, is the
+    magnitude of the numbers, or of the terms that they are the sum of. Each number is rounded by at most eps |x| / 2
+    when it is stored; the rest of the bound is for what computed it.
+
+    Args:
+        magnitude: |x|, of any shape.
+        dtype: in which the numbers, or the terms, are stored.
+    """
+    kind = torch.finfo(dtype)
+    return 2.0 * kind.eps * magnitude.double().abs().clamp(min=kind.smallest_normal)
+
+
+def without_rounding(differences: Tensor, rounding: float | Tensor) -> Tensor:
+    """The differences, 0 where they are at most `rounding` (see `rounding_of`)."""
+    return torch.where(differences.abs() <= rounding, 0.0, differences)
+
+
+def _moments(values: Tensor, mask: Tensor, rounding: float | Tensor | None = None) -> tuple[int, Tensor, Tensor]:
+    """(count, mean, sum of squared distances from the mean) of the masked values, 0-dim in float64, in two passes.
+
+    The squares are exactly 0 where the largest and the smallest value differ by at most `rounding` (None: by what
+    `rounding_of` says of the values).
+    """
     blocks = row_blocks(values)
     count = int(torch.count_nonzero(mask))
     zero = torch.zeros((), dtype=torch.float64, device=values.device)
-    total = sum((keep(values[b], mask[b]).sum().double() for b in blocks), start=zero)
-    mean = (total / max(count, 1)).to(values.dtype)
-    squares = sum((keep(values[b] - mean, mask[b]).square().sum().double() for b in blocks), start=zero)
-    return count, mean, squares
+    if not count:
+        return count, zero, zero
+    set_ = mask.bool()
+    lowest = torch.stack([torch.where(set_[b], values[b], torch.inf).amin() for b in blocks]).amin().double()
+    largest = torch.stack([torch.where(set_[b], values[b], -torch.inf).amax() for b in blocks]).amax().double()
+    # Distances from one of the values: the mean of equal values is then exactly that value.
+    mean = lowest + sum((keep(values[b].double() - lowest, set_[b]).sum() for b in blocks), start=zero) / count
+    squares = sum((keep(values[b].double() - mean, set_[b]).square().sum() for b in blocks), start=zero)
+    if rounding is None:
+        rounding = rounding_of(torch.maximum(lowest.abs(), largest.abs()), values.dtype)
+    return count, mean, torch.where(largest - lowest <= rounding, 0.0, squares)
 
 
 def _variance(count: int, squares: Tensor, unbiased: bool) -> Tensor:
@@ -84,29 +115,43 @@ def _variance(count: int, squares: Tensor, unbiased: bool) -> Tensor:
     return squares / (count - 1 if unbiased else count)
 
 
-def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True, rounding: float | Tensor | None = None) -> Tensor:
     """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) if `unbiased`.
+
+    Values that differ by at most `rounding` (None: `rounding_of` them) have variance 0.
 
     Raises:
         AlgorithmError: no value is set, or only one value is set and `unbiased` would divide by zero.
     """
-    count, _, squares = _moments(values, mask)
+    count, _, squares = _moments(values, mask, rounding)
     return _variance(count, squares, unbiased).to(values.dtype)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(
+    values: Tensor, mask: Tensor, shift_mean: bool = True, rounding: float | Tensor | None = None
+) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the masked values, zero elsewhere; var is the unbiased one.
 
-    With `shift_mean=False` the mean is added back, so that only the scale changes.
+    With `shift_mean=False` the mean is added back, so that only the scale changes. Values that differ only by rounding
+    become equal: 0, or their mean.
+
+    Args:
+        values, mask: of one shape.
+        shift_mean: whether the mean becomes 0.
+        rounding: the largest difference between values that is rounding; None: `rounding_of` the values. Differences of
+            larger numbers have the rounding of those.
 
     Raises:
         AlgorithmError: fewer than two values are set.
     """
     mask = mask.bool()
-    count, mean, squares = _moments(values, mask)
-    scale = torch.rsqrt(_variance(count, squares, unbiased=True) + EPS).to(values.dtype)
+    count, mean, squares = _moments(values, mask, rounding)
+    variance = _variance(count, squares, unbiased=True)
+    scale = torch.where(variance == 0, 0.0, torch.rsqrt(variance + EPS))
     offset = 0.0 if shift_mean else mean
-    return torch.cat([keep((values[b] - mean) * scale + offset, mask[b]) for b in row_blocks(values)])
+    return torch.cat(
+        [keep(((values[b].double() - mean) * scale + offset).to(values.dtype), mask[b]) for b in row_blocks(values)]
+    )
 
 
 def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:

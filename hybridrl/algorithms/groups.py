@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.functional import masked_row_sum, row_blocks
+from hybridrl.algorithms.functional import masked_row_sum, rounding_of, row_blocks
 from hybridrl.errors import AlgorithmError
 
 
@@ -46,9 +46,36 @@ class Groups:
         zeros = values.new_zeros((self.count, *values.shape[1:]))
         return zeros.index_add_(0, self.ids, values)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean of each sample's own group: [B] -> [B]."""
-        return (self.sum(values) / self.sizes)[self.ids]
+    def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean of each sample's own group, [B, ...] -> [B, ...]: equal values have exactly their value as the mean.
+
+        Args:
+            values: [B, ...].
+            weights: of the values, [B, ...], not negative; None: all 1. Where a group's are all 0 the mean is 0.
+        """
+        weights = torch.ones_like(values) if weights is None else weights
+        total = self.sum(weights)
+        base = torch.where(total > 0, self.smallest(torch.where(weights > 0, values, torch.inf)), 0.0)
+        distances = torch.where(weights > 0, values - base[self.ids], 0.0)
+        return (base + self.sum(distances * weights) / torch.where(total > 0, total, 1.0))[self.ids]
+
+    def smallest(self, values: Tensor) -> Tensor:
+        """Smallest value of each group: [B, ...] -> [count, ...]."""
+        ids = self.ids.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+        highest = values.new_full((self.count, *values.shape[1:]), torch.inf)
+        return highest.scatter_reduce(0, ids, values, "amin")
+
+    def levelled(self, values: Tensor, rounding: Tensor) -> Tensor:
+        """The values; those of a group that differ by rounding alone become equal to the smallest one.
+
+        Args:
+            values: [B, ...].
+            rounding: [B] or [B, ...], what `rounding_of` says of each; the largest of a group counts.
+        """
+        rounding = rounding.view(-1, *[1] * (values.dim() - rounding.dim()), *rounding.shape[1:]).expand_as(values)
+        range_ = -self.smallest(-values) - self.smallest(values)
+        equal = range_ <= -self.smallest(-rounding.to(values.dtype))
+        return torch.where(equal[self.ids], self.smallest(values)[self.ids], values)
 
     def std(self, values: Tensor) -> Tensor:
         """Unbiased standard deviation of each sample's own group, [B] -> [B]; 1 for a group of one."""
@@ -101,7 +128,7 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
             f"token_level_rewards have shape {tuple(token_level_rewards.shape)} and response_mask "
             f"{tuple(response_mask.shape)}; both must be [B, T]."
         )
-    scores = masked_row_sum(token_level_rewards, response_mask).double()
+    scores = masked_row_sum(token_level_rewards, response_mask, torch.float64)
     finite = torch.isfinite(scores)
     if not bool(finite.all()):
         rows = (~finite).nonzero().squeeze(-1)[:8].tolist()
@@ -109,6 +136,22 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
             f"token_level_rewards are NaN or infinite in rows {rows}: look at what the reward function gave for them."
         )
     return scores
+
+
+def score_rounding(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """The largest difference of `outcome_scores` that is rounding: `rounding_of` each sum's terms, [B, T] -> [B]."""
+    terms = masked_row_sum(token_level_rewards.abs(), response_mask, torch.float64)
+    return rounding_of(terms, token_level_rewards.dtype)
+
+
+def levelled_scores(token_level_rewards: Tensor, response_mask: Tensor, groups: Groups) -> Tensor:
+    """`outcome_scores`, which are equal in each group whose scores differ by rounding alone.
+
+    Raises:
+        AlgorithmError: see `outcome_scores`.
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    return groups.levelled(scores, score_rounding(token_level_rewards, response_mask))
 
 
 def spread(scores: Tensor, like: Tensor, response_mask: Tensor) -> Tensor:

@@ -129,6 +129,8 @@ def _fit(value: Any, wanted: Any) -> Any:
         return value
     if origin in (typing.Union, types.UnionType):
         return _fit_union(value, typing.get_args(wanted))
+    if value is None and origin in (list, dict):  # none of them
+        value = origin()
     if origin is list:
         (element,) = typing.get_args(wanted)
         if isinstance(value, str):

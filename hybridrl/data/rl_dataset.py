@@ -247,7 +247,9 @@ class RLHFDataset(Dataset):
             tokenizer: a copy of the dataset's tokenizer, if several threads are at work.
         """
         own = tokenizer or self.tokenizer
-        return encode(own, self._rendered(conversations, indices, own))
+        # Images become more tokens, which are counted in whole prompts.
+        limit = self.max_prompt_length if self._images is None else None
+        return encode(own, self._rendered(conversations, indices, own), limit)
 
     def _rendered(
         self, conversations: list[list[Message]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase
@@ -479,16 +481,18 @@ class RLHFDataset(Dataset):
         """The error for rows, each with the length of its prompt, that are neither left out nor truncated."""
         index, length = rows[0]
         instead = "or data.truncation to left, right or middle"
+        longest = max(n for _, n in rows)
+        at_least = ["at least " if n >= 2 * self.config.max_prompt_length else "" for n in (length, longest)]
         if self._images is not None:
             instead = (
                 "or make images smaller with data.mm_processor_kwargs.max_pixels (of videos, fps and videos_kwargs): "
                 "images are never truncated"
             )
         return DataError(
-            f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length="
-            f"{self.config.max_prompt_length} ({len(rows)} such rows of {len(self._rows)}, the longest with "
-            f"{max(n for _, n in rows)}). Raise data.max_prompt_length, or set data.filter_overlong_prompts=True, "
-            f"{instead}."
+            f"{self.table.locate(index)}: the prompt has {at_least[0]}{length} tokens, more than "
+            f"data.max_prompt_length={self.config.max_prompt_length} ({len(rows)} such rows of {len(self._rows)}, "
+            f"the longest with {at_least[1]}{longest}). Raise data.max_prompt_length, or set "
+            f"data.filter_overlong_prompts=True, {instead}."
         )
 
     def _encoded_chunks(self, prompts: list[Any] | None) -> Iterator[tuple[list[int], list[list[int]], list[bool]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import Message, as_messages, exceeds, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -203,6 +203,18 @@ class SFTDataset(ConversationDataset):
                 f"{self.key}: columns {', '.join(map(repr, possible))} are not read. If they say what is learnt, give "
                 "each message a field train or weight instead"
             )
+
+    def check_lengths(self, texts: Sequence[str], items: Sequence[int]) -> None:
+        limit = self.config.max_length
+        if self.config.truncation != "error" or self._images is not None:
+            return
+        for text, item in zip(texts, items, strict=True):
+            if exceeds(self.tokenizer, text, limit):
+                raise DataError(
+                    f"{self.locate(item)}: the conversation has more than {2 * limit} tokens ({len(text)} characters), "
+                    f"more than data.max_length={limit}. Raise data.max_length, or set data.truncation to left or "
+                    "right."
+                )
 
     def _append(self, ids: np.ndarray, weights: np.ndarray, item: int) -> None:
         limit = self.config.max_length

@@ -23,6 +23,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
+_CHARACTERS = 64  # of a text that are tokenised at first per token of the limit; tokens have 3 to 5 on average
+_FEWEST = 64  # tokens of the limit that the first part counts with
+
 
 def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
     """Return why `value` is not a list of chat messages, or None if it is one.
@@ -275,9 +278,44 @@ def with_answer(prompt: Sequence[Message], answer: str) -> list[Message]:
     return [*prompt[:-1], {"role": "assistant", "content": f"{prompt[-1].get('content') or ''}{answer}"}]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of rendered texts. No special tokens are added."""
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+    """Return the token ids of rendered texts. No special tokens are added.
+
+    Args:
+        tokenizer: of the model.
+        texts: what the template rendered.
+        limit: of a text with more than twice as many tokens, only the first and the last `limit` tokens are returned.
+            The rest is not tokenised, which takes minutes and gigabytes for a text of some megabytes.
+    """
+    if limit is not None and (long := [number for number, text in enumerate(texts) if exceeds(tokenizer, text, limit)]):
+        ends = [_ends(tokenizer, texts[number], limit) for number in long]
+        rest = iter(encode(tokenizer, [text for number, text in enumerate(texts) if number not in set(long)]))
+        cut = dict(zip(long, ends, strict=True))
+        return [cut[number] if number in cut else next(rest) for number in range(len(texts))]
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     return encoded["input_ids"]
+
+
+def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
+    """Whether the beginning of a text alone has more than twice `limit` tokens; False for texts that are not long.
+
+    The first part that is tokenised has 64 characters per token of the limit, further ones four times as many.
+    """
+    size = _CHARACTERS * max(limit, _FEWEST)
+    while size < len(text):
+        if len(encode(tokenizer, [text[:size]])[0]) > 2 * limit:
+            return True
+        size *= 4
+    return False
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> list[int]:
+    """The first and the last `limit` tokens of a text that `exceeds` the limit."""
+    size, whole = _CHARACTERS * max(limit, _FEWEST), len(text)
+    while True:
+        first, last = encode(tokenizer, [text[:size], text[whole - min(size, whole) :]])
+        if size >= whole or min(len(first), len(last)) > limit:
+            return [*first[:limit], *last[len(last) - limit :]]
+        size *= 4

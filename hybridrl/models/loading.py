@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import attention_implementation
+from hybridrl.models.surplus import check_surplus
 from hybridrl.models.tokenizer import looks_local
 from hybridrl.models.vision import is_vision_model
 from hybridrl.utils import device
@@ -220,6 +221,7 @@ def call_from_pretrained(
             f"the weights of {source} do not fill the model {type(model).__name__}: {len(missing)} missing, the first "
             f"{', '.join(missing[:3])}; config.json and the weight files belong to different models"
         )
+    check_surplus(model, report["unexpected_keys"], source)
     return model
 
 

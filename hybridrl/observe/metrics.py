@@ -185,6 +185,7 @@ def compute_data_metrics(
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
     if values.numel() < 2:
         return float("nan")
+    values, returns = values.double(), returns.double()
     return 1.0 - (torch.var(returns - values) / (torch.var(returns) + _EXPLAINED_VARIANCE_EPS)).item()
 
 

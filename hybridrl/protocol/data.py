@@ -157,6 +157,8 @@ class DataProto:
     def check_consistency(self) -> None:
         """Check that all fields have the same number of rows.
 
+        Every method that counts or gives rows checks this first: a field that is assigned later may have any length.
+
         Raises:
             TypeError: `batch` is not a TensorDict, or a non-tensor field is not a NumPy array.
             ValueError: a field has a different number of rows, or `batch` has no batch dimension.
@@ -177,10 +179,18 @@ class DataProto:
             if value.ndim == 0:
                 raise ValueError(f"non-tensor field '{key}' is a single value, not one per row; put it into meta_info")
             if length is not None and value.shape[0] != length:
-                raise ValueError(f"non-tensor field '{key}' has shape {value.shape}, but the batch has {length} rows")
+                raise ValueError(
+                    f"non-tensor field '{key}' has shape {value.shape}, but the batch has {length} rows; give it one "
+                    "entry per row, or put what belongs to the batch as a whole into meta_info"
+                )
             length = value.shape[0]
 
     def __len__(self) -> int:
+        self.check_consistency()
+        return self._length
+
+    @property
+    def _length(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]
         for value in self.non_tensor_batch.values():
@@ -189,13 +199,13 @@ class DataProto:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(rows={len(self)}, batch={sorted(rows.fields_of(self.batch))}, "
+            f"{type(self).__name__}(rows={self._length}, batch={sorted(rows.fields_of(self.batch))}, "
             f"non_tensor_batch={sorted(self.non_tensor_batch)}, meta_info={sorted(map(str, self.meta_info))})"
         )
 
     def get_data_info(self) -> str:
         """Return one line per field: its type, dtype and shape."""
-        lines = [f"{type(self).__name__} of {len(self)} rows"]
+        lines = [f"{type(self).__name__} of {self._length} rows"]
         for name in ("batch", "non_tensor_batch", "meta_info"):
             part = rows.fields_of(self.batch) if name == "batch" else getattr(self, name)
             lines += [f"  {name}.{key}: {convert.describe(value)}" for key, value in part.items()]
@@ -299,6 +309,8 @@ class DataProto:
         """
         if not data:
             raise ValueError("concat needs at least one DataProto")
+        for part in data:
+            part.check_consistency()
         parts = [rows.fields_of(d.batch) for d in data]
         _check_same_keys([set(part) for part in parts], "batch")
         _check_same_keys([set(d.non_tensor_batch) for d in data], "non_tensor_batch")
@@ -416,6 +428,7 @@ class DataProto:
         Raises:
             KeyError: the batch lacks a key. Nothing is removed in that case.
         """
+        self.check_consistency()
         keys, array_keys, meta_keys = self._keys(batch_keys, non_tensor_batch_keys, meta_info_keys, everything=False)
         batch = None
         if self.batch is not None and keys:
@@ -436,6 +449,7 @@ class DataProto:
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
         if len(old) != len(new):
             raise ValueError(f"rename: {len(old)} old names {old} but {len(new)} new names {new}")
+        self.check_consistency()
         names = self._names()
         self._require(old, names, "field")
         left = [name for name in names if name not in old] + new
@@ -455,6 +469,8 @@ class DataProto:
         Raises:
             ValueError: the numbers of rows differ, or a key has different values. Nothing is changed in that case.
         """
+        self.check_consistency()
+        other.check_consistency()
         if self.batch is not None and other.batch is not None:
             merge.check_tensor_union(self.batch, other.batch)
         has_rows = [d for d in (self, other) if d.batch is not None or d.non_tensor_batch]
@@ -542,6 +558,7 @@ class DataProto:
         Raises:
             StorageError: an object cannot be stored; the message names its field and row. Nothing is written then.
         """
+        self.check_consistency()
         storage.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
 
     @staticmethod
@@ -555,6 +572,7 @@ class DataProto:
         return DataProto(*storage.load(filepath))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self.check_consistency()
         transport.check_fields(self.batch)
         state = (self.batch, self.non_tensor_batch, self.meta_info)
         return _load_row, (type(self), *transport.dumps(state, int(protocol)))

@@ -49,6 +49,13 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     """Stack rows (as `data[i]` returns them) into a batch; meta_info is that of the first row."""
     if not x:
         raise ValueError("collate_fn needs at least one row")
+    for number, item in enumerate(x):
+        names = [{*fields_of(one.batch), *one.non_tensor_batch} for one in (x[0], item)]
+        if names[0] != names[1]:
+            raise BatchError(
+                f"collate_fn: row {number} and row 0 differ in the fields {sorted(names[0] ^ names[1])}, which must be "
+                "in all rows or in none"
+            )
     batch = None
     if x[0].batch is not None:
         items = [fields_of(item.batch) for item in x]

@@ -1,13 +1,15 @@
 """Parsers of tool calls: on text as each model's template writes it, on damaged text, and on any text."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.agents import FunctionCall, MalformedCall
+from hybridrl.agents import FunctionCall, MalformedCall, Parsed, register_tool_parser
+from hybridrl.agents.parsers.base import tool_parser_of
 from hybridrl.registry import TOOL_PARSERS
 
 WEATHER = {
@@ -114,7 +116,7 @@ def test_every_format_is_tested() -> None:
 def test_calls_as_the_template_writes_them(name, write, before, end, content, calls) -> None:
     parsed = parser(name).parse(before + write(calls) + end, [WEATHER])
     assert [(call.name, call.arguments) for call in parsed.calls] == [("weather", one) for one in calls]
-    assert parsed.content.replace(end, "").strip() == content
+    assert parsed.content == content
 
 
 def test_ids_that_the_model_gives_are_kept() -> None:
@@ -223,3 +225,57 @@ def test_no_text_breaks_a_parser_and_no_opened_call_vanishes(name, pieces) -> No
     opening = {"kimi": "<|tool_call_begin|>", "deepseek": "<｜tool▁call▁begin｜>"}.get(name, "<tool_call>")
     if name not in ("gpt-oss", "llama3_json") and opening in text and "think>" not in text:
         assert parsed.calls
+
+
+ENDS = {name: end for name, _, _, end, _ in WRITTEN}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("text", ["Which city?", "Which city?\n", "<think>Hm.</think>Which city?"])
+def test_the_end_of_a_turn_is_no_content(name, text) -> None:
+    """Simulated users, tools and judges read the content."""
+    if "<think>" in text and name in ("gpt-oss", "llama3_json"):  # whose thoughts are written in another way
+        return
+    for end in {ENDS[name], "<|im_end|>", "<|endoftext|>", "<|im_end|>\n<|endoftext|>"}:
+        parsed = parser(name).parse(text + end, [WEATHER])
+        assert (parsed.content, parsed.calls) == ("Which city?", []), end
+
+
+class Marks:
+    """A tokenizer as far as parsers read it."""
+
+    eos_token = "<|done|>"
+    all_special_tokens = ("<|done|>", "<|pad|>", "<|im_end|>")
+    added_tokens_decoder = None
+
+
+@register_tool_parser("keeps_all")
+class KeepsAll:
+    """A user's parser that strips nothing."""
+
+    def parse(self, text, tools=()):
+        if text.startswith("call"):
+            return Parsed(text, [FunctionCall("weather", {"city": text, "places": [{"a": text}]})])
+        return Parsed(text, [MalformedCall(text, "no call")] if "?" not in text else [])
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "keeps_all"])
+def test_no_special_token_of_the_model_is_read(name) -> None:
+    made = tool_parser_of(name, Marks())
+    assert made.parse("Which city?<|done|>", [WEATHER]).content == "Which city?"
+    assert made.parse("Which<|pad|> city?<|done|><|pad|>", [WEATHER]).content == "Which city?"
+
+
+def test_no_special_token_is_in_a_call() -> None:
+    made = tool_parser_of("keeps_all", Marks())
+    (call,) = made.parse("call Pa<|pad|>ris<|done|>").calls
+    assert call.arguments == {"city": "call Paris", "places": [{"a": "call Paris"}]}
+    (broken,) = made.parse("Pa<|pad|>ris<|done|>").calls
+    assert broken.text == "Paris"
+    (call,) = (
+        tool_parser_of("qwen3_coder", Marks())
+        .parse("<tool_call><function=weather><parameter=city>Pa<|pad|>ris<|done|>", [WEATHER])
+        .calls
+    )
+    assert call.arguments == {"city": "Paris"}
+    assert pickle.loads(pickle.dumps(made)).parse("x?<|done|>").content == "x?"

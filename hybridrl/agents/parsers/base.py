@@ -4,14 +4,23 @@ A parser never raises, whatever the model wrote: what looks like a call and cann
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hybridrl.registry import TOOL_PARSERS, Facts
 
 T = TypeVar("T", bound="type[ToolParser]")
+
+#: special tokens that are part of a call
+ABOUT_CALLS = re.compile(r"tool|call|function|arg_|think", re.IGNORECASE)
+#: tokens by which models of the formats here end a turn
+_ENDS = re.compile(
+    r"(?:\s*(?:<\|(?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|user|observation)\|>|<｜end▁of▁sentence｜>"
+    r"|<end_of_turn>|</s>|\[EOS\]))+\s*\Z"
+)
 
 
 @dataclass(frozen=True)
@@ -86,15 +95,49 @@ class ToolParser(ABC):
         return None
 
 
-class _OnlyParses(ToolParser):
-    """A class of the user's own that has `parse` and no more."""
+class _Readable(ToolParser):
+    """A parser whose turns hold no special token: users, tools and programs read what it returns.
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    Args:
+        own: the parser; a class of the user's own may have `parse` and no more.
+        tokenizer: of the model, which says what is a special token.
+    """
+
+    def __init__(self, own: Any, tokenizer: Any) -> None:
+        self.own = own
+        added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        special = {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)} - {""}
+        self._ends = [token for token in special if token == tokenizer.eos_token or not ABOUT_CALLS.search(token)]
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
-        found: Parsed = self._own.parse(text, tools)
-        return found
+        while end := next((token for token in self._ends if text.endswith(token)), None):
+            text = text.removesuffix(end)
+        parsed: Parsed = self.own.parse(text, tools)
+        content = self._special.sub("", parsed.content)
+        return Parsed(content if content == parsed.content else content.strip(), [self._call(c) for c in parsed.calls])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "own":  # also while it is unpickled and has no parser yet
+            raise AttributeError(name)
+        return getattr(self.own, name)
+
+    def opening(self, name: str | None) -> str | None:
+        return self.own.opening(name) if isinstance(self.own, ToolParser) else None
+
+    def _call(self, call: Call) -> Call:
+        if isinstance(call, MalformedCall):
+            return replace(call, text=self._special.sub("", call.text))
+        return replace(call, arguments=self._plain(call.arguments))
+
+    def _plain(self, value: Any) -> Any:
+        """A value of a call without special tokens in its texts."""
+        if isinstance(value, str):
+            return self._special.sub("", value)
+        if isinstance(value, Mapping):
+            return {self._plain(key): self._plain(entry) for key, entry in value.items()}
+        return [self._plain(entry) for entry in value] if isinstance(value, list) else value
 
 
 def register_tool_parser(name: str) -> Callable[[T], T]:
@@ -110,9 +153,9 @@ def register_tool_parser(name: str) -> Callable[[T], T]:
 def tool_parser_of(name: str, tokenizer: Any) -> ToolParser:
     """The parser of `multi_turn.format`, for a model's tokenizer."""
     made = TOOL_PARSERS.get(name)()
-    parser = made if isinstance(made, ToolParser) else _OnlyParses(made)
-    parser.use(tokenizer)
-    return parser
+    if isinstance(made, ToolParser):
+        made.use(tokenizer)
+    return _Readable(made, tokenizer)
 
 
 def pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, bool, bool]]:
@@ -128,8 +171,14 @@ def pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, bool, bool]]:
         rest = after
 
 
+def without_ends(text: str) -> str:
+    """The text without tokens behind it that end the turn."""
+    return _ENDS.sub("", text)
+
+
 def without_thoughts(text: str) -> str:
-    """The text after the last thought; a call inside of one is not made."""
+    """The text after the last thought, in which no call is made, and without tokens that end the turn."""
+    text = without_ends(text)
     _, closed, after = text.rpartition("</think>")
     if closed:
         return after

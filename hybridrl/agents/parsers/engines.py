@@ -4,14 +4,11 @@ An engine's parser returns text that it cannot read as content, or drops it. Her
 other format. One that it drops next to calls that it reads cannot be seen from here.
 """
 
-import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.agents.parsers.base import Call, MalformedCall, Parsed, ToolParser, without_thoughts
-
-_ABOUT_CALLS = re.compile(r"tool|call|function", re.IGNORECASE)
+from hybridrl.agents.parsers.base import ABOUT_CALLS, Call, MalformedCall, Parsed, ToolParser, without_thoughts
 
 
 class EngineParser(ToolParser):
@@ -27,8 +24,8 @@ class EngineParser(ToolParser):
     def use(self, tokenizer: Any) -> None:
         self.tokenizer = _Tokenizer(tokenizer)
         special = [token for token in tokenizer.all_special_tokens if token]
-        self._ends = [token for token in special if token == tokenizer.eos_token or not _ABOUT_CALLS.search(token)]
-        self._added = [token for token in tokenizer.get_added_vocab() if _ABOUT_CALLS.search(token)]
+        self._ends = [token for token in special if token == tokenizer.eos_token or not ABOUT_CALLS.search(token)]
+        self._added = [token for token in tokenizer.get_added_vocab() if ABOUT_CALLS.search(token)]
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         text = self._without_end(without_thoughts(text))

@@ -4,7 +4,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.agents.parsers.base import Call, MalformedCall, Parsed, ToolParser, register_tool_parser, with_arguments
+from hybridrl.agents.parsers.base import (
+    Call,
+    MalformedCall,
+    Parsed,
+    ToolParser,
+    register_tool_parser,
+    with_arguments,
+    without_ends,
+)
 
 _RECIPIENT = re.compile(r"\bto=(?P<name>[^\s<]+)")
 _END = re.compile(r"<\|(?:end|call|return)\|>")
@@ -34,7 +42,7 @@ class HarmonyParser(ToolParser):
             elif recipient is not None:
                 calls.append(MalformedCall(message, f"{recipient['name']} is not a tool; tools are functions.NAME"))
             elif "<|channel|>analysis" not in header:
-                content.append(body if mark else _END.sub("", header))
+                content.append(without_ends(body if mark else _END.sub("", header)))
         return Parsed("".join(content).strip(), calls)
 
     def opening(self, name: str | None) -> str:

@@ -15,6 +15,7 @@ from hybridrl.agents.parsers.base import (
     pieces,
     register_tool_parser,
     with_arguments,
+    without_ends,
     without_thoughts,
 )
 
@@ -53,6 +54,7 @@ class LlamaParser(ToolParser):
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         for end in _LLAMA_ENDS:
             text = text.replace(end, "")
+        text = without_ends(text)
         content, tag, rest = text.partition(_LLAMA_TAG)
         if not tag:
             content, rest = "", text
@@ -96,7 +98,7 @@ class KimiParser(ToolParser):
                 calls.append(MalformedCall(part, "it is not functions.NAME:NUMBER<|tool_call_argument_begin|>{...}"))
             else:
                 calls.append(with_arguments(name["name"], _until_token(arguments), part, head.strip()))
-        return Parsed(_until_token("".join(content)).strip(), calls)
+        return Parsed(re.sub(r"<\|\w+\|>", "", "".join(content)).strip(), calls)
 
     def opening(self, name: str | None) -> str:
         begun = "<|tool_calls_section_begin|><|tool_call_begin|>functions."

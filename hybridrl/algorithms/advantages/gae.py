@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import backwards, check_finite, check_same_shape, unit_interval
-from hybridrl.algorithms.functional import keep, masked_whiten, row_blocks
+from hybridrl.algorithms.functional import keep, masked_whiten, rounding_of, row_blocks
+from hybridrl.algorithms.groups import score_rounding
 from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
@@ -48,10 +49,15 @@ def compute_gae_advantage_return(
     mask = response_mask.bool()
     check_same_shape(mask, token_level_rewards=token_level_rewards, values=values)
     lam_returns = backwards(token_level_rewards, values, mask, gamma, gamma * lam)
+    # The rounding of V_t enters L twice at most: as it is, and in the sum of the later differences.
+    rounding: Tensor | None = None
+    if values.numel():
+        largest = torch.where(mask, values, 0.0).abs().amax()
+        rounding = score_rounding(token_level_rewards, mask).amax() + rounding_of(largest, values.dtype)
     returns = torch.empty_like(lam_returns)
     for block in row_blocks(returns):
         returns[block] = keep(lam_returns[block] + values[block], mask[block])
-    advantages = masked_whiten(lam_returns, mask)
+    advantages = masked_whiten(lam_returns, mask, rounding=rounding)
     if not bool(torch.isfinite(advantages.sum())):
         # Whitening spreads one non-finite number to all advantages, so name its row here.
         check_finite(token_level_rewards, mask, "token_level_rewards")

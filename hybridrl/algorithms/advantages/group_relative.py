@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages.outcome import outcome_estimator
 from hybridrl.algorithms.config_access import setting
+from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
@@ -96,7 +97,7 @@ def compute_grpo_passk_outcome_advantage(
 
 
 def _gdpo_components(
-    rows: Tensor, config: Any, non_tensor_batch: Mapping[str, Any] | None
+    rows: Tensor, groups: Groups, config: Any, non_tensor_batch: Mapping[str, Any] | None
 ) -> tuple[list[Tensor], list[float]]:
     """The reward components that `algorithm.gdpo_reward_keys` names, [B] each, and their weights."""
     keys = setting(config, "gdpo_reward_keys", None, who="gdpo", root="algorithm")
@@ -130,7 +131,7 @@ def _gdpo_components(
                 f"{bad.nonzero().squeeze(-1)[:8].tolist()}. A session that brings its reward along gives the "
                 "components in Verdict.extra."
             )
-        components.append(values)
+        components.append(groups.levelled(values, rounding_of(values, torch.float32)))  # as a score is stored
     return components, weights
 
 
@@ -157,7 +158,7 @@ def compute_gdpo_outcome_advantage(
         AlgorithmError: there are no keys, the batch lacks a key, the number of weights differs from that of the keys,
             or components are not finite.
     """
-    components, weights = _gdpo_components(scores, config, non_tensor_batch)
+    components, weights = _gdpo_components(scores, groups, config, non_tensor_batch)
     total = torch.zeros_like(scores)
     for values, weight in zip(components, weights, strict=True):
         advantage = _centred(values, groups)
@@ -210,9 +211,8 @@ def compute_opo_outcome_advantage(
     baseline 0.
     """
     lengths = response_mask.bool().sum(-1).to(scores.dtype)
-    # A group whose responses are all empty has no tokens: compute 0 / 1 instead of 0 / 0.
-    baseline = (groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))[groups.ids]
-    return scores - torch.where(groups.size > 1, baseline, 0.0)
+    # A group whose responses are all empty has no tokens, and baseline 0.
+    return scores - torch.where(groups.size > 1, groups.mean(scores, lengths), 0.0)
 
 
 @outcome_estimator("gpg", compares_samples=True, alone=True)

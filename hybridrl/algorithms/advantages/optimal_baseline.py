@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import check_finite, rewards_to_go
-from hybridrl.algorithms.functional import keep
-from hybridrl.algorithms.groups import Groups, group_samples
+from hybridrl.algorithms.functional import keep, without_rounding
+from hybridrl.algorithms.groups import Groups, group_samples, score_rounding
 from hybridrl.algorithms.registry import register_adv_est
 
 
@@ -36,11 +36,11 @@ def _baseline(
     returns: Tensor, energy: Tensor, mask: Tensor, groups: Groups, handle_zero_tail: bool, epsilon: float
 ) -> Tensor:
     """B_t = sum_g G_t W_t m_t / (sum_g W_t m_t + epsilon), per position; 0 for a prompt's only trajectory, [B, T]."""
-    weight = keep(energy, mask)
-    baseline = groups.sum(keep(returns, mask) * weight) / (groups.sum(weight) + epsilon)
+    weight, returns = keep(energy, mask).double(), keep(returns, mask).double()
+    baseline = groups.sum(returns * weight) / (groups.sum(weight) + epsilon)
     baseline = baseline[groups.ids]
     # Trajectories without a token do not count as others: a comparison with them carries no information.
-    mates = groups.sum(mask.any(-1).to(returns.dtype))[groups.ids]
+    mates = groups.sum(mask.any(-1).double())[groups.ids]
     baseline = torch.where((mates > 1).unsqueeze(-1), baseline, 0.0)
     if handle_zero_tail:
         positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
@@ -49,6 +49,13 @@ def _baseline(
         alone = is_longest.unsqueeze(-1) & (positions > second.unsqueeze(-1))
         baseline = torch.where(alone, 0.0, baseline)
     return baseline
+
+
+def _difference(returns: Tensor, baseline: Tensor, token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """G_t - B_t on response tokens, [B, T]; 0 where it is not more than the rounding of the rewards."""
+    difference = keep(returns.double() - baseline, response_mask)
+    rounding = score_rounding(token_level_rewards, response_mask)
+    return without_rounding(difference, rounding.unsqueeze(-1)).to(returns.dtype)
 
 
 @register_adv_est(
@@ -94,7 +101,7 @@ def compute_optimal_token_baseline_advantage(
     groups = group_samples(index, returns)
     energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights, response_mask)
     baseline = _baseline(returns, energy, response_mask.bool(), groups, handle_zero_tail, epsilon)
-    return keep(returns - baseline, response_mask), returns
+    return _difference(returns, baseline, token_level_rewards, response_mask), returns
 
 
 @register_adv_est(
@@ -131,4 +138,5 @@ def compute_multi_turn_optimal_token_baseline_advantage(
         return values.new_zeros((len(values), width + 1)).scatter_(1, target, values)[:, :width]
 
     baseline = _baseline(compact(returns), compact(energy), compact(mask), groups, handle_zero_tail, epsilon)
-    return keep(returns - baseline.gather(1, order.clamp(min=0)), response_mask), returns
+    baseline = baseline.gather(1, order.clamp(min=0))
+    return _difference(returns, baseline, token_level_rewards, response_mask), returns

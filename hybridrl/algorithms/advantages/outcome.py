@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.functional import masked_whiten
-from hybridrl.algorithms.groups import group_samples, outcome_scores, spread
+from hybridrl.algorithms.groups import group_samples, levelled_scores, spread
 from hybridrl.algorithms.registry import AdvantageFn, register_adv_est
 
 
@@ -37,10 +37,10 @@ def outcome_estimator(
             return scores - groups.mean(scores)
 
     The decorated function receives R [B] and the groups of samples of one prompt, and returns one advantage per sample,
-    [B]. The resulting estimator is called as in verl, `(token_level_rewards, response_mask, index, ...)`, with the
-    function's further parameters. It returns (advantages, returns), which are equal: the sample's advantage on each of
-    its response tokens, [B, T] and zero outside the mask. A function with the parameter `response_mask` receives the
-    mask.
+    [B]. Scores of a group that differ by rounding alone (`functional.rounding_of`) are equal in R. The resulting
+    estimator is called as in verl, `(token_level_rewards, response_mask, index, ...)`, with the function's further
+    parameters. It returns (advantages, returns), which are equal: the sample's advantage on each of its response
+    tokens, [B, T] and zero outside the mask. A function with the parameter `response_mask` receives the mask.
 
     Args:
         name, needs, compares_samples, alone, smallest_group, unbiased, reads_components, settings: see
@@ -67,11 +67,12 @@ def outcome_estimator(
             rewards: Tensor = given.pop("token_level_rewards")
             mask: Tensor = given.pop("response_mask")
             index: np.ndarray = given.pop("index")
-            scores = outcome_scores(rewards, mask)
+            groups = group_samples(index, rewards)
+            scores = levelled_scores(rewards, mask, groups)
             more = {key: value for key, value in given.items() if key in reads}
             if takes_mask:
                 more["response_mask"] = mask
-            advantages = spread(body(scores, group_samples(index, scores), **more), rewards, mask)
+            advantages = spread(body(scores, groups, **more), rewards, mask)
             if whitened:
                 advantages = masked_whiten(advantages, mask)
             return advantages, advantages

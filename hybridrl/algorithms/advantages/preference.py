@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages.outcome import outcome_estimator
 from hybridrl.algorithms.config_access import setting
+from hybridrl.algorithms.functional import rounding_of, without_rounding
 from hybridrl.algorithms.groups import Groups
 from hybridrl.settings import key
-
-_TIE = 1e-6  # relative difference of scores below which nobody wins
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def win_rates(scores: Tensor, groups: Groups, scale: float | None = None) -> Ten
     if scale is None:
         # Sums of the same rewards over different tokens may differ by rounding.
         largest = torch.maximum(table[:, :, None].abs(), table[:, None, :].abs())
-        wins = (torch.where(difference.abs() <= _TIE * largest + 1e-9, 0.0, difference).sign() + 1) / 2
+        wins = (without_rounding(difference, rounding_of(largest, torch.float32)).sign() + 1) / 2
     else:
         wins = torch.sigmoid(scale * difference)
     rates = torch.empty_like(scores)

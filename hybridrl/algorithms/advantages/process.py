@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import rewards_to_go
 from hybridrl.algorithms.config_access import number, setting
-from hybridrl.algorithms.functional import masked_row_sum, masked_whiten
-from hybridrl.algorithms.groups import Groups, group_samples, outcome_scores, spread
+from hybridrl.algorithms.functional import masked_row_sum, masked_whiten, without_rounding
+from hybridrl.algorithms.groups import Groups, group_samples, levelled_scores, score_rounding, spread
 from hybridrl.algorithms.registry import register_adv_est
 
 _WHO = "adv_estimator=prime"
@@ -59,14 +59,17 @@ def compute_prime_advantage(
         process_rewards = process_rewards / (process.abs().max() + 1e-6)
     groups = group_samples(index, token_level_rewards)
     tokens = response_mask.bool().sum(-1).clamp(min=1)
-    means = masked_row_sum(process_rewards, response_mask).double() / tokens
-    centred = process_rewards - _of_others(means, groups).to(process_rewards.dtype).unsqueeze(-1)
-    outcomes = outcome_scores(token_level_rewards, response_mask)
+    means = masked_row_sum(process_rewards, response_mask, torch.float64) / tokens
+    rounding = score_rounding(process_rewards, response_mask)
+    means = groups.levelled(means, rounding / tokens)
+    centred = process_rewards.double() - _of_others(means, groups).unsqueeze(-1)
+    centred = without_rounding(centred, (rounding / tokens).unsqueeze(-1))
+    outcomes = levelled_scores(token_level_rewards, response_mask, groups)
     outcomes = _number(config, "reward_gt_coef") * (outcomes - _of_others(outcomes, groups))
     returns = _number(config, "reward_dpo_coef") * rewards_to_go(centred, response_mask, gamma)
-    returns = returns + spread(outcomes, returns, response_mask)
+    returns = (returns + spread(outcomes, returns, response_mask)).to(process_rewards.dtype)
     if setting(config, "prime_whiten", False, who=_WHO, root="algorithm"):
-        return masked_whiten(returns, response_mask), returns
+        return masked_whiten(returns, response_mask, rounding=rounding.amax() if len(returns) else None), returns
     return returns, returns
 
 
@@ -77,5 +80,6 @@ def _number(config: Any, name: str) -> float:
 
 def _of_others(values: Tensor, groups: Groups) -> Tensor:
     """The mean of the other samples of each sample's group, [B] -> [B]; 0 where there are none."""
-    others = (groups.sum(values)[groups.ids] - values) / (groups.size - 1).clamp(min=1)
+    mean = groups.mean(values)
+    others = mean + (mean - values) / (groups.size - 1).clamp(min=1)  # equal values give exactly their value
     return torch.where(groups.size > 1, others, 0.0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
 from hybridrl.algorithms.config_access import number
-from hybridrl.algorithms.functional import keep, masked_whiten
-from hybridrl.algorithms.groups import outcome_scores, spread
+from hybridrl.algorithms.functional import keep, masked_whiten, rounding_of, without_rounding
+from hybridrl.algorithms.groups import Groups, levelled_scores, score_rounding, spread
 from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
@@ -40,7 +40,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     gamma = unit_interval(number(config, "gamma", who="reinforce_plus_plus", root="algorithm"), "gamma")
     returns = rewards_to_go(token_level_rewards, response_mask, gamma)
-    return masked_whiten(returns, response_mask), returns
+    rounding = score_rounding(token_level_rewards, response_mask).amax() if len(returns) else None
+    return masked_whiten(returns, response_mask, rounding=rounding), returns
 
 
 @register_adv_est("flash_reinforce")
@@ -64,11 +65,10 @@ def compute_flash_reinforce_outcome_advantage(
     Raises:
         AlgorithmError: rewards are not finite.
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    counted = response_mask.bool().any(-1)
-    mean = torch.where(counted, scores, 0.0).sum() / counted.sum().clamp(min=1)
+    batch = Groups(response_mask.bool().any(-1), response_mask.device)  # sequences with a response token, and others
+    scores = levelled_scores(token_level_rewards, response_mask, batch)
     return (
-        spread(scores - mean, token_level_rewards, response_mask),
+        spread(scores - batch.mean(scores), token_level_rewards, response_mask),
         spread(scores, token_level_rewards, response_mask),
     )
 
@@ -103,4 +103,9 @@ def compute_remax_outcome_advantage(
             f"{tuple(reward_baselines.shape)}, {int((~torch.isfinite(reward_baselines)).sum())} of them not finite."
         )
     returns = rewards_to_go(token_level_rewards, response_mask, 1.0)
-    return keep(returns - reward_baselines.to(returns.dtype).unsqueeze(-1), response_mask), returns
+    baselines = reward_baselines.double().unsqueeze(-1)
+    advantages = returns.double() - baselines
+    coarser = max(returns.dtype, reward_baselines.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    rounding = score_rounding(token_level_rewards, response_mask).unsqueeze(-1) + rounding_of(baselines, coarser)
+    advantages = without_rounding(advantages, rounding).to(returns.dtype)
+    return keep(advantages, response_mask), returns

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import reverse_scan, unit_interval
 from hybridrl.algorithms.config_access import number, setting
-from hybridrl.algorithms.functional import keep
-from hybridrl.algorithms.groups import Groups, group_samples, outcome_scores
+from hybridrl.algorithms.functional import keep, rounding_of
+from hybridrl.algorithms.groups import Groups, group_samples, levelled_scores, outcome_scores, score_rounding
 from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
@@ -92,8 +92,9 @@ def compute_grpo_turns_advantage(
     """
     outcome_scores(token_level_rewards, response_mask)
     turns, samples = Turns(response_mask, turn_states), group_samples(index, token_level_rewards)
-    rewards = turns.sum(keep(token_level_rewards, response_mask.bool())).double()
-    groups = Groups(samples.ids[turns.rows], rewards.device)
+    tokens = keep(token_level_rewards, response_mask.bool()).double()
+    groups = Groups(samples.ids[turns.rows], tokens.device)
+    rewards = groups.levelled(turns.sum(tokens), rounding_of(turns.sum(tokens.abs()), token_level_rewards.dtype))
     normalised = (rewards - groups.mean(rewards)) / (groups.std(rewards) + epsilon)
     advantages = turns.spread(turns.to_go(normalised, 1.0), token_level_rewards)
     return advantages, advantages
@@ -137,7 +138,8 @@ def compute_gigpo_advantage(
     gamma = unit_interval(number(config, "gamma", 1.0, who=who, root="algorithm") if gamma is None else gamma, "gamma")
     weight = number(config, "gigpo_step_advantage_w", 1.0, who=who, root="algorithm")
     by_std = setting(config, "gigpo_mode", "mean_norm", who=who, root="algorithm") == "mean_std_norm"
-    scores, samples = outcome_scores(token_level_rewards, response_mask), group_samples(index, token_level_rewards)
+    samples = group_samples(index, token_level_rewards)
+    scores = levelled_scores(token_level_rewards, response_mask, samples)
     turns = Turns(response_mask, turn_states)
     states = turns.sum(turn_states.long())
     if len(states) and not bool(states.any()):
@@ -145,12 +147,13 @@ def compute_gigpo_advantage(
             "algorithm.adv_estimator=gigpo compares turns in the same situation, and no turn of the batch has a state; "
             "let the loop env_agent answer, or return turn_states from a loop of your own"
         )
-    rewards = turns.sum(keep(token_level_rewards, response_mask.bool())).double()
+    rewards = turns.sum(keep(token_level_rewards, response_mask.bool()).double())
+    rounding = score_rounding(token_level_rewards, response_mask)[turns.rows]
     alone = torch.arange(len(states), device=states.device) + int(states.max() if len(states) else 0) + 1
     keys = torch.stack([samples.ids[turns.rows].long(), torch.where(states > 0, states, alone)], dim=1)
     situations = Groups(keys.unique(dim=0, return_inverse=True)[1], rewards.device)
     of_samples = _compared(scores, samples, by_std, epsilon)[turns.rows]
-    of_turns = _compared(turns.to_go(rewards, gamma), situations, by_std, epsilon)
+    of_turns = _compared(situations.levelled(turns.to_go(rewards, gamma), rounding), situations, by_std, epsilon)
     advantages = turns.spread(of_samples + weight * of_turns, token_level_rewards)
     return advantages, advantages
 

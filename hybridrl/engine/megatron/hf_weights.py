@@ -25,6 +25,7 @@ from hybridrl.engine.saved_boxes import Source
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, count, whole
 from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights, checked_source
+from hybridrl.models.surplus import is_further
 from hybridrl.models.value import HEAD_NAME
 from hybridrl.utils import device
 
@@ -217,7 +218,7 @@ def _check_unused(weights: WeightMap, source: Source) -> None:
     def is_known(name: str) -> bool:
         of_layer = _LAYER.match(name)
         if of_layer is not None and of_layer.group("layer") not in layers:
-            return True  # another rank's, or a layer that this model leaves out
+            return int(of_layer.group("layer")) < weights.layers or is_further(name, weights.config)  # another rank's
         return name in heads or weights.names(name) or _is_fused(name, held)
 
     surplus = sorted(

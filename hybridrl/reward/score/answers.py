@@ -3,13 +3,90 @@
 import functools
 import logging
 import re
-import threading
+from decimal import Decimal
 
-_LIMIT_S = 5  # seconds for parsing one expression and for comparing two
+from hybridrl.reward.score.work_limit import limited_work
+
+_LIMIT_S = 10.0  # seconds of processor time for parsing and comparing two expressions
 _LONGEST = 500  # characters; no reference answer is longer, and a parser is not linear
 _HUGE_POWER = re.compile(
     r"(\^|\*\*)\s*[\{\(]?\s*-?\d{4,}|(\^|\*\*)[^+\-=,]*(\^|\*\*)[^+\-=,]*(\^|\*\*)|\d{3,}\s*!|!\s*!"
 )
+
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_SIGNS = _FULL_WIDTH | {
+    0x2212: "-",  # minus
+    0xFE63: "-",
+    0x2010: "-",
+    0x2011: "-",
+    0x00D7: r"\times ",
+    0x00B7: r"\cdot ",
+    0x22C5: r"\cdot ",
+    0x00F7: "/",
+    0x2044: "/",
+    0x00B0: r"^\circ",
+    0x03C0: r"\pi ",
+    0x221E: r"\infty ",
+    0x222A: r"\cup ",
+    0x00A0: " ",
+    0x2009: " ",
+    0x202F: " ",
+}
+_DASH = re.compile(r"(?<![\w)\]}])[\u2012\u2013\u2014](?=\s*[\d.\\(A-Za-z])")
+_PERCENT = re.compile(
+    r"^(?P<value>.*?[\d})])\s*(?:\\?%|(?:\\(?:text|mbox|mathrm)\{\s*)?(?:percent|per cent)\}?)\s*\.?$"
+)
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_MIXED = re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s+(?P<top>\d+)\s*/\s*(?P<bottom>\d+)")
+_POWER = r"(?:\s*\^\s*\{?\d\}?)?"
+_UNITS = re.compile(
+    rf"(?P<value>.*[\d.}})])\s*(?:\\[ ,;]\s*|\s|(?=\\))+"
+    rf"(?P<unit>(?:\\(?:text|mbox|textbf|mathrm|textrm)\{{\s*)?[A-Za-z]+(?:[ /]+[A-Za-z]+)*\.?{_POWER}\s*\}}?"
+    rf"{_POWER})\s*"
+)
+#: words behind a number that are a part of it, or make the answer another one
+_SIZES = re.compile(r"\d.*\b(?:hundred|thousand|million|billion|trillion|dozen|score|half|quarter|third|tenth)")
+_WORDS = (
+    "hundred thousand million billion trillion dozen score half quarter third tenth and or not to if else pi times "
+    "plus minus over mod log ln sin cos tan cot sec csc exp sqrt max gcd lcm infinity th"
+)
+_NO_UNITS = frozenset(_WORDS.split())
+#: names of one unit, for answers and references that both have one
+_SAME_UNIT = {
+    name: names.split()[0]
+    for names in (
+        "m meter meters metre metres",
+        "cm centimeter centimeters centimetre centimetres",
+        "mm millimeter millimeters millimetre millimetres",
+        "km kilometer kilometers kilometre kilometres",
+        "in inch inches",
+        "ft foot feet",
+        "yd yard yards",
+        "mi mile miles",
+        "g gram grams",
+        "kg kilogram kilograms",
+        "mg milligram milligrams",
+        "lb lbs pound pounds",
+        "oz ounce ounces",
+        "s sec secs second seconds",
+        "min mins minute minutes",
+        "h hr hrs hour hours",
+        "day days",
+        "week weeks",
+        "month months",
+        "yr year years",
+        "l liter liters litre litres",
+        "ml milliliter milliliters millilitre millilitres",
+        "dollar dollars usd",
+        "cent cents",
+        "euro euros",
+        "degree degrees",
+        "rad radian radians",
+        "mph",
+        "kph",
+    )
+    for name in names.split()
+}
 
 
 def last_boxed(text: str) -> str | None:
@@ -32,9 +109,20 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def signs(text: str) -> str:
+    """Text with one character for each sign: a minus, full-width digits, a degree, a space."""
+    return _DASH.sub("-", text.translate(_SIGNS))
+
+
+def unify(text: str) -> str:
+    r"""`signs` of a text, without `$` and `**`."""
+    text = signs(text).strip()
+    return text.replace("\\$", "").replace("$", "").strip().strip("*").strip()
+
+
 def normalize(answer: str) -> str:
     r"""An answer without parts that carry no meaning: spaces, `$`, `\left`, units, thousands commas, `x =`."""
-    text = answer.strip().strip("$").strip()
+    text = re.sub(r"(?<!\d)(\d{1,3})((?: \d{3})+)(?!\d)", lambda m: m[1] + m[2].replace(" ", ""), unify(answer))
     text = re.sub(r"^[A-Za-z]\s*=\s*(?=.)", "", text)
     text = text.replace("\\left", "").replace("\\right", "").replace("\\!", "").replace("\\,", "").replace("\\;", "")
     text = (
@@ -46,8 +134,8 @@ def normalize(answer: str) -> str:
     )
     text = (
         re.sub(
-            r"\\(?:text|mbox|textbf|mathrm)\{\s*(?:[a-z]+\.?|square [a-z]+|[a-z]+\s*\^\s*\d)\s*\}(?:\^\{?\d\}?)?$",
-            "",
+            r"\\(?:text|mbox|textbf|mathrm)\{\s*(?:([a-z]+)\.?|square [a-z]+|[a-z]+\s*\^\s*\d)\s*\}(?:\^\{?\d\}?)?$",
+            lambda match: match[0] if match[1] in _NO_UNITS else "",
             text,
         )
         or text
@@ -56,6 +144,7 @@ def normalize(answer: str) -> str:
     text = re.sub(r"\^\s*\{?\\circ\}?", "", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "~", text)  # two numbers, not one
     text = re.sub(r"\s+", "", text).rstrip(".")
     return re.sub(r"(?<=\d)\.0+$", "", text)
 
@@ -63,28 +152,98 @@ def normalize(answer: str) -> str:
 def same_answer(answer: str, reference: str) -> bool:
     """Whether an answer equals the reference: as text after `normalize`, or else as mathematics by math-verify.
 
-    An answer that cannot be parsed, takes several seconds, or would compute an astronomic number is not equal. The time
-    limits use a signal, which needs the main thread; processes of the reward pool always score there. In other threads
-    only the length and size limits hold.
+    A percentage equals the number with and without the sign (50% is 50 and 0.5); of two percentages the numbers are
+    compared. A unit behind a number counts only where both have a known one. An answer that cannot be parsed, or would
+    compute an astronomic number, is not equal.
+
+    Raises:
+        NoVerdictError: parsing and comparing took 10 s of processor time. This limit uses a signal, which needs the
+            main thread; processes of the reward pool always score there. In other threads only the length and size
+            limits hold.
     """
+    ours, theirs = unify(answer), unify(reference)
+    if max(len(ours), len(theirs)) > _LONGEST:
+        return bool(ours) and normalize(ours) == normalize(theirs)
+    if bool(_SIZES.search(ours)) != bool(_SIZES.search(theirs)):
+        return False
+    percent, of_reference = _PERCENT.match(ours), _PERCENT.match(theirs)
+    if (percent is None) == (of_reference is None):
+        return _same_value(ours, theirs)
+    if percent is not None:
+        return any(_same_value(one, theirs) for one in _shares(percent["value"]))
+    assert of_reference is not None
+    return any(_same_value(ours, one) for one in _shares(of_reference["value"]))
+
+
+def _shares(value: str) -> tuple[str, str]:
+    """What a percentage is without its sign: the number, and a hundredth of it."""
+    return value, f"\\frac{{{value}}}{{100}}"
+
+
+def _same_value(answer: str, reference: str) -> bool:
+    """`same_answer` of unified texts, percentages aside."""
+    (answer, unit), (reference, other) = _with_unit(answer), _with_unit(reference)
+    if unit and other and unit != other and {unit, other} <= set(_SAME_UNIT.values()):
+        return False
+    answer, reference = _improper(answer), _improper(reference)
     ours, theirs = normalize(answer), normalize(reference)
     if not ours or not theirs:
         return False
-    if ours == theirs:
+    if ours == theirs or _same_words(ours, theirs):
         return True
-    if max(len(answer), len(reference)) > _LONGEST or _HUGE_POWER.search(answer):
+    if _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs) and Decimal(ours) == Decimal(theirs):
+        return True
+    if ("~" in ours) != ("~" in theirs) or {_brackets(ours), _brackets(theirs)} == {"set", "ordered"}:
         return False
-    return _verify(answer.strip().strip("$"), reference.strip().strip("$"))
+    if _HUGE_POWER.search(answer):
+        return False
+    return _verify(answer, reference)
 
 
-@functools.lru_cache(maxsize=4096)
+def _with_unit(text: str) -> tuple[str, str]:
+    """A number without the unit behind it, and that unit by one of its names; the text itself where it has none."""
+    match = _UNITS.fullmatch(text)
+    if match is None:
+        return text, "degree" if re.search(r"\^\s*\{?\\circ\}?$", text) else ""
+    unit = re.sub(r"\\(?:text|mbox|textbf|mathrm|textrm)\{|[{}^\d.]", " ", match["unit"]).lower().split()
+    if not unit or _NO_UNITS & set(unit) or not re.fullmatch(r"[+-]?[\d.,/ ]+|.*[})]", match["value"].strip()):
+        return text, ""
+    name = " ".join(unit)
+    name = _SAME_UNIT.get(name, name)
+    if len(match["unit"].strip()) == 1:  # it may be a variable
+        return text, name if name in _SAME_UNIT else ""
+    return match["value"].strip(), name
+
+
+def _improper(text: str) -> str:
+    """A mixed number such as `1 1/2` as one fraction."""
+    match = _MIXED.fullmatch(text)
+    if match is None:
+        return text
+    whole, top, bottom = (int(match[name]) for name in ("whole", "top", "bottom"))
+    return f"{match['sign']}\\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+def _same_words(ours: str, theirs: str) -> bool:
+    """Whether two words are the same but for capitals; `AB` and `ab` are two names."""
+    return ours.isalpha() and len(ours) > 2 and ours.lower() == theirs.lower() and not (ours + theirs).isupper()
+
+
+def _brackets(text: str) -> str:
+    """Whether a list is a set, by its braces, or ordered; empty for other texts."""
+    if "," not in text:
+        return ""
+    return "set" if text.startswith("\\{") else "ordered" if text[0] in "([" and text[-1] in ")]" else ""
+
+
+@functools.lru_cache(maxsize=4096)  # an expiry raises, so it is not remembered
 def _verify(answer: str, reference: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # An answer that does not parse is wrong, which is not worth a warning.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    limit = _LIMIT_S if threading.current_thread() is threading.main_thread() else None
     configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    gold = parse(f"\\boxed{{{reference}}}", configs, parsing_timeout=limit)
-    found = parse(f"\\boxed{{{answer}}}", configs, parsing_timeout=limit)
-    return bool(gold and found and verify(gold, found, timeout_seconds=limit))
+    with limited_work(_LIMIT_S, "comparing two answers by math-verify"):
+        gold = parse(f"\\boxed{{{reference}}}", configs, parsing_timeout=None)
+        match = parse(f"\\boxed{{{answer}}}", configs, parsing_timeout=None)
+        return bool(gold and match and verify(gold, match, timeout_seconds=None))

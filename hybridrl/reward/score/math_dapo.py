@@ -1,4 +1,4 @@
-r"""Competition mathematics as DAPO scores it: `Answer: ...` on the last line, 1 or -1 points."""
+r"""Competition mathematics as DAPO scores it: `Answer: ...` or a `\boxed{}` at the end, 1 or -1 points."""
 
 import re
 from typing import Any
@@ -22,7 +22,8 @@ def compute_score(
         solution_str: the response.
         ground_truth: the reference answer.
         strict_box_verify: only a `\boxed{}` counts, and it must equal the reference exactly; otherwise the
-            text after the last `Answer:` counts, or a `\boxed{}` in it, compared mathematically.
+            text after the last `Answer:` counts, or a `\boxed{}` in it, compared mathematically; without `Answer:` the
+            last `\boxed{}`.
         pause_tokens_index: four positions of pause tokens; with `strict_box_verify` the search starts 100
             characters before the last one.
 
@@ -41,9 +42,9 @@ def compute_score(
 
 
 def _answer_line(text: str) -> str | None:
-    found = _ANSWER.findall(text)
-    if not found:
-        return None
-    line = found[-1].strip()
+    lines = _ANSWER.findall(text)
+    if not lines:
+        return last_boxed(text)
+    line = lines[-1].strip()
     boxed = last_boxed(line)
     return boxed if boxed is not None else line.strip("*").strip().strip("$").strip()

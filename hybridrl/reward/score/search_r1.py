@@ -3,10 +3,12 @@
 import json
 import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.reward.score.answers import signs
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -15,7 +17,8 @@ _TARGET = "target"
 
 def normalised(text: str) -> str:
     """Text as SQuAD's exact match compares it: lower case, without punctuation, articles and further spaces."""
-    text = "".join(char for char in text.lower() if char not in string.punctuation)
+    text = signs(unicodedata.normalize("NFKC", text)).lower()
+    text = "".join(char for char in text if char not in string.punctuation and unicodedata.category(char)[0] != "P")
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 

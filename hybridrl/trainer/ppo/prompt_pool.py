@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import FilterGroupsConfig
 from hybridrl.errors import UserError
@@ -162,10 +163,10 @@ class PromptPool:
         """Return for each group whether its samples differ in a column, or in their score summed over their rows."""
         if self.settings.metric in SCORES:
             samples = samples_of(batch)
-            values = samples.sum(scores)[samples.ids]
+            values = samples.sum(scores.double())[samples.ids]
         else:
             values = self._column(batch, str(self.settings.metric))
-        lowest, largest = groups.extremes(values)
+        lowest, largest = groups.extremes(groups.levelled(values, rounding_of(values, torch.float32)))
         return largest > lowest
 
     def _column(self, batch: DataProto, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.algorithms.functional import rounding_of, without_rounding
 from hybridrl.config import AlgorithmConfig
 
 EPSILON = 1e-6
@@ -42,25 +43,30 @@ class RewardTransform:
         mean, std = self._statistics(before)
         after = self._change(before, mean, std)
         last = (torch.arange(1, mask.shape[1] + 1) * mask.bool()).argmax(dim=1, keepdim=True)
-        change = (after - before).to(scores.dtype)[:, None]
-        moved = scores.scatter_add(1, last, change)
+        ends = scores.gather(1, last).double() + (after - before)[:, None]  # in float64: a small one may remain
+        moved = scores.scatter(1, last, ends.to(scores.dtype))
         return moved, None if baselines is None else self._change(baselines.double(), mean, std).to(baselines.dtype)
 
     def _change(self, values: torch.Tensor, mean: float, std: float) -> torch.Tensor:
-        values = (values - mean) / std
+        difference = values - mean
+        rounding = float(rounding_of(torch.tensor(mean), torch.float32))
+        if std <= rounding:  # the scores do not vary
+            difference = without_rounding(difference, rounding)
+        values = difference / (std + EPSILON) if self.mode != "none" else values
         return values if self.limit is None else values.clamp(-self.limit, self.limit)
 
     def _statistics(self, values: torch.Tensor) -> tuple[float, float]:
         if self.mode == "none":
             return 0.0, 1.0
-        count, mean = len(values), float(values.mean())
+        count, first = len(values), float(values[0])
+        mean = first + float((values - first).mean())
         squares = float((values - mean).square().sum())
         if self.mode == "running":
             total, difference = self.count + count, mean - self.mean
             squares += self.squares + difference**2 * self.count * count / total
             mean = self.mean + difference * count / total
             self.count, self.mean, self.squares, count = total, mean, squares, total
-        return mean, (squares / max(count - 1, 1)) ** 0.5 + EPSILON
+        return mean, (squares / max(count - 1, 1)) ** 0.5
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}

@@ -1,0 +1,88 @@
+"""Weight files with more than the model that their config.json describes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.errors import ModelError
+from hybridrl.models.kinds import KINDS
+from hybridrl.models.loading import load_model_config
+
+KINDS_TRIED = ("language_model", "value_model", "reward_model")
+
+
+def changed(model: Path, target: Path, more: dict[str, torch.Tensor] | None = None, **config: object) -> Path:
+    shutil.copytree(model, target)
+    tensors = load_file(target / "model.safetensors") | (more or {})
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | config), encoding="utf-8")
+    return target
+
+
+@pytest.mark.parametrize("way", ["load", "open"])
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+def test_more_layers_than_the_configuration(kind: str, way: str, micro_model: Path, tmp_path: Path) -> None:
+    layers = AutoConfig.from_pretrained(micro_model).num_hidden_layers
+    assert layers > 1
+    folder = changed(micro_model, tmp_path / "m", num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(ModelError, match=rf"has {layers} layers|files have {layers} layers.*num_hidden_layers=1"):
+        getattr(KINDS[kind], way)(folder, load_model_config(folder), torch.float32, False)
+    with pytest.raises(ModelError, match="num_hidden_layers=1"):
+        config = load_model_config(micro_model, override={"num_hidden_layers": 1})
+        getattr(KINDS[kind], way)(micro_model, config, torch.float32, False)
+
+
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.gate.weight", "model.norm_2.weight", "model.layers.0.mlp.experts.0.up_proj.weight"],
+)
+def test_a_tensor_without_a_place_is_named(kind: str, name: str, micro_model: Path, tmp_path: Path) -> None:
+    folder = changed(micro_model, tmp_path / "m", {name: torch.ones(3)})
+    with pytest.raises(ModelError, match=f"1 tensors that .* has no place for .*{name.removeprefix('model.')}"):
+        KINDS[kind].load(folder, load_model_config(folder), torch.float32, False)
+
+
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+@pytest.mark.parametrize("prefix", ["model.visual.blocks.", "vision_tower.encoder.", "model.audio_tower."])
+def test_a_tower_is_not_dropped(kind: str, prefix: str, micro_model: Path, tmp_path: Path) -> None:
+    more = {f"{prefix}{number}.weight": torch.ones(3) for number in range(21)}
+    folder = changed(micro_model, tmp_path / "m", more)
+    with pytest.raises(ModelError, match="21 tensors of parts that read images or sound"):
+        KINDS[kind].load(folder, load_model_config(folder), torch.float32, False)
+
+
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.position_ids",
+        "v_head.summary.weight",
+        "mtp.layers.0.input_layernorm.weight",
+    ],
+)
+def test_what_a_model_can_do_without(kind: str, name: str, micro_model: Path, tmp_path: Path) -> None:
+    folder = changed(micro_model, tmp_path / "m", {name: torch.ones(3)})
+    for way in ("load", "open"):
+        getattr(KINDS[kind], way)(folder, load_model_config(folder), torch.float32, False)
+
+
+def test_a_tied_output_layer_that_is_stored(micro_model: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(micro_model)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    folder = changed(
+        tmp_path / "tied", tmp_path / "m", {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    )
+    for kind in KINDS_TRIED:
+        KINDS[kind].load(folder, load_model_config(folder), torch.float32, False)
