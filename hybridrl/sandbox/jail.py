@@ -53,6 +53,7 @@ def main() -> None:
     limits: dict[str, Any] = json.loads(sys.argv[1])
     program = json.loads(sys.stdin.buffer.read())
     os.set_inheritable(limits["report"], False)
+    os.umask(0o022)
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -379,6 +380,8 @@ def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> in
         if limits["direct"]:
             _prctl(_PDEATHSIG, signal.SIGKILL)  # a change of the user clears it
     _prctl(_NO_NEW_PRIVS, 1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # Python ignores SIGPIPE, callers others
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(stdin, 0)
     if limits["one_stream"]:
         os.dup2(1, 2)
