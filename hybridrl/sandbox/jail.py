@@ -54,6 +54,9 @@ def main() -> None:
     program = json.loads(sys.stdin.buffer.read())
     os.set_inheritable(limits["report"], False)
     os.umask(0o022)
+    if limits["group"]:
+        with contextlib.suppress(OSError), open(f"{limits['group']}/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -94,7 +97,7 @@ def _supervised(
             os.close(descriptor)
         _prctl(_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _go_first()
+        limits["proc"] = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         try:
             os._exit(_run(program, limits, uid) if reason else _init(program, limits, uid, question))
         except BaseException as error:
@@ -189,11 +192,17 @@ def _send(descriptor: int, message: dict[str, Any]) -> None:
     os.write(descriptor, (json.dumps(message) + "\n").encode())
 
 
-def _go_first() -> None:
-    """Where memory runs out, the kernel ends this process and its children before the one that watches them."""
+def _go_first(proc: int) -> None:
+    """Where memory runs out, the kernel ends this process before those that watch it.
+
+    Args:
+        proc: the folder /proc in which files can be written.
+    """
     _prctl(_DUMPABLE, 1)  # otherwise the file is root's
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    with contextlib.suppress(OSError):
+        file = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc)
+        os.write(file, b"1000")
+        os.close(file)
     _prctl(_DUMPABLE, 0)
 
 
@@ -218,6 +227,19 @@ def _shortages() -> dict[str, int]:
     return found
 
 
+def _reached_own_limit(group: str | None) -> bool:
+    """Whether the kernel killed something because the program's own control group was full."""
+    if group is None:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        limit = f"{group}/memory.limit_in_bytes"
+        if os.path.exists(limit):  # version 1, which has no counter of this
+            kills = _counter(f"{group}/memory.oom_control", "oom_kill")
+            most = int(Path(f"{group}/memory.max_usage_in_bytes").read_text())
+            return kills > 0 and most >= int(Path(limit).read_text()) - 2**20
+    return _counter(f"{group}/memory.events", "oom") > 0
+
+
 def _counter(path: str, name: str) -> int:
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         return next((int(line.split()[1]) for line in file if line.split()[0] == name), 0)
@@ -228,7 +250,7 @@ def _without_shortage(
     found: dict[str, Any], before: dict[str, int], after: dict[str, int], limits: dict[str, Any], reason: str
 ) -> dict[str, Any]:
     """The end of a program; `failed` where it may have failed because the machine lacked something."""
-    if found["code"] == 0:
+    if found["code"] == 0 or _reached_own_limit(limits["group"]):
         return found
     for path, count in after.items():
         # The counter of the whole machine also has kills that have nothing to do with this program.
@@ -353,6 +375,7 @@ def _change_root(limits: dict[str, Any]) -> None:
 
 def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> int:
     """Become the program."""
+    _go_first(limits["proc"])
     if os.path.isdir(limits["folder"]):  # it is not seen from a root of its own, whose folder is /tmp
         os.chdir(limits["folder"])
     _write(program["files"], uid if os.geteuid() == 0 else None)

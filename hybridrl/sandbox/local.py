@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from hybridrl.sandbox import cgroups
 from hybridrl.sandbox.languages import command, language_of
 from hybridrl.sandbox.program import Ended, Limits, Program, Sandbox, SandboxError
 from hybridrl.sandbox.slots import Slots
@@ -52,6 +53,7 @@ print(42)
     "bash": "(echo 42) | cat",
     "cpp": '#include <cstdio>\n#include <vector>\nint main() { std::vector<int> x(1 << 20); puts("42"); }',
 }
+_OWN_MEMORY_MB = 64  # of the processes that watch the program, in its control group
 _BUILD_MEMORY_MB, _BUILD_FILES_MB = 4096, 64
 
 
@@ -126,7 +128,8 @@ class LocalSandbox(Sandbox):
             with tempfile.TemporaryDirectory(prefix="hybridrl-sandbox-out-", ignore_cleanup_errors=True) as out:
                 folder = tempfile.mkdtemp(prefix="hybridrl-sandbox-")
                 try:
-                    return self._run_in(folder, out, words, program, limits)
+                    with cgroups.memory_group(limits.memory_mb + limits.files_mb + _OWN_MEMORY_MB) as group:
+                        return self._run_in(folder, out, words, program, limits, group)
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
         except TimeoutError:  # of a signal handler of the caller
@@ -134,7 +137,9 @@ class LocalSandbox(Sandbox):
         except (OSError, MemoryError) as error:  # out of descriptors, processes, disk or memory
             raise SandboxError(f"the sandbox failed: {type(error).__name__}: {error}") from error
 
-    def _run_in(self, folder: str, out: str, words: Sequence[str], program: Program, limits: Limits) -> Ended:
+    def _run_in(
+        self, folder: str, out: str, words: Sequence[str], program: Program, limits: Limits, group: Path | None
+    ) -> Ended:
         report, write = os.pipe()
         settings = {
             **{name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mb", "processes", "files_mb")},
@@ -147,6 +152,7 @@ class LocalSandbox(Sandbox):
             "report": write,
             "ways": list(self._ways),
             "unisolated": self._unisolated,
+            "group": group and str(group),
         }
         seal = secrets.token_hex(16)
         payload = {
