@@ -128,6 +128,7 @@ def sandbox_settings(reward: ScoringConfig) -> dict[str, Any]:
         "sandbox_fusion_url": sandbox.url,
         "memory_limit_mb": sandbox.memory_limit_mb,
         "max_concurrent": count,
+        "allow_unisolated": sandbox.allow_unisolated or None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -4,12 +4,13 @@ Imported by the processes of reward functions, so it must stay light: no torch, 
 """
 
 from hybridrl.sandbox.languages import LANGUAGES, Language, register_language
-from hybridrl.sandbox.local import LocalSandbox
+from hybridrl.sandbox.local import EXPOSURE, LocalSandbox
 from hybridrl.sandbox.program import Ended, Limits, Program, Sandbox, SandboxError
 from hybridrl.sandbox.remote import RemoteSandbox
 from hybridrl.sandbox.slots import Slots
 
 __all__ = [
+    "EXPOSURE",
     "LANGUAGES",
     "Ended",
     "Language",

@@ -4,10 +4,15 @@ The program's process tree is cut off by namespaces: no network, no other proces
 system's libraries and Python's folders, read only, and an empty `/tmp` in memory. Where the kernel refuses namespaces,
 the limits hold, and what the program started is ended with it.
 
-Started as `python -I -S jail.py JSON`, with JSON on the standard input: `files`, base64 by relative path, and `stdin`,
-base64, of the program. The descriptor `report` gets a line "namespaces", or the reason why there are none, before the
-program starts, and lines of JSON: `failed`, where it could not be started, and at its end `time` (it was ended for
-that) and `seconds`. Files that are asked for are copied to the folder `out`, numbered, of at most `files_mb` in all.
+Started as `python -I -S jail.py JSON`, with JSON on the standard input: `files`, base64 by relative path, `stdin`,
+base64, of the program, and `seal`, a secret. The descriptor `report` gets lines of JSON, each with the seal, which the
+program never learns: `isolated` ("namespaces", or the reason why there are none), `started`, and at last `end` or
+`failed`. Only `end` says how the program ended: `code`, `time` (it was ended for that), `seconds`, and `cpu`, seconds
+of processor time. Where a process of the jail dies, is stopped or lacks what it needs, `end` never comes.
+
+The first process of the namespaces tells the jail over a pipe of their own that the program started and how it ended,
+and, when the time is over, that the program still runs. Files that are asked for are copied to the folder `out`,
+numbered, of at most `files_mb` in all.
 """
 
 import base64
@@ -17,10 +22,12 @@ import json
 import os
 import random
 import resource
+import select
 import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,59 +35,259 @@ _KILLED = 128 + signal.SIGKILL
 _NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mount, pid, net, ipc, uts
 _NEW_USER = 0x10000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
-_PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
+_PDEATHSIG, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38
 _MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _USERS, _COUNT = 1_000_000_000, 500_000_000
+_POLL_S, _ANSWER_S = 0.005, 2.0
+_SETUP_S = 30.0  # until the program starts
+_PAUSE_S = 0.5  # this process did not run for longer than that: it was stopped, or the machine is overloaded
+_MESSAGE = 4000  # bytes of a message, which one write puts into a pipe as a whole
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run the program, and exit as it does."""
+    """Run the program, report how it ended, and exit as it does."""
     limits: dict[str, Any] = json.loads(sys.argv[1])
     program = json.loads(sys.stdin.buffer.read())
-    started = time.monotonic()
-    deadline = started + limits["wall_s"]
+    os.set_inheritable(limits["report"], False)
+    os.umask(0o022)
+    if limits["group"]:
+        with contextlib.suppress(OSError), open(f"{limits['group']}/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _prctl(_PDEATHSIG, signal.SIGTERM)
+    _prctl(_SUBREAPER, 1)
     way, reason = _unshare(limits["ways"])
+    _prctl(_DUMPABLE, 0)  # a program of the same user must not reach this process's descriptors and memory
+    report = {"seal": program.pop("seal")}
+    _send(limits["report"], report | {"isolated": reason or "namespaces", "unisolated": limits["unisolated"]})
+    if reason and not limits["unisolated"]:
+        os._exit(126)
+    before = _shortages()
+    limits["tell_started"] = lambda: _send(limits["report"], report | {"started": True})
+    found = _supervised(program, limits, way, reason, ended)
+    if "failed" not in found:
+        _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
+        found = _without_shortage(found, before, _shortages(), limits, reason)
+    _send(limits["report"], report | ({"end": found} if "failed" not in found else found))
+    os._exit(found.get("code", 126))
+
+
+def _supervised(
+    program: dict[str, Any], limits: dict[str, Any], way: str, reason: str, ended: list[int]
+) -> dict[str, Any]:
+    """Run the program; how it ended, or `failed`. Nothing that it started is left."""
     uid = None
     if os.geteuid() == 0 and way != "user":  # a user of its own, who owns no file and no other process
         uid = _own_user(*(Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map")))
-    os.set_inheritable(limits["report"], False)
-    os.write(limits["report"], f"{reason or 'namespaces'}\n".encode())
-    _prctl(_SUBREAPER, 1)
-    ended: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
-    _prctl(_PDEATHSIG, signal.SIGTERM)
+    inner, write = os.pipe()
+    question, ask = os.pipe()
+    os.set_blocking(inner, False)
+    limits["inner"], limits["direct"] = write, bool(reason)
+    limits["processes"] = _process_limit(limits["processes"], uid, way)
+    started = time.monotonic()
     child = os.fork()
     if child == 0:
+        for descriptor in (limits["report"], inner, ask):
+            os.close(descriptor)
         _prctl(_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        limits["proc"] = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os._exit(_run(program, limits, uid) if reason else _init(program, limits, uid))
+            os._exit(_run(program, limits, uid) if reason else _init(program, limits, uid, question))
         except BaseException as error:
             _tell_failure(limits, error)
-    status = None
-    while status is None and not ended and time.monotonic() < deadline:
-        pid, found = os.waitpid(-1, os.WNOHANG)
-        if pid == child:
-            status = found
-        elif pid == 0:
-            time.sleep(0.005)
+    os.close(write)
+    watch = _Watch(child, inner, ask, limits["wall_s"], bool(reason))
+    found = watch.wait(ended, limits["tell_started"])
     if reason and uid is not None:
         _end_user(uid)
     _end_descendants()
-    report = {"time": status is None, "seconds": time.monotonic() - started}
-    _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
-    os.write(limits["report"], (json.dumps(report) + "\n").encode())
-    os._exit(_KILLED if status is None else _code(status))
+    return {"seconds": time.monotonic() - (watch.started or started), **found}
+
+
+class _Watch:
+    """Waits for the program's end, as the process that knows tells it.
+
+    Args:
+        child: the first process of the namespaces, or without namespaces the program.
+        inner: what tells that it started and how it ended can be read here.
+        ask: a byte that is written here asks the first process whether the program still runs.
+        wall_s: seconds that the program may take.
+        direct: the child is the program.
+    """
+
+    def __init__(self, child: int, inner: int, ask: int, wall_s: float, direct: bool) -> None:
+        self._child, self._inner, self._ask, self._wall_s, self._direct = child, inner, ask, wall_s, direct
+        self._told: dict[str, Any] = {}
+        self._rest = b""
+        self.started: float | None = None
+
+    def wait(self, ended: list[int], tell_started: Callable[[], None]) -> dict[str, Any]:
+        """The program's end, or `failed`.
+
+        Args:
+            ended: gets an item where this process is asked to end the program.
+            tell_started: is called when the program has started.
+        """
+        begin = last = time.monotonic()
+        asked: float | None = None
+        while True:
+            # A stopped process must not take the time of its pause for the program's.
+            now = time.monotonic()
+            pause, last = now - last, now
+            if pause > _PAUSE_S:
+                begin += pause
+                self.started = self.started and self.started + pause
+            if (found := self._end()) is not None:
+                return found
+            if self.started is None and "started" in self._told:
+                self.started = now
+                tell_started()
+            if ended:
+                return {"failed": "the sandbox was asked to end the program"}
+            if self.started is None and now > begin + _SETUP_S:
+                return {"failed": f"the program did not start within {_SETUP_S:g} s"}
+            if self.started is not None and asked is None and now >= self.started + self._wall_s:
+                asked = now
+                if not self._direct:
+                    os.write(self._ask, b"?")
+            if asked is not None and (self._direct or "running" in self._told):
+                return {"time": True, "code": _KILLED}
+            if asked is not None and now > asked + _ANSWER_S:
+                return {"failed": "the first process of the sandbox does not run any more"}
+            time.sleep(_POLL_S)
+
+    def _end(self) -> dict[str, Any] | None:
+        """How the program ended, or `failed`; None while it runs."""
+        pid, status, used = os.wait4(-1, os.WNOHANG)
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._inner, 65536):
+                self._rest += part
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            self._told |= json.loads(line)
+        if "failed" in self._told:
+            return {"failed": self._told["failed"]}
+        if "ended" in self._told:
+            found: dict[str, Any] = self._told["ended"]
+            return found
+        if pid != self._child:
+            return None
+        if self._direct and "started" in self._told:
+            return _end_of(status, used)
+        return {"failed": f"the first process of the sandbox ended with status {_code(status)}"}
+
+
+def _end_of(status: int, used: resource.struct_rusage) -> dict[str, Any]:
+    return {"code": _code(status), "cpu": used.ru_utime + used.ru_stime}
+
+
+def _send(descriptor: int, message: dict[str, Any]) -> None:
+    os.write(descriptor, (json.dumps(message) + "\n").encode())
+
+
+def _go_first(proc: int) -> None:
+    """Where memory runs out, the kernel ends this process before those that watch it.
+
+    Args:
+        proc: the folder /proc in which files can be written.
+    """
+    _prctl(_DUMPABLE, 1)  # otherwise the file is root's
+    with contextlib.suppress(OSError):
+        file = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc)
+        os.write(file, b"1000")
+        os.close(file)
+    _prctl(_DUMPABLE, 0)
 
 
 def _tell_failure(limits: dict[str, Any], error: BaseException) -> None:
     """Say that the program did not start, and exit."""
-    os.write(limits["report"], (json.dumps({"failed": f"{type(error).__name__}: {error}"}) + "\n").encode())
+    _send(limits["inner"], {"failed": f"{type(error).__name__}: {error}"[: _MESSAGE // 6]})
     os._exit(126)
+
+
+def _shortages() -> dict[str, int]:
+    """How often the machine, or a control group of this process, has run out of memory or processes."""
+    found = {"": _counter("/proc/vmstat", "oom_kill")}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            for root in (f"/sys/fs/cgroup/{kinds}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
+                for folder in (path, *map(str, Path(path).parents)):
+                    for file, name in (("memory.events", "oom_kill"), ("memory.oom_control", "oom_kill"),
+                                       ("pids.events", "max")):  # fmt: skip
+                        whole = f"{root}/{folder}/{file}"
+                        found[whole] = _counter(whole, name)
+    return found
+
+
+def _reached_own_limit(group: str | None) -> bool:
+    """Whether the kernel killed something because the program's own control group was full."""
+    if group is None:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        limit = f"{group}/memory.limit_in_bytes"
+        if os.path.exists(limit):  # version 1, which has no counter of this
+            kills = _counter(f"{group}/memory.oom_control", "oom_kill")
+            most = int(Path(f"{group}/memory.max_usage_in_bytes").read_text())
+            return kills > 0 and most >= int(Path(limit).read_text()) - 2**20
+    return _counter(f"{group}/memory.events", "oom") > 0
+
+
+def _counter(path: str, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        return next((int(line.split()[1]) for line in file if line.split()[0] == name), 0)
+    return 0
+
+
+def _without_shortage(
+    found: dict[str, Any], before: dict[str, int], after: dict[str, int], limits: dict[str, Any], reason: str
+) -> dict[str, Any]:
+    """The end of a program; `failed` where it may have failed because the machine lacked something."""
+    if found["code"] == 0 or _reached_own_limit(limits["group"]):
+        return found
+    for path, count in after.items():
+        # The counter of the whole machine also has kills that have nothing to do with this program.
+        if count > before.get(path, 0) and (path or found["code"] == _KILLED) and not found.get("time"):
+            return {
+                "failed": f"the machine ran out of memory or processes while the program ran ({path or 'oom_kill'})"
+            }
+    if reason:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(limits["folder"])
+            if disk.f_bavail * disk.f_frsize < limits["files_mb"] * 2**20 or (disk.f_files and not disk.f_favail):
+                return {"failed": f"the disk of {limits['folder']} is full"}
+    return found
+
+
+def _process_limit(count: int, uid: int | None, way: str) -> int:
+    """RLIMIT_NPROC for so many processes of the program: the kernel counts all that the same user runs.
+
+    A user of its own runs nothing else. A user namespace has a count of its own since Linux 5.14.
+    """
+    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    if uid is None and not (way == "user" and version >= (5, 14)):
+        count += _tasks(os.getuid())
+    _, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    return count if most == resource.RLIM_INFINITY else min(count, most)
+
+
+def _tasks(uid: int) -> int:
+    """Processes and threads of a user that run now."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            with open(f"/proc/{name}/status") as file:
+                lines = dict(line.split(":", 1) for line in file if ":" in line)
+            if int(lines["Uid"].split()[0]) == uid:
+                count += int(lines["Threads"])
+    return count
 
 
 def _own_user(*maps: str) -> int:
@@ -120,8 +327,10 @@ def _unshare(ways: list[str]) -> tuple[str, str]:
     return "", reason
 
 
-def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> int:
+def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None, question: int) -> int:
     """The first process of the namespaces, which ends with the program and takes all others with it."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/shmall", "w") as file:
+        file.write(str(limits["memory_mb"] * 2**20 // resource.getpagesize()))  # System V memory of these namespaces
     _change_root(limits)
     child = os.fork()
     if child == 0:
@@ -130,9 +339,13 @@ def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> i
         except BaseException as error:
             _tell_failure(limits, error)
     while True:
-        pid, status = os.wait()
+        pid, status, used = os.wait4(-1, os.WNOHANG)
         if pid == child:
-            return _code(status)
+            _send(limits["inner"], {"ended": _end_of(status, used)})
+            return 0
+        if pid == 0 and select.select([question], [], [], _POLL_S)[0]:
+            os.read(question, 1)
+            _send(limits["inner"], {"running": True})
 
 
 def _change_root(limits: dict[str, Any]) -> None:
@@ -162,6 +375,7 @@ def _change_root(limits: dict[str, Any]) -> None:
 
 def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> int:
     """Become the program."""
+    _go_first(limits["proc"])
     if os.path.isdir(limits["folder"]):  # it is not seen from a root of its own, whose folder is /tmp
         os.chdir(limits["folder"])
     _write(program["files"], uid if os.geteuid() == 0 else None)
@@ -170,8 +384,9 @@ def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> in
         file.write(base64.b64decode(program["stdin"]))
     os.lseek(stdin, 0, os.SEEK_SET)
     megabyte = 2**20
+    # The signal at the first limit of processor time can be told from a kill; the second is for those that catch it.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
     for kind, limit in (
-        (resource.RLIMIT_CPU, limits["cpu_s"]),
         (resource.RLIMIT_AS, limits["memory_mb"] * megabyte),
         (resource.RLIMIT_FSIZE, limits["files_mb"] * megabyte),
         (resource.RLIMIT_NOFILE, 64),
@@ -185,14 +400,19 @@ def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> in
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+        if limits["direct"]:
+            _prctl(_PDEATHSIG, signal.SIGKILL)  # a change of the user clears it
     _prctl(_NO_NEW_PRIVS, 1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # Python ignores SIGPIPE, callers others
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(stdin, 0)
     if limits["one_stream"]:
         os.dup2(1, 2)
-    os.closerange(3, limits["report"])  # which closes itself where the program starts
-    os.closerange(limits["report"] + 1, 256)
+    os.closerange(3, limits["inner"])  # which closes itself where the program starts
+    os.closerange(limits["inner"] + 1, 65536)
     # libraries that start a thread per core would reach the limits of memory and processes
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    _send(limits["inner"], {"started": True})
     os.execve(limits["command"][0], limits["command"], environment | {"PATH": _PATH})
 
 
@@ -214,24 +434,35 @@ def _write(files: dict[str, str], uid: int | None) -> None:
 
 
 def _fetch(limits: dict[str, Any], folder: str) -> None:
-    """Copy files that the program wrote. No link is followed: it would lead out of the program's folder."""
+    """Copy files that the program wrote. No link is followed: it would lead out of the program's folder.
+
+    Raises:
+        OSError: a copy cannot be written. A file that cannot be read is left out.
+    """
     left = limits["files_mb"] * 2**20
     for number, path in enumerate(limits["fetch"]):
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            for part in path.split("/"):
+        data = _read(folder, path, left)
+        if data is not None:
+            left -= len(data)
+            with open(f"{limits['out']}/{number}", "wb") as copy:
+                copy.write(data)
+
+
+def _read(folder: str, path: str, most: int) -> bytes | None:
+    """The content of a file of at most so many bytes; None where there is none."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        for part in path.split("/"):
+            try:
                 inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor)
+            finally:
                 os.close(descriptor)
-                descriptor = inner
+            descriptor = inner
+        with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
-            with open(descriptor, "rb") as file:
-                if stat.S_ISREG(found.st_mode) and found.st_size <= left:
-                    data = file.read(left + 1)
-                    left -= len(data)
-                    with open(f"{limits['out']}/{number}", "wb") as copy:
-                        copy.write(data)
-        except OSError:
-            continue
+            return file.read(most + 1) if stat.S_ISREG(found.st_mode) and found.st_size <= most else None
+    except OSError:
+        return None
 
 
 def _end_user(uid: int) -> None:

@@ -1,5 +1,6 @@
 """The languages of programs: the file that holds the source, and the commands that compile and run it."""
 
+import contextlib
 import shutil
 import sys
 from dataclasses import dataclass
@@ -60,3 +61,13 @@ def command(words: tuple[str, ...]) -> list[str]:
     if found is None:
         raise SandboxError(f"this machine has no {first}, which runs the program; install it in /usr/bin")
     return [found, *words[1:]]
+
+
+def runnable() -> list[str]:
+    """The languages whose programs this machine has."""
+    names = []
+    for name, language in LANGUAGES.items():
+        with contextlib.suppress(SandboxError):
+            command(language.build or language.run)
+            names.append(name)
+    return names

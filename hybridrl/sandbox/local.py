@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -14,8 +15,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
+from hybridrl.sandbox import cgroups
 from hybridrl.sandbox.languages import command, language_of
 from hybridrl.sandbox.program import Ended, Limits, Program, Sandbox, SandboxError
 from hybridrl.sandbox.slots import Slots
@@ -23,7 +25,35 @@ from hybridrl.utils import clock
 from hybridrl.utils.cores import available_cores
 
 _JAIL = Path(__file__).with_name("jail.py")
-_GRACE_S = 5.0
+#: the environment variable that allows programs without isolation, by the value 1
+UNISOLATED_VARIABLE = "HYBRIDRL_SANDBOX_ALLOW_UNISOLATED"
+#: what such a program can reach
+EXPOSURE = (
+    "such a program reaches the network, every file that its user may read or write, the environment of that user's "
+    "other processes (keys and tokens, in /proc/PID/environ), can send these processes signals, and can fill shared "
+    "memory; only its time and the memory of each process are limited"
+)
+_SETUP_S, _GRACE_S = 35.0, 5.0  # beyond the limits of the jail itself
+_TICK_S, _END_S = 0.25, 5.0
+#: programs that print 42 and do what programs do, by language
+_PROBES = {
+    "python": """
+import os, threading
+block = bytearray(2**26)
+if PROCESSES > 1:
+    thread = threading.Thread(target=block.__setitem__, args=(0, 1))
+    thread.start()
+    thread.join()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(42)
+""",
+    "bash": "(echo 42) | cat",
+    "cpp": '#include <cstdio>\n#include <vector>\nint main() { std::vector<int> x(1 << 20); puts("42"); }',
+}
+_OWN_MEMORY_MB = 64  # of the processes that watch the program, in its control group
 _BUILD_MEMORY_MB, _BUILD_FILES_MB = 4096, 64
 
 
@@ -36,6 +66,8 @@ class LocalSandbox(Sandbox):
             None: one per core that this process may use.
         ways: to get namespaces: "root", where this process is that; "user", by a user namespace. The first that works
             is taken.
+        allow_unisolated: programs run also where the kernel gives no namespaces; None: where the environment variable
+            HYBRIDRL_SANDBOX_ALLOW_UNISOLATED is 1.
     """
 
     def __init__(
@@ -43,10 +75,12 @@ class LocalSandbox(Sandbox):
         limits: Limits | None = None,
         max_concurrent: int | None = None,
         ways: Sequence[str] = ("root", "user"),
+        allow_unisolated: bool | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.slots = Slots(max_concurrent or available_cores(), "local")
         self._ways = tuple(ways)
+        self._unisolated = allow_unisolated or (allow_unisolated is None and os.environ.get(UNISOLATED_VARIABLE) == "1")
 
     def run(self, program: Program, limits: Limits | None = None) -> Ended:
         limits, language = limits or self.limits, language_of(program.language)
@@ -72,22 +106,40 @@ class LocalSandbox(Sandbox):
             ended = self._run(command(language.run), replace(program, files=files), limits)
             return replace(ended, compiled=compiled and replace(compiled, files={}))
 
-    def check(self) -> str:
-        found = self.run(Program("print(6 * 7)"), Limits())
-        if found.output.strip() != "42":
-            raise SandboxError(f"no program runs in the sandbox: {found.output.strip()} {found.errors.strip()}")
-        return "" if found.isolated == "namespaces" else found.isolated
+    def check(self, languages: Sequence[str] = ("python",)) -> str:
+        isolated = "namespaces"
+        for name in languages:
+            # Whoever runs no such programs may use a limit of memory that is too small for this one.
+            limits = replace(self.limits, memory_mb=max(self.limits.memory_mb, 256), wall_s=30.0, cpu_s=30)
+            program = _PROBES.get(name)
+            if program is None:
+                continue
+            code = program.replace("PROCESSES", str(limits.processes)) if name == "python" else program
+            found = self.run(Program(code, name, compile_s=60.0), limits)
+            if found.output.strip() != "42":
+                said = f"{found.output.strip()} {found.errors.strip()}".strip() or f"exit code {found.code}"
+                raise SandboxError(f"a small {name} program fails in the sandbox: {said[-1000:]}")
+            isolated = found.isolated
+        return "" if isolated == "namespaces" else isolated
 
     def _run(self, words: Sequence[str], program: Program, limits: Limits) -> Ended:
         """Run a command with the program's files."""
-        with tempfile.TemporaryDirectory(prefix="hybridrl-sandbox-out-", ignore_cleanup_errors=True) as out:
-            folder = tempfile.mkdtemp(prefix="hybridrl-sandbox-")
-            try:
-                return self._run_in(folder, out, words, program, limits)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix="hybridrl-sandbox-out-", ignore_cleanup_errors=True) as out:
+                folder = tempfile.mkdtemp(prefix="hybridrl-sandbox-")
+                try:
+                    with cgroups.memory_group(limits.memory_mb + limits.files_mb + _OWN_MEMORY_MB) as group:
+                        return self._run_in(folder, out, words, program, limits, group)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except TimeoutError:  # of a signal handler of the caller
+            raise
+        except (OSError, MemoryError) as error:  # out of descriptors, processes, disk or memory
+            raise SandboxError(f"the sandbox failed: {type(error).__name__}: {error}") from error
 
-    def _run_in(self, folder: str, out: str, words: Sequence[str], program: Program, limits: Limits) -> Ended:
+    def _run_in(
+        self, folder: str, out: str, words: Sequence[str], program: Program, limits: Limits, group: Path | None
+    ) -> Ended:
         report, write = os.pipe()
         settings = {
             **{name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mb", "processes", "files_mb")},
@@ -99,38 +151,38 @@ class LocalSandbox(Sandbox):
             "python": [sys.base_prefix, sys.prefix, os.path.realpath(sys.base_prefix)],
             "report": write,
             "ways": list(self._ways),
+            "unisolated": self._unisolated,
+            "group": group and str(group),
         }
+        seal = secrets.token_hex(16)
         payload = {
             "files": {path: base64.b64encode(data).decode() for path, data in program.files.items()},
             "stdin": base64.b64encode(program.stdin).decode(),
+            "seal": seal,
         }
-        started = time.monotonic()
         try:
-            with subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_JAIL), json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                pass_fds=(write,), env={}, cwd="/", start_new_session=True,
-            ) as process:  # fmt: skip
-                os.close(write)
+            # A file, not a pipe: nobody waits here for a process that may be stopped.
+            with tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else _memory() as sent:
+                sent.write(json.dumps(payload).encode())
+                sent.seek(0)
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_JAIL), json.dumps(settings)],
+                    stdin=sent, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    pass_fds=(write,), env={}, cwd="/", start_new_session=True,
+                )  # fmt: skip
+            os.close(write)
+            write = -1
+            talk = _Talk(process, report, seal, limits)
+            with process:
                 try:
-                    streams, ended = _talk(process, json.dumps(payload).encode(), limits)
+                    talk.listen()
                 finally:
-                    _end(process)
-            isolated, found = _report_of(report)
+                    _end(process, ended="end" in talk.said)
         finally:
             os.close(report)
-        if isolated is None or "failed" in found:
-            what = found.get("failed") or streams[1].decode("utf-8", "replace").strip() or "it did not start"
-            raise SandboxError(f"the sandbox failed: {what}")
-        return Ended(
-            output=streams[0].decode("utf-8", "replace"),
-            errors=streams[1].decode("utf-8", "replace"),
-            code=process.returncode,
-            ended=ended or ("time" if found.get("time") or process.returncode == 128 + signal.SIGXCPU else ""),
-            seconds=found.get("seconds", time.monotonic() - started),
-            isolated=isolated,
-            files=_fetched(out, program.fetch),
-        )
+            if write >= 0:
+                os.close(write)
+        return talk.ended(_fetched(out, program.fetch))
 
 
 def check_paths(paths: Iterable[str]) -> None:
@@ -145,39 +197,100 @@ def check_paths(paths: Iterable[str]) -> None:
             raise SandboxError(f"file {path!r}: give a path relative to the program's folder, without '..'")
 
 
-def _talk(process: "subprocess.Popen[bytes]", sent: bytes, limits: Limits) -> tuple[list[bytes], str]:
-    """Send the program, and read what it prints until its end, the limit of output or that of time."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(sent)
-        process.stdin.close()
-    output, deadline = [b"", b""], time.monotonic() + limits.wall_s + _GRACE_S
-    numbers = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
-    while numbers and (left := deadline - time.monotonic()) > 0:
-        for descriptor in select.select(list(numbers), [], [], left)[0]:
-            part = os.read(descriptor, 65536)
-            if not part:
-                del numbers[descriptor]
-                continue
-            which, rest = numbers[descriptor], limits.output_kb * 1024 - len(output[0]) - len(output[1])
-            output[which] += part[:rest]
-            if len(part) > rest:
-                return output, "output"
-    return output, "time" if numbers else ""
+def _memory() -> IO[bytes]:
+    """A file in memory."""
+    return os.fdopen(os.memfd_create("hybridrl-sandbox"), "w+b")
 
 
-def _report_of(report: int) -> tuple[str | None, dict[str, Any]]:
-    """What the jail reported: how the program is isolated, and how it ended."""
-    os.set_blocking(report, False)
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        while part := os.read(report, 65536):
-            data += part
-    lines = data.decode("utf-8", "replace").splitlines()
-    found: dict[str, Any] = {}
-    for line in lines[1:]:
-        found |= json.loads(line)
-    return lines[0] if lines else None, found
+class _Talk:
+    """Reads what the program prints and what the jail reports, until their end, the limit of output or that of time.
+
+    Attributes:
+        said: what the jail reported.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", report: int, seal: str, limits: Limits) -> None:
+        assert process.stdout is not None and process.stderr is not None
+        self.said: dict[str, Any] = {}
+        self._seal, self._limits, self._report = seal, limits, report
+        self._streams = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
+        self._output, self._lines = [b"", b""], b""
+        self._full = False
+
+    def listen(self) -> None:
+        """Read until there is no more to come."""
+        poll = select.poll()
+        open_ends = {self._report, *self._streams}
+        for descriptor in open_ends:
+            poll.register(descriptor, select.POLLIN)
+        deadline = time.monotonic() + _SETUP_S
+        while open_ends and not self._full:
+            events = poll.poll(1000 * min(_TICK_S, max(0.0, deadline - time.monotonic())))
+            for descriptor, _ in events:
+                part = os.read(descriptor, 65536)
+                if not part:
+                    poll.unregister(descriptor)
+                    open_ends.discard(descriptor)
+                elif descriptor == self._report:
+                    deadline = self._reported(part, deadline)
+                else:
+                    self._printed(self._streams[descriptor], part)
+            if not events and time.monotonic() >= deadline:
+                return
+            if not events and self._report not in open_ends and "end" not in self.said:
+                return  # the jail has died, and others may hold its streams
+
+    def _printed(self, which: int, part: bytes) -> None:
+        rest = self._limits.output_kb * 1024 - len(self._output[0]) - len(self._output[1])
+        self._output[which] += part[:rest]
+        self._full = self._full or len(part) > rest
+
+    def _reported(self, part: bytes, deadline: float) -> float:
+        """Take the messages of the jail; returns the new deadline."""
+        *lines, self._lines = (self._lines + part).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):  # such a line is not the jail's
+                message = json.loads(line)
+                if isinstance(message, dict) and message.pop("seal", None) == self._seal:
+                    self.said |= message
+                    if "started" in message:
+                        deadline = time.monotonic() + self._limits.wall_s + _GRACE_S
+        return deadline
+
+    def ended(self, files: dict[str, bytes]) -> Ended:
+        """How the program ended.
+
+        Raises:
+            SandboxError: the jail does not say so.
+        """
+        output, errors = (stream.decode("utf-8", "replace") for stream in self._output)
+        isolated, end = self.said.get("isolated"), self.said.get("end")
+        if "failed" in self.said and not self._full:
+            raise SandboxError(f"the sandbox failed: {self.said['failed']}")
+        if isolated not in (None, "namespaces") and not self.said.get("unisolated"):
+            raise SandboxError(
+                f"the kernel gives the sandbox no namespaces ({isolated}), so programs would not be isolated: "
+                f"{EXPOSURE}. Run as root or allow user namespaces, or run programs on another machine "
+                f"(reward.sandbox_fusion.url; url of a tool). If you accept this, set {UNISOLATED_VARIABLE}=1, "
+                "reward.sandbox_fusion.allow_unisolated=true, allow_unisolated of the tool, or --allow-unisolated of "
+                "the server"
+            )
+        if isolated is None or (end is None and not self._full):
+            what = errors.strip()[-1000:] or "it died, or was stopped"
+            raise SandboxError(f"the sandbox failed: it did not report how the program ended: {what}")
+        end = end or {"code": 128 + signal.SIGKILL, "seconds": self._limits.wall_s}
+        cpu_over = end["code"] == 128 + signal.SIGXCPU or (
+            end["code"] == 128 + signal.SIGKILL and end.get("cpu", 0.0) >= self._limits.cpu_s
+        )
+        return Ended(
+            output=output,
+            errors=errors,
+            code=end["code"],
+            ended="output" if self._full else "time" if end.get("time") or cpu_over else "",
+            seconds=end["seconds"],
+            isolated=isolated,
+            files=files,
+        )
 
 
 def _fetched(out: str, paths: Sequence[str]) -> dict[str, bytes]:
@@ -188,11 +301,14 @@ def _fetched(out: str, paths: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Have the jail end all that is left, and wait for it."""
-    if process.poll() is None:
+def _end(process: "subprocess.Popen[bytes]", ended: bool) -> None:
+    """Have the jail end all that is left, and wait for it; where it cannot, end it."""
+    if process.poll() is None and not ended:
         process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        ended = False
+    if not ended:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

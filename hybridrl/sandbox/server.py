@@ -25,8 +25,8 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.sandbox.languages import LANGUAGES
-from hybridrl.sandbox.local import LocalSandbox, check_paths
+from hybridrl.sandbox.languages import LANGUAGES, runnable
+from hybridrl.sandbox.local import EXPOSURE, LocalSandbox, check_paths
 from hybridrl.sandbox.program import Ended, Limits, Program, SandboxError
 from hybridrl.sandbox.remote import TOKEN_VARIABLE
 from hybridrl.utils.cores import available_cores
@@ -46,6 +46,7 @@ class ServerLimits:
         body_mb: size of a request.
         time_s: the largest `run_timeout` and `compile_timeout`.
         program: limits of a program besides its time; its memory is the largest `memory_limit_MB`.
+        allow_unisolated: see `LocalSandbox`.
     """
 
     concurrent: int
@@ -53,6 +54,7 @@ class ServerLimits:
     body_mb: int = 64
     time_s: float = 120.0
     program: Limits = field(default_factory=Limits)
+    allow_unisolated: bool | None = None
 
 
 class _Refused(Exception):
@@ -78,7 +80,7 @@ class SandboxServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], limits: ServerLimits, token: str | None) -> None:
         self.limits = limits
         self.token = token
-        self.sandbox = LocalSandbox(limits.program, limits.concurrent)
+        self.sandbox = LocalSandbox(limits.program, limits.concurrent, allow_unisolated=limits.allow_unisolated)
         self._lock = threading.Lock()
         self._taken = 0
         super().__init__(address, _Handler)
@@ -256,13 +258,16 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
         files_mb=args.max_files_mb,
         output_kb=args.max_output_kb,
     )
-    limits = ServerLimits(args.max_concurrent, args.max_queue, args.max_body_mb, args.max_time_s, program)
+    limits = ServerLimits(
+        args.max_concurrent, args.max_queue, args.max_body_mb, args.max_time_s, program, args.allow_unisolated or None
+    )
     try:
         with SandboxServer((args.host, args.port), limits, token or None) as server:
-            if reason := server.sandbox.check():
+            if reason := server.sandbox.check(runnable()):
                 notify(
-                    f"the kernel refuses namespaces ({reason}): programs run with limits, but they reach the network "
-                    "and what their user may read. Run the server as root, or allow user namespaces",
+                    f"the kernel gives no namespaces ({reason}), and programs run without isolation, as "
+                    f"--allow-unisolated or the environment allows: {EXPOSURE}. Run the server as root, or allow user "
+                    "namespaces",
                     "warning",
                 )
             signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
@@ -283,6 +288,9 @@ def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
     parser.add_argument("--token-file", type=Path, help=f"file with the token of requests; else {TOKEN_VARIABLE}")
     parser.add_argument("--no-token", action="store_true", help="serve others without a token")
     cores = available_cores()
+    parser.add_argument(
+        "--allow-unisolated", action="store_true", help="run programs also where the kernel gives no namespaces"
+    )
     parser.add_argument("--max-concurrent", type=int, default=cores, help=f"programs at once (cores: {cores})")
     parser.add_argument("--max-queue", type=int, default=1024, help="requests that may wait; more get 429 (1024)")
     parser.add_argument("--max-body-mb", type=int, default=64, help="size of a request (64)")

@@ -36,7 +36,7 @@ class Slots:
         """Hold a place; waits until one is free.
 
         Raises:
-            SandboxError: the folder of the locks belongs to another user.
+            SandboxError: the folder of the locks belongs to another user, or cannot be used.
         """
         folder = _folder(self.name)
         with _own.setdefault((os.getpid(), self.name, self.count), threading.Semaphore(self.count)):
@@ -52,7 +52,10 @@ class Slots:
         first = random.randrange(self.count)
         for number in range(self.count):
             path = folder / str((first + number) % self.count)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise SandboxError(f"no place for a program: {error}") from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -67,11 +70,17 @@ class Slots:
 
 def _folder(name: str) -> Path:
     """The folder of the locks, which this user owns."""
-    folder = Path(tempfile.gettempdir()) / f"hybridrl-slots-{os.getuid()}"
+    try:
+        folder = Path(tempfile.gettempdir()) / f"hybridrl-slots-{os.getuid()}"
+    except OSError as error:
+        raise SandboxError(f"no place for a program: {error}") from error
     for path in (folder, folder / name):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        found = path.lstat()
+        try:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            found = path.lstat()
+        except OSError as error:
+            raise SandboxError(f"no place for a program: {error}") from error
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise SandboxError(f"{path} is not a folder of this user; remove it, or set TMPDIR to another folder")
     return folder / name

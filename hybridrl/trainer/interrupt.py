@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from hybridrl.notify import keeping_output, notify, redirect_lost_output
+from hybridrl.utils.forked import default_in_children, inherited_by_children
 
 _HANGUP_LOG = "after_hangup.log"
 _SECOND: dict[signal.Signals, Any] = {
@@ -41,11 +42,13 @@ class StopRequest:
         for name in _SECOND:
             if signal.getsignal(name) != signal.SIG_IGN:
                 self._previous[name] = signal.signal(name, self._on_signal)
+        default_in_children(self._previous)  # loaders of data, and what the user's code forks, end when they are told
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        inherited_by_children(self._previous)
         for name, handler in self._previous.items():
             signal.signal(name, handler)
         self._output.close()

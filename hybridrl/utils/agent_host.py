@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import RolloutError
+from hybridrl.utils.forked import default_in_children, restore_defaults
 from hybridrl.utils.supervisor import split_off
 from hybridrl.utils.user_code import load_object
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
@@ -146,8 +147,8 @@ def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: 
         folder = Path(tempfile.gettempdir(), f"hybridrl-agent-{uuid.uuid4().hex}")
         # the agent's process may be ended at any moment, and the supervisor is not
         split_off(life_fd, close=(connection_fd,), after=lambda: shutil.rmtree(folder, ignore_errors=True))
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
+        restore_defaults((signal.SIGTERM, signal.SIGHUP))
+        default_in_children((signal.SIGINT,))
         connection = socket.socket(fileno=connection_fd)
         job: Job = pickle.loads(_received(connection))
         os.environ.update(job.variables())

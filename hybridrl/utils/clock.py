@@ -6,6 +6,7 @@ without a clock is not limited, and `stopped` does nothing.
 
 import contextlib
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,3 +84,12 @@ def stopped() -> Iterator[None]:
         yield
     finally:
         clock.go_on()
+
+
+def _new_lock() -> None:
+    """Another thread may have held the lock when this process was forked."""
+    if (clock := _current.get()) is not None:
+        clock._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)

@@ -124,7 +124,7 @@ class JsonClient:
             raise ServiceError(f"an answer of more than {_LARGEST} bytes", refused=True)
         try:
             answer = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServiceError(f"an answer that is no JSON: {data[:100]!r}") from None
         if not isinstance(answer, dict):
             raise ServiceError(f"an answer that is no object: {data[:100]!r}")

@@ -200,3 +200,85 @@ def test_a_server_scores_and_one_that_fails_gives_no_verdict() -> None:
     with RewardPool(RewardFunction(kwargs=settings), num_workers=1) as pool:
         (found,) = pool.run(samples("print(1)"))
     assert found.no_verdict.reason is Reason.INFRA and math.isnan(found.score)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(x):\n    for _ in range(DEEP): x = [x]\n    return x",
+        "import os\ndef f(x): PRINTED('[' * DEEP + ']' * DEEP)",
+        "import os\ndef f(x): PRINTED('{\"a\":' * DEEP + '1' + '}' * DEEP)",
+        "def f(x): return 10 ** 20000",
+        "def f(x): return -10 ** 400",
+        "def f(x): return float('nan')",
+        "def f(x): return [float('inf'), -float('inf')]",
+        "def f(x): return '\\ud800'",
+        "import os\ndef f(x): PRINTED('[1')",
+        "import os\ndef f(x): PRINTED('')",
+        "import os\ndef f(x): PRINTED('1e999999999')",
+        "import os\ndef f(x): PRINTED('9' * 200000)",
+        "import os\ndef f(x): PRINTED(b'\\xff\\xfe')",
+        "def f(x):\n    a = []\n    a.append(a)\n    return a",
+        "class A:\n    def __repr__(self): raise RuntimeError\n"
+        "    __str__ = __eq__ = __iter__ = __reduce__ = __repr__\n"
+        "def f(x): return A()",
+        "class A(list):\n    def __iter__(self): raise KeyboardInterrupt\ndef f(x): return A([1])",
+        "def f(x): return {(1, 2): 3}",
+        "def f(x): return {1, 2}",
+        "def f(x):\n    while True: yield 1",
+        "def f(x): print('x' * 2**30)",
+        "def f(x): return 'x' * 2**28",
+    ],
+)
+@pytest.mark.parametrize("expected", [1.5, [1, [2]], {"a": {"a": 1}}, "text"], ids=str)
+def test_what_cannot_be_read_is_a_wrong_answer(code, expected) -> None:
+    """What comes from a model's program is data, whatever it is: the score is 0, with a reason."""
+    if expected != 1.5 and ("2**" in code or "while" in code):
+        return
+    show = "(lambda text: (os.write(1, ('\\n' + open('main.py').read().split(chr(39))[3]).encode() + (text if "
+    show += "isinstance(text, bytes) else text.encode())), os._exit(0)))"
+    code = code.replace("PRINTED", show)
+    for depth in (500, 2000, 60000) if "DEEP" in code else (0,):
+        truth = {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}
+        found = compute_score(block(code.replace("DEEP", str(depth))), truth, timeout=5.0)
+        assert found["score"] == 0.0 and found["fault"], (depth, found)
+
+
+def test_right_answers_that_are_hard_to_read() -> None:
+    """Nested as deeply as JSON can be, integers of more digits than Python reads, no number and no end."""
+    deep = "[" * 300 + "1" + "]" * 300
+    cases = [
+        ("def f(x):\n    for _ in range(300): x = [x]\n    return x", deep),
+        ("def f(x): return 10 ** 20000 + x", "1" + "0" * 19999 + "1"),
+        ("def f(x): return float('nan')", "NaN"),
+        ("def f(x): return [-float('inf')]", "[-Infinity]"),
+        ("def f(x): return '\\ud800'", '"\\ud800"'),
+    ]
+    for code, expected in cases:
+        truth = {"fn_name": "f", "inputs": ["1"], "outputs": [expected]}
+        assert compute_score(block(code), truth)["score"] == 1.0, code
+        assert compute_score(block("def f(x): return 2"), truth)["score"] == 0.0, code
+    huge = {"fn_name": "f", "inputs": ["9" * 6000], "outputs": ["1" + "0" * 6000]}
+    assert compute_score(block("def f(x): return x + 1"), json.dumps(huge))["score"] == 1.0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+)
+
+
+@given(JSON, JSON)
+def test_comparing_values_never_raises_and_agrees_with_itself(one, other) -> None:
+    assert same_value(one, one)
+    assert same_value(one, other) in (True, False)
+    assert same_value(10**400, other) == (other == 10**400)
+
+
+def test_a_ground_truth_that_cannot_be_written_is_the_users() -> None:
+    value = []
+    for _ in range(5000):
+        value = [value]
+    for bad in (value, {1, 2}, 10**5000):
+        with pytest.raises(RewardError, match="ground truth cannot be written as JSON"):
+            read_tests({"fn_name": "f", "inputs": [[1]], "outputs": [bad]})

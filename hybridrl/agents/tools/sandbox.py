@@ -8,9 +8,9 @@ from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
-from hybridrl.sandbox import Limits, LocalSandbox, Program, RemoteSandbox, Sandbox, SandboxError
+from hybridrl.sandbox import EXPOSURE, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox, SandboxError
 
-_OWN = ("url", "max_concurrent")
+_OWN = ("url", "max_concurrent", "allow_unisolated")
 
 
 @register_tool("python")
@@ -19,7 +19,9 @@ class PythonTool(BaseTool):
 
     Config: the fields of `Limits`; `max_concurrent`, programs that run at once on this machine (one per core; 64 with a
     url); `url`, of a server that speaks SandboxFusion's HTTP API and has its own limits besides `wall_s` and
-    `memory_mb`. The time that a call waits for other programs does not count against `multi_turn.tool_timeout_s`.
+    `memory_mb`; `allow_unisolated`, to run programs also where the kernel gives no namespaces. The time that a call
+    waits for other programs does not count against `multi_turn.tool_timeout_s`. A sandbox that fails ends the session
+    without a verdict.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
@@ -37,8 +39,8 @@ class PythonTool(BaseTool):
             raise RolloutError(f"python: {error}") from error
         if reason:
             notify(
-                f"tool python: the kernel refuses namespaces ({reason}): programs of the model run with limits, but "
-                "they reach the network and what their user may read",
+                f"tool python: the kernel gives no namespaces ({reason}), and programs of the model run without "
+                f"isolation, as config.allow_unisolated or the environment allows: {EXPOSURE}",
                 "warning",
             )
 
@@ -77,8 +79,10 @@ def _sandbox(config: dict[str, Any], limits: Limits) -> Sandbox:
     count, url = config.get("max_concurrent"), config.get("url")
     if count is not None and (not isinstance(count, int) or count < 1):
         raise RolloutError(f"python: config.max_concurrent is {count!r}; give a number of programs")
+    if not isinstance(unisolated := config.get("allow_unisolated"), bool | None):
+        raise RolloutError(f"python: config.allow_unisolated is {unisolated!r}; give true or false")
     if url is None:
-        return LocalSandbox(limits, count)
+        return LocalSandbox(limits, count, allow_unisolated=unisolated)
     try:
         return RemoteSandbox(str(url), limits, count or 64)
     except SandboxError as error:

@@ -167,6 +167,11 @@ class SandboxConfig(ConfigNode):
     max_concurrent: int = key(64, "programs that run at once behind the url, per node of this run", gt=0)
     max_local: int | None = key(None, "programs that run at once without a url; null: one per core", gt=0)
     memory_limit_mb: int = key(1024, "memory of each process of a program", gt=0)
+    allow_unisolated: bool = key(
+        False,
+        "run programs on this machine also where its kernel gives no namespaces, with all that they then reach: the "
+        "network, files, other processes",
+    )
 
 
 @dataclass

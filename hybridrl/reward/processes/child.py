@@ -19,6 +19,7 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import time
 import traceback
 from collections.abc import Coroutine, Generator, Iterator, Sequence
@@ -30,6 +31,7 @@ from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, R
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import Call, Sample
 from hybridrl.utils import clock
+from hybridrl.utils.forked import default_in_children
 from hybridrl.utils.supervisor import split_off
 from hybridrl.verdict import NoVerdict, NoVerdictError
 
@@ -42,14 +44,18 @@ _FLUSH_S = 0.002  # answers are sent together if they come faster than this
 
 def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
     """Serve until the pool closes the connection."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    ours = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in ours:
         # Ctrl-C and a hangup go to every process of the terminal, but the run saves its state first. A handler, not
         # SIG_IGN: programs that the reward function starts would inherit that.
         signal.signal(number, lambda *_: None)
     # Inherited as ignored from some programs, it would hide how the programs end that the reward function starts.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the run blocks SIGHUP for what it starts
     split_off(life_fd, close=(connection_fd, cell_fd))
+    default_in_children(ours)  # what the reward function forks must end by SIGTERM: multiprocessing relies on it
     connection = PoolConnection(connection_fd)
+    os.register_at_fork(after_in_child=connection.close)
     cell = Cell(mmap.mmap(cell_fd, CELL.size))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the run has ended before this started
         function: RewardFunction = connection.receive()
@@ -87,10 +93,11 @@ def serve(connection: PoolConnection, cell: Cell, function: LoadedFunction, time
 def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> Answer:
     start = cell.begin(number)
     try:
-        with cell.measured(number):
+        with _only_this_process(), cell.measured(number):
             result = _checked(function(sample), function.how)
     except BaseException as error:  # sys.exit() in a reward function is an error of that function, too
         result = _raised(error)
+    signal.alarm(0)  # of the function: it must not end the next call
     cell.end()
     return Answer(number, [result], time.monotonic() - start)
 
@@ -100,7 +107,7 @@ def _score_batch(
 ) -> Answer:
     start = cell.begin(number)
     try:
-        with cell.measured(number):
+        with _only_this_process(), cell.measured(number):
             value = function.batch(samples)
             value = loop.wait(value) if loop is not None else value
         results = [
@@ -111,8 +118,33 @@ def _score_batch(
         results = [Result("bad", text=str(error))]
     except BaseException as error:
         results = [_raised(error)]
+    signal.alarm(0)
     cell.end()
     return Answer(number, results, time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def _only_this_process() -> Iterator[None]:
+    """A process that is forked within this context, and leaves it, ends as a program of its own would.
+
+    It would otherwise answer in the place of its parent.
+    """
+    pid, status = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        code = error.code if isinstance(error, SystemExit) else 1
+        status = code if isinstance(code, int) else int(code is not None)
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+    finally:
+        if os.getpid() != pid:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(status & 0xFF)
 
 
 def _checked(value: Any, how: Call) -> Result:
@@ -218,7 +250,13 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._loop.set_task_factory(self._task)
+        os.register_at_fork(after_in_child=self._forget)
         self._tasks: set[Any] = set()  # the loop itself does not keep tasks alive
+
+    def _forget(self) -> None:
+        """Leave the loop to the parent: its selector is shared, and a forked process gets a loop of its own."""
+        if sys.version_info < (3, 12):  # which does this itself
+            self._asyncio.set_event_loop_policy(None)
 
     def wait(self, awaitable: Any) -> Any:
         """The result of one awaitable."""
@@ -254,7 +292,8 @@ class EventLoop:
     async def _score_one(self, function: LoadedFunction, sample: Sample) -> Result:
         async def attempt() -> Result:
             try:
-                return _checked(await function(sample), function.how)
+                with _only_this_process():
+                    return _checked(await function(sample), function.how)
             except self._asyncio.CancelledError:
                 raise
             except BaseException as error:

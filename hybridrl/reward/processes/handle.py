@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class ChildProcess:
         self.working_on: dict[int, Job] = {}
         self._label = function.label
         self._sent = 0.0
+        _processes.add(self)
         self.channel.send(pickled(function, self._label))
         self.channel.send(pickled(timeout_s, self._label))
 
@@ -176,7 +178,7 @@ class ChildProcess:
     def end(self) -> None:
         """End it and all that it started."""
         self.channel.close()
-        os.close(self._life)  # which tells its supervisor
+        self._close_life()  # which tells its supervisor
         if self._wait() is None:  # it is stopped, or cannot keep up
             for pid in descendants(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -184,12 +186,33 @@ class ChildProcess:
             self._process.kill()
             self._process.wait()
 
+    def leave(self) -> None:
+        """Close what a process that was forked from the run has inherited: a reward process ends with the run."""
+        self.channel.close()
+        self._close_life()
+
+    def _close_life(self) -> None:
+        life, self._life = self._life, -1
+        if life >= 0:
+            os.close(life)
+
     def _wait(self) -> int | None:
         """The exit code of its supervisor, which ends as the process did; None if that takes too long."""
         try:
             return self._process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
             return None
+
+
+_processes: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for process in list(_processes):
+        process.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 def _shared_memory() -> int:

@@ -275,6 +275,10 @@ class PoolConnection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def close(self) -> None:
+        """Close this end, where it belongs to the process from which this one was forked."""
+        self._socket.close()
+
     def send(self, message: Message) -> None:
         data = encode(message)
         self._socket.sendall(_HEADER.pack(len(data)) + data)

@@ -121,7 +121,8 @@ def check_machine(data_sources: Iterable[str], sandbox: Mapping[str, Any]) -> No
 
     Args:
         data_sources: of the data.
-        sandbox: `sandbox_fusion_url`, `memory_limit_mb` and `max_concurrent`, as `default_compute_score` takes them.
+        sandbox: `sandbox_fusion_url`, `memory_limit_mb`, `max_concurrent` and `allow_unisolated`, as
+            `default_compute_score` takes them.
 
     Raises:
         RewardError: no program runs.
@@ -140,6 +141,7 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     max_concurrent: int | None = None,
+    allow_unisolated: bool | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """Score one response by its data source.
@@ -149,8 +151,8 @@ def default_compute_score(
         solution_str: the response as text.
         ground_truth: the reference answer.
         extra_info: further information of the row; the built-in scorers do not use it.
-        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent: of the sandbox, for scorers that run
-            programs; see `score.programs`.
+        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent, allow_unisolated: of the sandbox, for
+            scorers that run programs; see `score.programs`.
         kwargs: further arguments of the scorer, such as `method="flexible"` of gsm8k
             (`reward.custom_reward_function.reward_kwargs`).
 
@@ -168,6 +170,7 @@ def default_compute_score(
             "concurrent_semaphore": concurrent_semaphore,
             "memory_limit_mb": memory_limit_mb,
             "max_concurrent": max_concurrent,
+            "allow_unisolated": allow_unisolated,
         }
         kwargs |= {name: value for name, value in sandbox.items() if value is not None}
     truth = ground_truth if hasattr(module, "check_ground_truth") else reference_text(ground_truth, data_source)

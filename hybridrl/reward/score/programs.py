@@ -17,9 +17,10 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.sandbox import Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox
+from hybridrl.sandbox import EXPOSURE, Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox
 
 _CONSIDERED = 10  # test cases that partial credit looks at
+_LARGE = 2**22  # bytes that are expected where that is not known
 _NO_PROGRAM = 121  # the exit code of a runner whose program cannot be compiled
 _RUNNER = """
 import builtins, json, os, sys, traceback, types
@@ -40,12 +41,16 @@ sys.argv[:] = ["solution.py"]
 module = types.ModuleType("__main__" if FUNCTION is None else "solution")
 sys.modules[module.__name__] = module
 vars(module).update(names)
+digits, limit = getattr(sys, "set_int_max_str_digits", int), getattr(sys, "get_int_max_str_digits", int)()
+digits(0)
 arguments = None if FUNCTION is None else json.loads(sys.stdin.read())
+digits(limit)
 exec(program, vars(module))
 result = None
 if FUNCTION is not None:
     owner = getattr(module, "Solution", None)
     result = getattr(owner() if hasattr(owner, FUNCTION) else module, FUNCTION)(*arguments)
+    digits(0)
 if MARK is not None:
     sys.stdout.flush()
     text = json.dumps(result, default=lambda value: list(value) if hasattr(value, "__iter__") else str(value))
@@ -60,13 +65,13 @@ class Tests:
     """The test cases of a problem.
 
     Attributes:
-        inputs: text of the standard input, or the arguments of the function.
+        inputs: text of the standard input, or the arguments of the function as a list in JSON.
         outputs: what is expected, one per input; None for asserts.
         function: the name of the function; None: the program reads and prints.
         asserts: statements, one per input.
     """
 
-    inputs: tuple[Any, ...]
+    inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
     function: str | None = None
     asserts: tuple[str, ...] = ()
@@ -82,6 +87,7 @@ def compute_score(
     memory_limit_mb: int = 1024,
     max_concurrent: int | None = None,
     concurrent_semaphore: Any = None,
+    allow_unisolated: bool | None = None,
 ) -> dict[str, Any]:
     """Score the last program in a response; a response without a code block scores 0.
 
@@ -94,6 +100,8 @@ def compute_score(
         memory_limit_mb: memory of each process.
         max_concurrent: programs at once; None: one per core, and 64 with a url.
         concurrent_semaphore: is held while a program runs; None: there is none.
+        allow_unisolated: run programs on this machine also where its kernel gives no namespaces; None: see
+            `LocalSandbox`.
 
     Returns:
         `score`; `acc`, whether all test cases that count passed; `tests` and `passed`, their numbers; `fault`, what
@@ -108,7 +116,7 @@ def compute_score(
     program = program_of(solution_str)
     if program is None:
         return {"score": 0.0, "acc": False, "tests": count, "passed": 0, "fault": "no program"}
-    sandbox = sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent)
+    sandbox = sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent, allow_unisolated)
     passed, spent, first = 0, 0.0, ""
     for number in range(count):
         if spent >= total_timeout:
@@ -145,8 +153,8 @@ def read_tests(ground_truth: Any) -> Tests:
     """
     form = '{"inputs": [...], "outputs": [...]}, with "fn_name" for functions, or {"assert_case": [...]}, also as JSON'
     try:
-        found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    except ValueError as error:
+        found = _read_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except (ValueError, RecursionError) as error:
         raise RewardError(f"the ground truth is no JSON ({error}); it must be {form}") from None
     if not isinstance(found, Mapping):
         raise RewardError(f"the ground truth is {type(found).__name__}; it must be {form}")
@@ -167,26 +175,34 @@ check_ground_truth = read_tests
 
 
 def check_machine(
-    sandbox_fusion_url: str | None = None, memory_limit_mb: int = 1024, max_concurrent: int | None = None, **_: Any
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int = 1024,
+    max_concurrent: int | None = None,
+    allow_unisolated: bool | None = None,
+    **_: Any,
 ) -> None:
     """Run a small program, before a run needs it.
 
     Raises:
         RewardError: none runs.
     """
-    if reason := sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent).check():
+    if reason := sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent, allow_unisolated).check():
         notify(
-            f"scoring of programs: the kernel refuses namespaces ({reason}): programs of the model run with limits, "
-            "but they reach the network and what their user may read; reward.sandbox_fusion.url runs them elsewhere",
+            f"scoring of programs: the kernel gives no namespaces ({reason}), and programs of the model run without "
+            f"isolation, as the settings allow: {EXPOSURE}; reward.sandbox_fusion.url runs them elsewhere",
             "warning",
         )
 
 
 @functools.lru_cache
-def sandbox_of(url: str | None, memory_mb: int = 1024, max_concurrent: int | None = None) -> Sandbox:
+def sandbox_of(
+    url: str | None, memory_mb: int = 1024, max_concurrent: int | None = None, allow_unisolated: bool | None = None
+) -> Sandbox:
     """The sandbox of these settings."""
     limits = Limits(memory_mb=memory_mb)
-    return LocalSandbox(limits, max_concurrent) if url is None else RemoteSandbox(url, limits, max_concurrent or 64)
+    if url is None:
+        return LocalSandbox(limits, max_concurrent, allow_unisolated=allow_unisolated)
+    return RemoteSandbox(url, limits, max_concurrent or 64)
 
 
 def same_output(found: str, expected: str) -> bool:
@@ -214,11 +230,10 @@ def _run(
     mark = secrets.token_hex(16) if marked else None
     runner = f"FUNCTION, MARK, NO_PROGRAM = {tests.function!r}, {mark!r}, {_NO_PROGRAM}\n{_RUNNER}"
     source = f"{program}\n{tests.asserts[number]}\n" if tests.asserts else program
-    stdin = json.dumps(tests.inputs[number]) if tests.function else tests.inputs[number]
-    longest = 256 + 4 * len(expected if isinstance(expected, str) else json.dumps(expected)) // 1024
+    longest = 256 + 4 * _size(expected) // 1024
     limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb, output_kb=longest)
     files = {"solution.py": source.encode("utf-8", "replace")}
-    ended = sandbox.run(Program(runner, stdin=stdin.encode("utf-8", "replace"), files=files), limits)
+    ended = sandbox.run(Program(runner, stdin=tests.inputs[number].encode("utf-8", "replace"), files=files), limits)
     return _fault(ended, tests, expected, mark), ended.seconds
 
 
@@ -235,8 +250,8 @@ def _fault(ended: Ended, tests: Tests, expected: Any, mark: str | None) -> str:
     if tests.asserts:
         return ""
     try:
-        return "" if same_value(json.loads(result), expected) else "wrong"
-    except ValueError:
+        return "" if same_value(_read_json(result), expected) else "wrong"
+    except (ValueError, RecursionError, MemoryError):  # what cannot be read is no answer
         return "error"
 
 
@@ -254,38 +269,108 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(value: Any) -> list[Any]:
-    """The arguments of a function: a list of them, or text with JSON on each line."""
+def _arguments(value: Any) -> str:
+    """The arguments of a function as JSON, from a list of them, or from text with JSON on each line."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
-        return value
+        return _json(value)
+    lines = [line for line in str(value).splitlines() if line.strip()]
     try:
-        return [json.loads(line) for line in str(value).splitlines() if line.strip()]
-    except ValueError as error:
+        for line in lines:
+            _read_json(line)
+    except (ValueError, RecursionError) as error:
         raise RewardError(f"the input {str(value)[:60]!r} of a function is no JSON in each line ({error})") from None
+    return f"[{', '.join(lines)}]"
 
 
 def _value(value: Any) -> Any:
     """What a function returns, as JSON shows it; text that is JSON stands for its value."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-        return value
-    return json.loads(json.dumps(value))
+    if not isinstance(value, str):
+        return _read_json(_json(value))
+    with contextlib.suppress(ValueError, RecursionError):
+        return _read_json(value)
+    return value
+
+
+_MOST_DIGITS = 4000  # Python refuses to read an integer with a few more at once
+
+
+def _integer(text: str) -> int:
+    """An integer of any length."""
+    if len(text) <= _MOST_DIGITS:
+        return int(text)
+    if text.startswith("-"):
+        return -_integer(text[1:])
+    half = len(text) // 2
+    return _integer(text[:-half]) * 10**half + _integer(text[-half:])
+
+
+def _read_json(text: str) -> Any:
+    """The value of JSON text, with integers of any length.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_int=_integer)
+
+
+def _json(value: Any) -> str:
+    """A value of a ground truth as JSON text.
+
+    Raises:
+        RewardError: it cannot be written as JSON.
+    """
+    try:
+        return json.dumps(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RewardError(
+            f"a value of the ground truth cannot be written as JSON ({type(error).__name__}: {error}); give numbers, "
+            "text, lists and objects; a value with integers of more than 4300 digits is given as text with its JSON"
+        ) from None
+
+
+def _size(expected: Any) -> int:
+    """Bytes that an answer of this value may take, printed."""
+    if isinstance(expected, str):
+        return len(expected)
+    try:
+        return len(json.dumps(expected))
+    except (ValueError, RecursionError):
+        return _LARGE
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, bool) or isinstance(other, bool):
+    """Whether two values of JSON are the same. Loops, because values may be nested deeply."""
+    waiting = [(one, other)]
+    while waiting:
+        one, other = waiting.pop()
+        if isinstance(one, list) and isinstance(other, list):
+            if len(one) != len(other):
+                return False
+            waiting += zip(one, other, strict=True)
+        elif isinstance(one, dict) and isinstance(other, dict):
+            if one.keys() != other.keys():
+                return False
+            waiting += [(one[name], other[name]) for name in one]
+        elif not _same_scalar(one, other):
+            return False
+    return True
+
+
+def _same_scalar(one: Any, other: Any) -> bool:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, other))
+    if isinstance(one, (list, dict)) or isinstance(other, (list, dict)):
+        return False
+    if one == other or not numbers:
         return bool(one == other)
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        fraction = isinstance(one, float) or isinstance(other, float)
-        return one == other or (fraction and math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-8))
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-    return bool(one == other)
+    if not (isinstance(one, float) or isinstance(other, float)):
+        return False
+    try:
+        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-8) or (math.isnan(one) and math.isnan(other))
+    except OverflowError:  # an integer beyond the range of fractions
+        return False
 
 
 def _same_token(found: str, expected: str) -> bool:
