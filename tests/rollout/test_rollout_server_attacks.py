@@ -226,6 +226,31 @@ def test_a_long_head_is_refused(run: Run) -> None:
     served(run)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(("wait_s", "more"), [(0.0, ""), (0.1, ""), (0.5, ""), (0.5, "GET /health HTTP/1.1\r\n\r\n")])
+def test_streams_of_clients_that_vanish_are_aborted(run: Run, path: str, more: str, wait_s: float) -> None:
+    """All 40, whenever their clients go, and whatever these sent after their request."""
+    served(run)
+    run.seen.clear()
+    before = set(run.engine.aborted)
+    asked = {"prompt": [SLOW, 6]} if path == "completions" else {"messages": [{"role": "user", "content": "?"}]}
+    body = json.dumps({"model": run.access.model, "stream": True, "max_tokens": 1000, "ignore_eos": True, **asked})
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {run.access.token}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connections = [socket.create_connection(("127.0.0.1", run.server.listener.port), timeout=60) for _ in range(40)]
+    for connection in connections:
+        connection.sendall((head + body + more).encode())
+    time.sleep(wait_s)
+    for connection in connections:
+        connection.close()
+    served(run)
+    eventually(lambda: _connections(run) <= 1)
+    eventually(lambda: not any(name.startswith(("cmpl", "chatcmpl")) for name in run.engine.running), limit=20)
+    started = {request.id for request in run.seen if request.sampling.max_new_tokens == 1000}
+    assert started or wait_s < 0.5
+    assert started <= set(run.engine.aborted) - before
+
+
 def test_a_hostile_template_and_a_long_prompt_are_refused_at_once(run: Run) -> None:
     template = "{% set a = 'x' * 10**9 %}{% for i in range(10**9) %}{{ a }}{% endfor %}"
     for extra in ({"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}):

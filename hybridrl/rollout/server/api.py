@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -528,8 +528,9 @@ class Api:
 class _Stream(StreamingResponse):
     """A stream whose samples count as in flight until it ends, however it ends."""
 
-    def __init__(self, api: Api, count: int, events: AsyncIterator[str], session: Session | None = None) -> None:
+    def __init__(self, api: Api, count: int, events: AsyncGenerator[str, None], session: Session | None = None) -> None:
         super().__init__(events, media_type="text/event-stream")
+        self._events = events
         self._api = api
         self._count = count
         self._session = session
@@ -537,7 +538,8 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with aclosing(self._events):  # a client may go while a part is sent
+                await super().__call__(scope, receive, send)
         finally:
             self._api.reserve(-self._count, self._session)
 
