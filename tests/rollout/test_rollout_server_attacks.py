@@ -23,6 +23,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from http_attacks import ATTACKS, BAD_FRAMES, answer_to
 from plain_engine import SLOW, PlainEngine
 
 from hybridrl.config import ModelConfig, RolloutConfig
@@ -226,6 +227,20 @@ def test_a_long_head_is_refused(run: Run) -> None:
     served(run)
 
 
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_client_is_served_during_an_attack(run: Run, attack: Any) -> None:
+    with attack(("127.0.0.1", run.server.listener.port), "/v1/completions"):
+        served(run)
+        run.trains()
+        served(run)
+
+
+def test_bad_framing_is_refused(run: Run) -> None:
+    for data in BAD_FRAMES:
+        assert answer_to(("127.0.0.1", run.server.listener.port), data)[9:10] in (b"4", b"")
+    served(run)
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize(("wait_s", "more"), [(0.0, ""), (0.1, ""), (0.5, ""), (0.5, "GET /health HTTP/1.1\r\n\r\n")])
 def test_streams_of_clients_that_vanish_are_aborted(run: Run, path: str, more: str, wait_s: float) -> None:
@@ -336,7 +351,7 @@ def test_a_process_that_cannot_start_is_an_error_with_its_log(run: Run, tmp_path
 def test_the_server_ends_with_the_run(micro_model: Path, tmp_path: Path) -> None:
     program = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from test_rollout_server_attacks import Run
 run = Run(Path({str(micro_model)!r}), Path({str(tmp_path / "log")!r}))
