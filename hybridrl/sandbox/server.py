@@ -252,15 +252,8 @@ async def _serve(
     service: SandboxService, listener: socket.socket, host: str, token: str | None, max_connections: int
 ) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
     server = HttpServer(service.app(token), listener, ServingLimits(max_connections))
-    port = listener.getsockname()[1]
-    await server.start()
-    print(f"sandbox: http://{host}:{port}/run_code", flush=True)
-    await ended.wait()
-    await server.stop()
+    await server.serve_until_ended(f"sandbox: http://{host}:{listener.getsockname()[1]}/run_code")
     await service.close()
 
 

@@ -16,6 +16,7 @@ import errno
 import functools
 import hmac
 import json
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -476,6 +477,20 @@ class HttpServer:
                 await self._task
                 raise OSError(errno.ECANCELED, "the HTTP server ended while it started")
             await asyncio.sleep(0.01)
+
+    async def serve_until_ended(self, announcement: str) -> None:
+        """Serve until SIGTERM or Ctrl-C, in the main thread of a program.
+
+        Args:
+            announcement: printed once calls are answered.
+        """
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        await self.start()
+        print(announcement, flush=True)
+        await ended.wait()
+        await self.stop()
 
     async def stop(self) -> None:
         """Stop: take no new calls, and give those in progress a few seconds."""
