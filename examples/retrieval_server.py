@@ -9,16 +9,19 @@ port; the first line of output has the address.
 """
 
 import argparse
+import asyncio
 import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from hybridrl.utils.http_server import HttpRefusal, HttpServer, JsonApp, ServingLimits, TokenGuard, listening_socket
+
 K1, B = 1.2, 0.75
+LARGEST_BODY = 2**23
 WORD = re.compile(r"\w+")
 
 
@@ -48,28 +51,17 @@ class Index:
         return [{"document": {"contents": self.documents[number]}, "score": score} for number, score in found]
 
 
-def handler_of(index: Index) -> type[BaseHTTPRequestHandler]:
+def service_of(index: Index) -> JsonApp:
     """What answers requests."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            try:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-                result = [index.best(str(query), int(body.get("topk") or 3)) for query in body["queries"]]
-                status, answer = 200, {"result": result}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                status, answer = 400, {"error": f'send {{"queries": [...], "topk": n}}: {error!r}'}
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    async def retrieve(body: Any) -> tuple[int, dict[str, Any]]:
+        try:
+            count = int(body.get("topk") or 3)
+            return 200, {"result": [index.best(str(query), count) for query in body["queries"]]}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise HttpRefusal(400, f'send {{"queries": [...], "topk": n}}: {error!r}') from error
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    return Handler
+    return JsonApp({("POST", "/retrieve"): retrieve})
 
 
 def main() -> None:
@@ -80,9 +72,11 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = arguments.corpus.read_text(encoding="utf-8").splitlines()
     documents = [json.loads(line)["contents"] for line in lines if line.strip()]
-    server = ThreadingHTTPServer((arguments.host, arguments.port), handler_of(Index(documents)))
-    print(f"http://{arguments.host}:{server.server_port}/retrieve serves {len(documents)} documents", flush=True)
-    server.serve_forever()
+    listener = listening_socket(arguments.host, arguments.port)
+    address = f"http://{arguments.host}:{listener.getsockname()[1]}/retrieve"
+    guarded = TokenGuard(service_of(Index(documents)), None, LARGEST_BODY, "LARGEST_BODY")
+    server = HttpServer(guarded, listener, ServingLimits())
+    asyncio.run(server.serve_until_ended(f"{address} serves {len(documents)} documents"))
 
 
 if __name__ == "__main__":

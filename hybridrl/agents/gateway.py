@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,21 +23,34 @@ from hybridrl.config import RolloutConfig
 from hybridrl.config.checks.agents import check_connections
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.utils.agent_host import KEY, Job, Program, Result, framed
+from hybridrl.utils.agent_host import KEY, Job, Program, Result, agent_result, framed
 from hybridrl.utils.files import check_writable
+from hybridrl.utils.plain_results import HEADER, LARGEST, MalformedMessage, decode_result
 
 _START_S = 300.0
 _CALL_S = 60.0
 _PAUSE_S = 1.0
 _SETTINGS = ("function", "command", "timeout_s", "sampling", "match", "trace_dir")
 _THREADS = 16  # that open and close sessions
+_FAILED = "failed "  # what the process says of a program that it cannot load
+_MOST_LOSSES = 3  # of the process of agents in a row, without an agent that answered in between
 
 
 class AgentFailed(Exception):
-    """An agent raised, or its process ended; the message has its own words."""
+    """An agent raised, or its process ended.
+
+    Args:
+        message: its own words.
+        by_itself: it raised, or its command ended with an exit code; nothing ended it from outside.
+    """
+
+    def __init__(self, message: str, by_itself: bool = False) -> None:
+        super().__init__(message)
+        self.by_itself = by_itself
 
 
 class _UnknownSession(RolloutError):
@@ -49,11 +63,13 @@ class Closed:
 
     Attributes:
         too_long: requests that did not fit the session's length.
-        messages: the conversation of its last call.
+        cut: the last request was one of them.
+        messages: the conversation of its last call; None: the server has restarted meanwhile, and knows of none.
         trace: its calls as OpenEnv's `TrainingTrace`, where `agent.trace_dir` asks for it and the server has it.
     """
 
     too_long: int = 0
+    cut: bool = False
     messages: Sequence[Mapping[str, Any]] | None = None
     trace: Mapping[str, Any] | None = None
 
@@ -176,7 +192,7 @@ class Gateway:
                 found = await self._call("DELETE", f"/sessions/{id}")
         except _UnknownSession:
             return Closed()
-        return Closed(int(found["too_long"]), found["messages"], trace)
+        return Closed(int(found["too_long"]), bool(found["cut"]), found["messages"], trace)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
@@ -292,6 +308,8 @@ def program_of(config: RolloutConfig) -> Program:
 class AgentHost:
     """The process that has loaded the user's code, and forks agents; see `hybridrl.utils.agent_host`.
 
+    Where it dies, another one is started. Agents that run then go on: each has a supervisor of its own.
+
     Args:
         program: what it runs.
 
@@ -300,6 +318,15 @@ class AgentHost:
     """
 
     def __init__(self, program: Program) -> None:
+        self._program = program
+        self._lock = threading.Lock()
+        self._losses = 0
+        self._closed = False
+        if fault := self._start():
+            raise RolloutError(fault.removeprefix(_FAILED))
+
+    def _start(self) -> str:
+        """Start the process; returns why it does not run, which begins with `_FAILED` where its program says so."""
         self._control, theirs = socket.socketpair()
         start = f"from hybridrl.utils.agent_host import main; main({theirs.fileno()})"
         code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
@@ -312,55 +339,124 @@ class AgentHost:
                 env=environment,
                 start_new_session=True,  # Ctrl-C does not reach it
             )
-        self._control.sendall(framed(pickle.dumps(program)))
         self._control.settimeout(_START_S)
         try:
-            answer = self._control.recv(2**16).decode()
+            self._control.sendall(framed(pickle.dumps(self._program)))
+            answer = self._control.recv(2**16).decode(errors="replace")
         except OSError as error:
-            answer = f"failed {error}"
+            answer = f"the process of agents does not start: {error}"
         self._control.settimeout(None)
-        if answer != "ready":
-            self.close()
-            raise RolloutError(answer.removeprefix("failed ") or "the process of agents ended while it started")
+        if answer == "ready":
+            return ""
+        self._end()
+        return answer or "the process of agents ended while it started"
 
     async def run(self, job: Job) -> Result:
         """Run an agent in a process of its own; ended with this call, whatever becomes of it.
 
         Raises:
             AgentFailed: it raised, or its process ended.
+            RolloutError: the process that starts agents dies again and again.
         """
         ours, theirs = socket.socketpair()
         life_theirs, life = os.pipe()
         try:
             try:
-                socket.send_fds(self._control, [b"a"], [theirs.fileno(), life_theirs])
-            except OSError as error:
-                raise AgentFailed(f"the process that starts agents has ended: {error}") from error
+                await self._fork(theirs.fileno(), life_theirs)
+            except BaseException:
+                ours.close()
+                raise
             finally:
                 theirs.close()
                 os.close(life_theirs)
             reader, writer = await asyncio.open_unix_connection(sock=ours)
+            answer = b""
             try:
                 writer.write(framed(pickle.dumps(job)))
                 with contextlib.suppress(ConnectionError):
                     await writer.drain()
-                    answer = await reader.read()
+                    answer = await _message(reader)
             finally:
                 writer.close()
-            if not answer:
-                raise AgentFailed("the agent's process ended without an answer")
-            kind, value = pickle.loads(answer)
-            if kind == "raised":
-                raise AgentFailed(value)
-            found: Result = value
-            return found
+            return self._result(answer)
         finally:
             os.close(life)  # whatever is left of the agent ends
 
-    def close(self) -> None:
+    def _result(self, answer: bytes) -> Result:
+        """What an agent has answered.
+
+        Raises:
+            AgentFailed: it failed.
+        """
+        if not answer:
+            raise AgentFailed("the agent's process ended without an answer")
+        try:
+            found = decode_result(answer)
+        except MalformedMessage as error:
+            raise AgentFailed(f"the agent's process sent something else than its result: {error}") from None
+        self._losses = 0
+        if found.kind not in ("score", "missing"):
+            raise AgentFailed(found.text, by_itself=found.kind == "raised")
+        return agent_result(found)
+
+    async def _fork(self, connection: int, life: int) -> None:
+        """Have an agent started that has these descriptors, by another process where this one has died."""
+        while True:
+            control = self._control
+            with contextlib.suppress(OSError):
+                if self._process.poll() is None:
+                    socket.send_fds(control, [b"a"], [connection, life])
+                    return
+            await asyncio.to_thread(self._start_again, control)
+
+    def _start_again(self, lost: socket.socket) -> None:
+        """Start another process in place of one that has ended.
+
+        Raises:
+            RolloutError: it does not start, or ended too often.
+        """
+        with self._lock:
+            if self._closed:
+                raise RolloutError("the process that starts agents was closed with the run")
+            if self._control is not lost:  # another session has started it
+                return
+            status, fault = self._end(), "it died"
+            while fault:
+                self._losses += 1
+                if self._losses > _MOST_LOSSES or fault.startswith(_FAILED):
+                    raise RolloutError(
+                        f"the process that starts agents ended {self._losses} times without an agent that answered in "
+                        f"between; the last time: {fault.removeprefix(_FAILED)} (status {status})"
+                    )
+                notify(f"the process that starts agents ended with status {status}, and another one starts", "warning")
+                fault = self._start()
+                status = self._process.poll() or 0
+
+    def _end(self) -> int:
+        """End the process; returns its status."""
         self._control.close()
         try:
-            self._process.wait(5)
+            return self._process.wait(5)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            return self._process.wait()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._end()
+
+
+async def _message(reader: asyncio.StreamReader) -> bytes:
+    """What an agent sends, without its length; nothing where it ended before.
+
+    Raises:
+        AgentFailed: it is longer than any result.
+    """
+    try:
+        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        if length > LARGEST:
+            raise AgentFailed(f"the agent's process sent a message of {length} bytes")
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        return b""

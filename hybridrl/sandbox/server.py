@@ -8,18 +8,19 @@ many programs run and wait.
 """
 
 import argparse
+import asyncio
 import base64
 import binascii
-import hmac
-import json
+import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,16 @@ from hybridrl.sandbox.local import EXPOSURE, LocalSandbox, check_paths
 from hybridrl.sandbox.program import Ended, Limits, Program, SandboxError
 from hybridrl.sandbox.remote import TOKEN_VARIABLE
 from hybridrl.utils.cores import available_cores
+from hybridrl.utils.http_server import (
+    HttpRefusal,
+    HttpServer,
+    JsonApp,
+    ServingLimits,
+    TokenGuard,
+    listening_socket,
+)
 
-_IDLE_S = 60.0  # a connection that sends nothing for so long is closed
+_POLL_S = 0.05
 _STATUS = {"": "Finished", "time": "TimeLimitExceeded", "output": "OutputLimitExceeded"}
 _KNOWN = ("code", "language", "stdin", "run_timeout", "compile_timeout", "memory_limit_MB", "files", "fetch_files")
 
@@ -57,127 +66,93 @@ class ServerLimits:
     allow_unisolated: bool | None = None
 
 
-class _Refused(Exception):
-    """A request that is not served."""
-
-    def __init__(self, status: HTTPStatus, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-
-
-class SandboxServer(ThreadingHTTPServer):
-    """The server; it listens once it is made.
+class SandboxService:
+    """What the server answers.
 
     Args:
-        address: host and port; port 0 takes a free one, see `server_port`.
         limits: what it accepts.
-        token: that requests have to bring; None: none.
     """
 
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, address: tuple[str, int], limits: ServerLimits, token: str | None) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self.token = token
         self.sandbox = LocalSandbox(limits.program, limits.concurrent, allow_unisolated=limits.allow_unisolated)
-        self._lock = threading.Lock()
-        self._taken = 0
-        super().__init__(address, _Handler)
+        self.taken = 0
+        self._threads = ThreadPoolExecutor(limits.concurrent, thread_name_prefix="programs")
+        self._places = asyncio.Semaphore(limits.concurrent)
+        self._running: dict[Future[Ended], list[int]] = {}  # with the number of the thread, once it has begun
 
-    def admit(self, change: int) -> None:
-        """Count a request that begins (1) or has ended (-1).
+    def app(self, token: str | None) -> TokenGuard:
+        """The application; requests that run programs have to bring the token, where there is one."""
+        health = ("GET", "/health"), ("GET", "/v1/ping")
+        routes = JsonApp({("POST", "/run_code"): self._run_code, **dict.fromkeys(health, self._health)})
+        open_paths = [path for _, path in health]
+        return TokenGuard(routes, token, self.limits.body_mb * 2**20, "--max-body-mb", open_paths)
 
-        Raises:
-            _Refused: too many wait already.
-        """
-        with self._lock:
-            if change > 0 and self._taken >= self.limits.concurrent + self.limits.queue:
-                raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{self._taken} programs run or wait; send it later")
-            self._taken += change
+    async def _health(self, _: Any) -> tuple[int, Mapping[str, Any]]:
+        return HTTPStatus.OK, {"status": "ok", "taken": self.taken, "languages": list(LANGUAGES)}
 
-    @property
-    def taken(self) -> int:
-        """Requests that run or wait."""
-        return self._taken
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: SandboxServer
-    protocol_version = "HTTP/1.1"
-    timeout = _IDLE_S
-
-    def do_GET(self) -> None:
-        if self.path.split("?")[0] not in ("/health", "/v1/ping"):
-            self._answer(HTTPStatus.NOT_FOUND, {"detail": "there are POST /run_code and GET /health"})
-            return
-        self._answer(HTTPStatus.OK, {"status": "ok", "taken": self.server.taken, "languages": list(LANGUAGES)})
-
-    def do_POST(self) -> None:
+    async def _run_code(self, body: Any) -> tuple[int, Mapping[str, Any]]:
+        program, limits = _read(body, self.limits)
+        if self.taken >= self.limits.concurrent + self.limits.queue:
+            raise HttpRefusal(HTTPStatus.TOO_MANY_REQUESTS, f"{self.taken} programs run or wait; send it later")
+        self.taken += 1
         try:
-            self._check_token()
-            body = self._body()
-            if self.path.split("?")[0] != "/run_code":
-                raise _Refused(HTTPStatus.NOT_FOUND, "there are POST /run_code and GET /health")
-            program, limits = _read(body, self.server.limits)
-            self.server.admit(1)
-        except _Refused as error:
-            self.close_connection = True  # the body may be unread
-            self._answer(error.status, {"detail": str(error)})
-            return
-        try:
-            answer = _answer_of(self.server.sandbox.run(program, limits))
-        except SandboxError as error:
-            answer = {"status": "SandboxError", "message": str(error), "run_result": None, "compile_result": None}
+            async with self._places:
+                return HTTPStatus.OK, await self._ended(program, limits)
         finally:
-            self.server.admit(-1)
-        self._answer(HTTPStatus.OK, answer)
+            self.taken -= 1
 
-    def _check_token(self) -> None:
-        token = self.server.token
-        given = self.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise _Refused(HTTPStatus.UNAUTHORIZED, "send the header Authorization: Bearer TOKEN")
+    async def _ended(self, program: Program, limits: Limits) -> Mapping[str, Any]:
+        """Run a program; it is ended where nobody waits for it any more."""
+        thread: list[int] = []
 
-    def _body(self) -> Any:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit():
-            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send Content-Length")
-        if int(length) > self.server.limits.body_mb * 2**20:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {self.server.limits.body_mb} MB")
+        def run() -> Ended:
+            thread.append(threading.get_native_id())
+            return self.sandbox.run(program, limits)
+
+        running = self._threads.submit(run)
+        self._running[running] = thread
         try:
-            return json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+            return _answer_of(await asyncio.shield(asyncio.wrap_future(running)))
+        except SandboxError as error:
+            return {"status": "SandboxError", "message": str(error), "run_result": None, "compile_result": None}
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.shield(_end_programs(running, thread))
+            raise
+        finally:
+            if running.done():
+                del self._running[running]
 
-    def _answer(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
-        data = json.dumps(answer).encode()
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            if self.close_connection:
-                self.send_header("Connection", "close")
-            if status is HTTPStatus.TOO_MANY_REQUESTS:
-                self.send_header("Retry-After", "1")
-            self.end_headers()
-            self.wfile.write(data)
-        except OSError:  # nobody waits any more
-            self.close_connection = True
+    async def close(self) -> None:
+        """End all programs, and let no further one begin."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*(_end_programs(running, thread) for running, thread in self._running.items()))
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: programs and inputs may be private."""
+
+async def _end_programs(running: "Future[Ended]", thread: Sequence[int]) -> None:
+    """End what a thread has started, until its program is over: it may start one more, after a compiler.
+
+    Each jail ends all that is in it when it gets SIGTERM.
+    """
+    while not running.done():
+        with contextlib.suppress(OSError, IndexError):
+            started = Path(f"/proc/self/task/{thread[0]}/children").read_text().split()
+            for pid in map(int, started):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        await asyncio.sleep(_POLL_S)
 
 
 def _read(body: Any, limits: ServerLimits) -> tuple[Program, Limits]:
     """The program of a request.
 
     Raises:
-        _Refused: the request asks for something that is not served; nothing of it is ignored.
+        HttpRefusal: the request asks for something that is not served; nothing of it is ignored.
     """
 
-    def refuse(what: str) -> _Refused:
-        return _Refused(HTTPStatus.UNPROCESSABLE_ENTITY, what)
+    def refuse(what: str) -> HttpRefusal:
+        return HttpRefusal(HTTPStatus.UNPROCESSABLE_ENTITY, what)
 
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
         raise refuse("the body is an object with 'code', text")
@@ -262,23 +237,29 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
         args.max_concurrent, args.max_queue, args.max_body_mb, args.max_time_s, program, args.allow_unisolated or None
     )
     try:
-        with SandboxServer((args.host, args.port), limits, token or None) as server:
-            if reason := server.sandbox.check(runnable()):
-                notify(
-                    f"the kernel gives no namespaces ({reason}), and programs run without isolation, as "
-                    f"--allow-unisolated or the environment allows: {EXPOSURE}. Run the server as root, or allow user "
-                    "namespaces",
-                    "warning",
-                )
-            signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
-            print(f"sandbox: http://{args.host}:{server.server_port}/run_code", flush=True)
-            server.serve_forever(poll_interval=0.1)
-    except KeyboardInterrupt:
-        pass
+        listener = listening_socket(args.host, args.port)
+        service = SandboxService(limits)
+        if reason := service.sandbox.check(runnable()):
+            notify(
+                f"the kernel gives no namespaces ({reason}), and programs run without isolation, as "
+                f"--allow-unisolated or the environment allows: {EXPOSURE}. Run the server as root, or allow user "
+                "namespaces",
+                "warning",
+            )
+        asyncio.run(_serve(service, listener, args.host, token or None, args.max_connections))
     except (OSError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+async def _serve(
+    service: SandboxService, listener: socket.socket, host: str, token: str | None, max_connections: int
+) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    server = HttpServer(service.app(token), listener, ServingLimits(max_connections))
+    await server.serve_until_ended(f"sandbox: http://{host}:{listener.getsockname()[1]}/run_code")
+    await service.close()
 
 
 def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
@@ -292,6 +273,7 @@ def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
         "--allow-unisolated", action="store_true", help="run programs also where the kernel gives no namespaces"
     )
     parser.add_argument("--max-concurrent", type=int, default=cores, help=f"programs at once (cores: {cores})")
+    parser.add_argument("--max-connections", type=int, default=1024, help="of clients at once; more get 503 (1024)")
     parser.add_argument("--max-queue", type=int, default=1024, help="requests that may wait; more get 429 (1024)")
     parser.add_argument("--max-body-mb", type=int, default=64, help="size of a request (64)")
     parser.add_argument("--max-time-s", type=float, default=120.0, help="largest run_timeout (120)")

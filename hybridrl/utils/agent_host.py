@@ -4,13 +4,13 @@ Each agent runs in a process that is forked from it, so an agent that blocks, en
 no other with it. All that an agent starts ends with it, and with the run.
 """
 
-import array
 import asyncio
 import contextlib
 import gc
 import inspect
 import json
 import math
+import numbers
 import os
 import pickle
 import shutil
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import RolloutError
+from hybridrl.utils import plain_results
 from hybridrl.utils.forked import default_in_children, restore_defaults
 from hybridrl.utils.supervisor import split_off
 from hybridrl.utils.user_code import load_object
@@ -35,7 +36,12 @@ from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 KEY = "actor_rollout_ref.rollout.agent"
 _VERDICT_FORM = 'a number, {"reward": NUMBER, "extra": {...}} or {"no_verdict": REASON, "detail": TEXT}'
+_LEAST_SIGNAL_STATUS, _MOST_SIGNAL_STATUS = 129, 192  # a shell's: 128 and the signal that ended its program
 Result = float | Verdict | NoVerdict | None
+
+
+class AgentBroken(RolloutError):
+    """An agent was ended from outside, or returned what is no verdict: how it ended says nothing about its session."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ def main(control_fd: int) -> None:
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that have ended go by themselves
     control = socket.socket(fileno=control_fd)
+    control.set_inheritable(False)  # what the user's code starts must not keep it open when this process has ended
     program: Program = pickle.loads(_received(control))
     try:
         run = _loaded(program)
@@ -131,13 +138,13 @@ def _prepare_clients() -> None:
 
 def _received(connection: socket.socket) -> bytes:
     """A message with its length in front."""
-    sizes = array.array("Q", connection.recv(8, socket.MSG_WAITALL))
-    return connection.recv(sizes[0], socket.MSG_WAITALL)
+    (length,) = plain_results.HEADER.unpack(connection.recv(plain_results.HEADER.size, socket.MSG_WAITALL))
+    return connection.recv(length, socket.MSG_WAITALL)
 
 
 def framed(data: bytes) -> bytes:
-    """A message as `_received` reads it."""
-    return array.array("Q", [len(data)]).tobytes() + data
+    """A message to the host or an agent."""
+    return plain_results.HEADER.pack(len(data)) + data
 
 
 def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: int) -> None:
@@ -152,35 +159,70 @@ def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: 
         connection = socket.socket(fileno=connection_fd)
         job: Job = pickle.loads(_received(connection))
         os.environ.update(job.variables())
-        answer: tuple[str, Any]
-        try:
-            answer = ("value", checked(run(job, folder)))
-        except NoVerdictError as error:
-            answer = ("value", error.verdict)
-        except BaseException as error:  # sys.exit() of an agent ends the agent
-            answer = ("raised", "".join(traceback.format_exception(error)).rstrip())
+        answer = _answer(run, job, folder)
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):  # the run waits for it no longer
-            connection.sendall(pickle.dumps(answer))
+            connection.sendall(answer)
     finally:
         os._exit(0)
+
+
+def _answer(run: Callable[[Job, Path], Result], job: Job, folder: Path) -> bytes:
+    """Run the agent; its result as bytes. The run reads it with `agent_result`, and nothing else."""
+    try:
+        return plain_results.encode_result(_as_plain(checked(run(job, folder))))
+    except NoVerdictError as error:
+        found = _as_plain(error.verdict)
+    except (AgentBroken, MemoryError) as error:
+        found = plain_results.Result("bad", text=str(error) or "the agent ran out of memory")
+    except BaseException as error:  # sys.exit() of an agent ends the agent
+        found = plain_results.Result("raised", text="".join(traceback.format_exception(error)).rstrip())
+    return plain_results.encode_result(found)
 
 
 def checked(value: Any) -> Result:
     """What an agent may return.
 
     Raises:
-        RolloutError: it is something else.
+        AgentBroken: it is something else.
     """
-    if value is None or isinstance(value, (Verdict, NoVerdict)):
+    if value is None or isinstance(value, NoVerdict):
         return value
-    if isinstance(value, (int, float)) and math.isfinite(value):
-        return float(value)
-    raise RolloutError(
+    reward = value.reward if isinstance(value, Verdict) else value
+    if isinstance(reward, numbers.Real) and math.isfinite(reward):
+        if not isinstance(value, Verdict):
+            return float(reward)
+        found = Verdict(float(reward), value.extra)
+        try:
+            plain_results.encode_result(_as_plain(found))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise AgentBroken(
+                f"an agent returned a Verdict whose extra cannot be sent to the run ({error}); it may hold numbers, "
+                "text, lists and dicts"
+            ) from error
+        return found
+    raise AgentBroken(
         f"an agent returned {value!r:.200}; it must return a finite number, a hybridrl.verdict.Verdict or NoVerdict, "
         "or None, which leaves the score to the reward function"
     )
+
+
+def _as_plain(result: Result) -> plain_results.Result:
+    if isinstance(result, NoVerdict):
+        return plain_results.Result("missing", text=result.detail, reason=result.reason.value)
+    if isinstance(result, Verdict):
+        return plain_results.Result("score", result.reward, dict(result.extra))
+    return plain_results.Result("score", result)
+
+
+def agent_result(found: plain_results.Result) -> Result:
+    """What the agent returned, of a result of kind `score` or `missing`."""
+    if found.kind == "missing":
+        return NoVerdict(Reason(found.reason), found.text)
+    if found.score is None:
+        return None
+    return found.score if found.extra is None else Verdict(found.score, found.extra)
 
 
 def _loaded(program: Program) -> Callable[[Job, Path], Result]:
@@ -213,13 +255,17 @@ def _run_command(command: tuple[str, ...], job: Job, folder: Path) -> Result:
     """Run a command; the row is a JSON file, and so is the verdict that it may write.
 
     Raises:
-        RolloutError: it fails, or writes something else.
+        AgentBroken: a signal has ended it, or it writes something else.
+        RolloutError: it fails.
     """
     folder.mkdir(mode=0o700)
     row, verdict = folder / "row.json", folder / "verdict.json"
     row.write_text(json.dumps(job.row, default=_plain, ensure_ascii=False), encoding="utf-8")
     paths = {"HYBRIDRL_ROW": str(row), "HYBRIDRL_VERDICT": str(verdict)}
     ended = subprocess.run(command, env={**os.environ, **paths}, stdin=subprocess.DEVNULL, check=False)
+    if ended.returncode < 0 or _LEAST_SIGNAL_STATUS <= ended.returncode <= _MOST_SIGNAL_STATUS:
+        number = -ended.returncode if ended.returncode < 0 else ended.returncode - 128
+        raise AgentBroken(f"the agent's command {command[0]} was ended by signal {number}")
     if ended.returncode != 0:
         raise RolloutError(f"the agent's command {command[0]} ended with exit code {ended.returncode}")
     return _verdict_in(verdict.read_text(encoding="utf-8")) if verdict.is_file() else None
@@ -241,5 +287,5 @@ def _verdict_in(text: str) -> Result:
         if isinstance(found, dict):
             return checked(Verdict(float(found["reward"]), found.get("extra") or {}))
         return checked(found)
-    except (ValueError, KeyError, TypeError) as error:
-        raise RolloutError(f"the agent wrote {text!r:.200} to $HYBRIDRL_VERDICT; it must be {_VERDICT_FORM}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise AgentBroken(f"the agent wrote {text!r:.200} to $HYBRIDRL_VERDICT; it must be {_VERDICT_FORM}") from error

@@ -1,6 +1,8 @@
 """Agents as users write them: nothing of hybridrl but, where they want, its verdicts."""
 
+import contextlib
 import os
+import signal
 import time
 
 import anthropic
@@ -38,6 +40,11 @@ def by_kind(base_url, api_key, row):
         return {"talks": talks, "judges": judges}[kind](base_url, api_key, row)
     if kind == "silent":
         return None
+    if kind == "shrugs":
+        client.responses.create(model="m", input="Hello", max_output_tokens=5)
+        while os.path.exists(f"/proc/{row['mark']}"):  # the server's
+            time.sleep(0.01)
+        return 0.0
     answer = client.responses.create(model="m", input="Hello", max_output_tokens=5)
     if kind == "raises":
         raise ValueError("a bug of the agent")
@@ -53,8 +60,16 @@ def by_kind(base_url, api_key, row):
         return NoVerdict("grading", "cannot tell")
     if kind == "wrong":
         return "well done"
-    if kind == "long":
-        client.responses.create(model="m", input="b" * 500, previous_response_id=answer.id)
+    if kind in ("long", "long_then_killed", "long_then_wrong", "long_then_goes_on"):
+        kept = kind.partition("_then_")[2]
+        with contextlib.suppress(openai.BadRequestError) if kept else contextlib.nullcontext():
+            client.responses.create(model="m", input="b" * 500, previous_response_id=answer.id)
+        if kept == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kept == "wrong":
+            return "well done"
+        client.responses.create(model="m", input="Hello again", max_output_tokens=5)
+        raise ValueError("a bug of the agent")
     return 0.5
 
 

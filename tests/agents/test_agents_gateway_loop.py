@@ -204,9 +204,42 @@ def running_with(mark: str) -> list[bytes]:
     return [words for words in found if mark.encode() in words]
 
 
+def test_only_an_agent_that_gives_up_on_its_length_counts_as_cut(rollout: Any) -> None:
+    """Not one that was killed after such a request, that returned nonsense, or that went on and failed later."""
+    kinds = ["long", "long_then_killed", "long_then_wrong", "long_then_goes_on"]
+    batch = generated(rollout, kinds)
+    assert batch.non_tensor_batch["uid"].tolist() == ["0-0"]
+    missing = {kinds[int(one.uid[2:])]: one.verdict.reason for one in batch.meta_info[MISSING_SAMPLES]}
+    assert missing == dict.fromkeys(kinds[1:], Reason.INFRA)
+
+
+def test_what_an_agent_returns_after_its_server_was_lost_is_no_score(rollout: Any) -> None:
+    gateway, process = rollout[0]._agents.gateways["gateway_agent"], rollout[0].server.process
+    before = process.process
+    lost = threading.Thread(target=_kill_once_used, args=(rollout[1], before.pid))
+    lost.start()
+    batch = generated(rollout, ["shrugs"], mark=str(before.pid))
+    lost.join()
+    assert len(batch) == 0
+    assert [one.verdict.reason for one in batch.meta_info[MISSING_SAMPLES]] == [Reason.INFRA]
+    deadline = time.monotonic() + 120
+    while True:  # the next test finds a server
+        with contextlib.suppress(RolloutError):
+            asyncio.run(gateway._call("POST", "/sessions", {}))
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _kill_once_used(recorded: Recorded, pid: int) -> None:
+    while not recorded.calls:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("statuses", "expected"),
-    [([500, 200], Closed(2, [])), ([404], Closed()), ([500, 404], Closed()), ([500, 500], None)],
+    [([500, 200], Closed(2, True, [])), ([404], Closed()), ([500, 404], Closed()), ([500, 500], None)],
 )
 def test_only_an_unknown_session_is_one_of_a_server_that_has_restarted(
     rollout: Any, monkeypatch: pytest.MonkeyPatch, statuses: list[int], expected: Closed | None
@@ -218,7 +251,9 @@ def test_only_an_unknown_session_is_one_of_a_server_that_has_restarted(
             status = left.pop(0)
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(b'{"too_long": 2, "messages": []}' if status == 200 else b'{"error": {"message": "no"}}')
+            self.wfile.write(
+                b'{"too_long": 2, "cut": true, "messages": []}' if status == 200 else b'{"error": {"message": "no"}}'
+            )
 
         def log_message(self, *_: object) -> None:
             pass
@@ -252,6 +287,8 @@ assert {"x", "kept.example"} <= set(os.environ["NO_PROXY"].split(",")) == set(os
 if row["wanted"] == "wait":
     import time
     time.sleep(1000)
+if (row["wanted"] or "").startswith("sh "):
+    os.execv("/bin/sh", ["sh", "-c", row["wanted"][3:]])
 if row["wanted"] == "exit":
     sys.exit(4)
 if row["wanted"] is not None:
@@ -311,10 +348,10 @@ def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypa
         while list(folders("hybridrl-agent-*")) and time.monotonic() < deadline:  # ended agents go side by side with us
             time.sleep(0.01)
         assert not list(folders("hybridrl-agent-*")), "nothing of an agent stays behind"
-        os.kill(host._process.pid, signal.SIGKILL)
-        host._process.wait()
-        with pytest.raises(AgentFailed):
-            run(None)
+        for status, words in (("kill -9 $$", "signal 9"), ("exit 137", "signal 9"), ("exit 3", "exit code 3")):
+            with pytest.raises(AgentFailed, match=words) as caught:
+                run("sh " + status)
+            assert caught.value.by_itself == (status == "exit 3")
     finally:
         host.close()
 

@@ -23,6 +23,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from http_attacks import ATTACKS, BAD_FRAMES, answer_to
 from plain_engine import SLOW, PlainEngine
 
 from hybridrl.config import ModelConfig, RolloutConfig
@@ -226,6 +227,45 @@ def test_a_long_head_is_refused(run: Run) -> None:
     served(run)
 
 
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_client_is_served_during_an_attack(run: Run, attack: Any) -> None:
+    with attack(("127.0.0.1", run.server.listener.port), "/v1/completions"):
+        served(run)
+        run.trains()
+        served(run)
+
+
+def test_bad_framing_is_refused(run: Run) -> None:
+    for data in BAD_FRAMES:
+        assert answer_to(("127.0.0.1", run.server.listener.port), data)[9:10] in (b"4", b"")
+    served(run)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(("wait_s", "more"), [(0.0, ""), (0.1, ""), (0.5, ""), (0.5, "GET /health HTTP/1.1\r\n\r\n")])
+def test_streams_of_clients_that_vanish_are_aborted(run: Run, path: str, more: str, wait_s: float) -> None:
+    """All 40, whenever their clients go, and whatever these sent after their request."""
+    served(run)
+    run.seen.clear()
+    before = set(run.engine.aborted)
+    asked = {"prompt": [SLOW, 6]} if path == "completions" else {"messages": [{"role": "user", "content": "?"}]}
+    body = json.dumps({"model": run.access.model, "stream": True, "max_tokens": 1000, "ignore_eos": True, **asked})
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {run.access.token}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connections = [socket.create_connection(("127.0.0.1", run.server.listener.port), timeout=60) for _ in range(40)]
+    for connection in connections:
+        connection.sendall((head + body + more).encode())
+    time.sleep(wait_s)
+    for connection in connections:
+        connection.close()
+    served(run)
+    eventually(lambda: _connections(run) <= 1)
+    eventually(lambda: not any(name.startswith(("cmpl", "chatcmpl")) for name in run.engine.running), limit=20)
+    started = {request.id for request in run.seen if request.sampling.max_new_tokens == 1000}
+    assert started or wait_s < 0.5
+    assert started <= set(run.engine.aborted) - before
+
+
 def test_a_hostile_template_and_a_long_prompt_are_refused_at_once(run: Run) -> None:
     template = "{% set a = 'x' * 10**9 %}{% for i in range(10**9) %}{{ a }}{% endfor %}"
     for extra in ({"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}):
@@ -311,7 +351,7 @@ def test_a_process_that_cannot_start_is_an_error_with_its_log(run: Run, tmp_path
 def test_the_server_ends_with_the_run(micro_model: Path, tmp_path: Path) -> None:
     program = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from test_rollout_server_attacks import Run
 run = Run(Path({str(micro_model)!r}), Path({str(tmp_path / "log")!r}))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_attacks import ATTACKS, BAD_FRAMES, answer_to
 from sandbox_tools import started_server
 
 from hybridrl.sandbox import Limits, LocalSandbox, Program, RemoteSandbox, SandboxError, Slots
@@ -145,6 +146,45 @@ def health(url: str) -> dict:
     connection = http.client.HTTPConnection(parts.netloc, timeout=60)
     connection.request("GET", "/health")
     return json.loads(connection.getresponse().read())
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_client_is_served_during_an_attack(server, attack) -> None:
+    parts = urllib.parse.urlsplit(server)
+    with attack((parts.hostname, parts.port), "/run_code"):
+        assert post(server, {"code": "print(1)", "language": "python"})[1]["run_result"]["stdout"] == "1\n"
+
+
+def test_bad_framing_is_refused(server) -> None:
+    parts = urllib.parse.urlsplit(server)
+    for data in BAD_FRAMES:
+        assert answer_to((parts.hostname, parts.port), data)[9:10] in (b"4", b"")
+    assert health(server)["status"] == "ok"
+
+
+def test_programs_of_clients_that_vanish_are_killed() -> None:
+    """Those that run, those that are compiled, and those that wait."""
+    with started_server("--max-concurrent", "3", env={"HYBRIDRL_SANDBOX_TOKEN": ""}) as url:
+        parts, mark = urllib.parse.urlsplit(url), f"{time.time_ns()}"
+        connections = []
+        for number in range(40):
+            body = {"code": marked(mark).code, "language": "python", "run_timeout": 100}
+            if number % 2 and number > 3:
+                body = {"code": "int main() { for (;;); }", "language": "cpp", "run_timeout": 100}
+            connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+            connection.request("POST", parts.path, json.dumps(body))
+            connections.append(connection)
+        deadline = time.monotonic() + 60
+        while (health(url)["taken"] < 40 or mark not in running()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert health(url)["taken"] == 40 and mark in running()
+        for connection in connections:
+            connection.close()
+        deadline = time.monotonic() + 60
+        while (health(url)["taken"] or mark in running()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert health(url)["taken"] == 0 and mark not in running()
+        assert post(url, {"code": "print(1)", "language": "python"}, None)[1]["run_result"]["stdout"] == "1\n"
 
 
 def test_a_server_for_others_needs_a_token(monkeypatch, capsys) -> None:

@@ -12,6 +12,7 @@ from hybridrl.agents.environments.install import python_of
 from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
+from hybridrl.rollout.server.schema import TOO_LONG
 from hybridrl.utils import clock
 from hybridrl.utils.agent_host import Job, Result
 from hybridrl.verdict import NoVerdict, Verdict
@@ -132,7 +133,7 @@ class VerifiersServer:
         if "failed" not in answer:
             return Verdict(float(answer["score"]), answer["extra"])
         if answer["failed"] == "infra":
-            raise AgentFailed(answer["detail"])
+            raise AgentFailed(answer["detail"], by_itself=TOO_LONG in answer["detail"])
         return NoVerdict(answer["failed"], answer["detail"])
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ class GatewayAgentLoop(AgentLoopBase):
     What it returns is the session's score; with None the reward function scores. Each branch of the session is an
     output, and every token that was generated has a mask of 1 in exactly one of them.
 
-    An agent that fails after a request did not fit into `data.max_response_length` counts as cut: its turns are kept,
-    and the reward function scores.
+    An agent that raises, or ends with an exit code, when its last request did not fit into `data.max_response_length`
+    counts as cut: its turns are kept, and the reward function scores. One that was killed has no verdict.
     """
 
     uses_gateway: ClassVar[bool] = True
@@ -39,8 +39,10 @@ class GatewayAgentLoop(AgentLoopBase):
         session.raise_failure()
         session.log.messages = closed.messages
         await self._write_trace(closed.trace, f"{row.get('uid', '')}-{row.get('sample', 0)}")
+        if closed.messages is None:  # what the agent returned may follow from requests that nobody answered
+            raise RolloutError("the run's server restarted while the agent's session was open")
         if isinstance(result, AgentFailed):
-            if not (closed.too_long and session.generated):
+            if not (closed.cut and result.by_itself and session.generated):
                 raise result
             result = None
         if isinstance(result, NoVerdict):

@@ -27,11 +27,12 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import LoadedFunction, RewardFunction, load
-from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, Ready, Result
+from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, Ready
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import Call, Sample
 from hybridrl.utils import clock
 from hybridrl.utils.forked import default_in_children
+from hybridrl.utils.plain_results import Result
 from hybridrl.utils.supervisor import split_off
 from hybridrl.verdict import NoVerdict, NoVerdictError
 

@@ -18,8 +18,9 @@ from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.handle import ChildProcess, Job
-from hybridrl.reward.processes.messages import Answer, Failed, Ready, Result, ready_channels
+from hybridrl.reward.processes.messages import Answer, Failed, Ready, ready_channels
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
+from hybridrl.utils.plain_results import Result
 from hybridrl.verdict import NoVerdict, Reason
 
 logger = logging.getLogger(__name__)

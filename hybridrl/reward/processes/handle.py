@@ -18,8 +18,9 @@ from typing import Any
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.child import CELL, IDLE, Cell
-from hybridrl.reward.processes.messages import Channel, MalformedMessage, Message, Ready, decode, pickled
+from hybridrl.reward.processes.messages import Channel, Message, Ready, decode, pickled
 from hybridrl.reward.signature import Form
+from hybridrl.utils.plain_results import MalformedMessage
 from hybridrl.utils.supervisor import descendants
 
 _GRACE_S = 1.0  # what a process that works on nothing may take beyond the limit to say so

@@ -1,7 +1,7 @@
 """What the pool and its processes send each other.
 
-Samples go to a process pickled. What comes back is JSON of a fixed form, checked on arrival: a reward function, or a
-program of the model's that it runs, can take over its process, but it cannot have the run execute anything.
+Samples go to a process pickled. What comes back is JSON of a fixed form, checked on arrival
+(`hybridrl.utils.plain_results`): a reward function cannot have the run execute anything.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -12,24 +12,15 @@ import math
 import pickle
 import select
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.signature import Call
-from hybridrl.verdict import Reason
+from hybridrl.utils.plain_results import HEADER, LARGEST, MalformedMessage, Result, is_number
 
-_HEADER = struct.Struct("!Q")
 _READ = 1 << 20
-_LARGEST = 1 << 32  # bytes of a message; a longer one is no message of ours
-
-Kind = Literal["score", "bad", "raised", "timeout", "missing"]
-
-
-class MalformedMessage(Exception):
-    """A process sent something that is not a message of this module."""
 
 
 @dataclass(frozen=True)
@@ -57,25 +48,6 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The result of one call for one sample.
-
-    Attributes:
-        kind: `score`, `bad` (no score), `raised` (an exception), `timeout`, or `missing` (a `NoVerdict`).
-        score: None if the function does not apply to the sample, and for kinds other than `score`.
-        extra: the function's dict, where it returned one.
-        text: what was wrong, or the traceback.
-        reason: of a `missing` verdict, a `Reason`.
-    """
-
-    kind: Kind
-    score: float | None = None
-    extra: dict[str, Any] | None = None
-    text: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Answer:
     """The results of one job: one per sample; a job that failed as a whole has a single one.
 
@@ -99,10 +71,7 @@ def encode(message: Message) -> bytes:
         return json.dumps({"ready": dataclasses.asdict(message)}).encode()
     if isinstance(message, Failed):
         return json.dumps({"failed": message.message}).encode()
-    answers = [
-        [one.number, one.seconds, [[r.kind, r.score, r.extra, r.text, r.reason] for r in one.results]]
-        for one in message
-    ]
+    answers = [[one.number, one.seconds, [result.plain() for result in one.results]] for one in message]
     return json.dumps({"answers": answers}).encode()
 
 
@@ -134,23 +103,9 @@ def _ready(fields: dict[str, Any]) -> Ready:
 
 
 def _answer(number: Any, seconds: Any, results: Any) -> Answer:
-    if not isinstance(number, int) or not _is_number(seconds) or not isinstance(results, list) or not results:
+    if not isinstance(number, int) or not is_number(seconds) or not isinstance(results, list) or not results:
         raise ValueError("an answer without number, seconds or results")
-    return Answer(number, [_result(*one) for one in results], float(seconds))
-
-
-def _result(kind: Any, score: Any, extra: Any, text: Any, reason: Any) -> Result:
-    if kind not in get_args(Kind) or not isinstance(text, str):
-        raise ValueError(f"a result of kind {kind!r}")
-    if kind == "missing":
-        Reason(reason)  # a ValueError if it is none
-    if not (score is None or _is_number(score)) or not (extra is None or isinstance(extra, dict)):
-        raise ValueError("a result with a score that is no number")
-    return Result(kind, None if score is None else float(score), extra, text, str(reason))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return Answer(number, [Result.of_plain(*one) for one in results], float(seconds))
 
 
 def pickled(value: Any, label: str) -> bytes:
@@ -196,7 +151,7 @@ class Channel:
 
     def send(self, data: bytes) -> None:
         """Queue a message, and write as much as the process takes."""
-        self._out += _HEADER.pack(len(data)) + data
+        self._out += HEADER.pack(len(data)) + data
         self.write()
 
     def write(self) -> None:
@@ -225,14 +180,14 @@ class Channel:
         except OSError:
             self.closed = True
         messages = []
-        while len(self._in) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._in)
-            if length > _LARGEST:
+        while len(self._in) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._in)
+            if length > LARGEST:
                 raise MalformedMessage(f"a message of {length} bytes")
-            end = _HEADER.size + length
+            end = HEADER.size + length
             if len(self._in) < end:
                 break
-            messages.append(bytes(self._in[_HEADER.size : end]))
+            messages.append(bytes(self._in[HEADER.size : end]))
             del self._in[:end]
         return messages
 
@@ -281,7 +236,7 @@ class PoolConnection:
 
     def send(self, message: Message) -> None:
         data = encode(message)
-        self._socket.sendall(_HEADER.pack(len(data)) + data)
+        self._socket.sendall(HEADER.pack(len(data)) + data)
 
     def receive(self) -> Any:
         """Return the next object that the pool sent.
@@ -289,7 +244,7 @@ class PoolConnection:
         Raises:
             EOFError: the pool is gone.
         """
-        (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
+        (length,) = HEADER.unpack(self._exactly(HEADER.size))
         return pickle.loads(self._exactly(length))
 
     def _exactly(self, count: int) -> bytearray:

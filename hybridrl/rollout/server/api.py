@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from hybridrl.rollout.server.pending import PendingRequests
 from hybridrl.rollout.server.replies import Reply, reply_of
 from hybridrl.rollout.server.responses import Answer, answer_in_tokens
 from hybridrl.rollout.server.schema import (
+    TOO_LONG,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -241,7 +242,7 @@ class Api:
                 f"and texts of more than {_BYTES_PER_TOKEN} bytes per token are not tokenised. Shorten {field}, or "
                 "send token ids",
                 param=field,
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
 
     def fault_in_template(self, with_tools: bool) -> str | None:
@@ -314,6 +315,12 @@ class Api:
         self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: Session | None
     ) -> Response:
         """Generate for every prompt, and answer at once or as a stream."""
+        with nullcontext() if session is None else session.noting_length():
+            return await self._answer(body, http, session)
+
+    async def _answer(
+        self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: Session | None
+    ) -> Response:
         body = body if session is None else session.with_defaults(body)
         self._check(body, session)
         name = _session_name(body, http, session)
@@ -352,6 +359,12 @@ class Api:
             session: continues its conversations, and keeps this one.
             keep_from: keep the conversation from this message on, under the answer's id (`previous_response_id`).
         """
+        with nullcontext() if session is None else session.noting_length():
+            return await self._converse(dialect, body, http, session, keep_from)
+
+    async def _converse(
+        self, dialect: Dialect, body: ChatRequest, http: HttpRequest, session: Session | None, keep_from: int | None
+    ) -> Response:
         body = body if session is None else session.with_defaults(body)
         self._check(body, session)
         name = _session_name(body, http, session)
@@ -499,14 +512,12 @@ class Api:
         if session is not None and left > 0:
             return min(wanted, left)
         if wanted > left:
-            if session is not None:
-                session.too_long += 1
             raise ApiError(
                 400,
                 f"the prompt has {length} tokens and {wanted} are requested, {length + wanted} together; the "
                 f"limit is {length + left} ({key}). Shorten {field} or max_tokens",
                 param=field,
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         return wanted
 
@@ -514,8 +525,9 @@ class Api:
 class _Stream(StreamingResponse):
     """A stream whose samples count as in flight until it ends, however it ends."""
 
-    def __init__(self, api: Api, count: int, events: AsyncIterator[str], session: Session | None = None) -> None:
+    def __init__(self, api: Api, count: int, events: AsyncGenerator[str, None], session: Session | None = None) -> None:
         super().__init__(events, media_type="text/event-stream")
+        self._events = events
         self._api = api
         self._count = count
         self._session = session
@@ -523,7 +535,8 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with aclosing(self._events):  # a client may go while a part is sent
+                await super().__call__(scope, receive, send)
         finally:
             self._api.reserve(-self._count, self._session)
 

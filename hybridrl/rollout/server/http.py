@@ -1,18 +1,14 @@
 """The HTTP server of an application: address, port, token, start and stop."""
 
-import asyncio
-import contextlib
 import errno
 import os
 import secrets
 import socket
-from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
-
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.server.limits import KEEP_ALIVE_S, MAX_HEADER_BYTES, LimitedConnection, limit_sending
+from hybridrl.rollout.server.limits import body_of_refusal
+from hybridrl.utils.http_server import HttpServer, ServingLimits, listening_socket
 
 _SERVER = "actor_rollout_ref.rollout.server"
 STOP_S = 5.0  # for calls in progress
@@ -67,7 +63,6 @@ class Listener:
     def __init__(self, host: str | None = None, port: int = 0) -> None:
         self.host = host or node_address()
         self.socket = _bind(self.host, port)
-        limit_sending(self.socket)
         self.port = int(self.socket.getsockname()[1])
 
     @property
@@ -89,14 +84,9 @@ class Listener:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
-        found.listen(2048)
+        return listening_socket(host, port)
     except OSError as error:
-        found.close()
         where = f"{_SERVER}.port={port} on {host}"
         if error.errno == errno.EADDRINUSE:
             raise RolloutError(
@@ -107,17 +97,10 @@ def _bind(host: str, port: int) -> socket.socket:
         raise RolloutError(
             f"{_SERVER}.host={host}: cannot listen there ({error}); leave it null for this node's address"
         ) from error
-    return found
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # the run ends this process, not Ctrl-C
-
-
-class OpenAIServer:
-    """The HTTP server of one application, with the limits of `hybridrl.rollout.server.limits`.
+class OpenAIServer(HttpServer):
+    """The HTTP server of a run.
 
     Args:
         app: see `create_app`.
@@ -126,36 +109,5 @@ class OpenAIServer:
     """
 
     def __init__(self, app: Any, listening: socket.socket, max_connections: int = DEFAULT_CONNECTIONS) -> None:
-        self._socket = listening
-        config = uvicorn.Config(
-            app,
-            http=LimitedConnection,
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=max_connections + 1,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(STOP_S),
-        )
-        self._uvicorn = _Uvicorn(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Serve on the running event loop; returns when calls are answered."""
-        self._task = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
-        while not self._uvicorn.started:
-            if self._task.done():
-                await self._task
-                raise RolloutError("the HTTP server ended while it started")
-            await asyncio.sleep(0.01)
-
-    async def stop(self) -> None:
-        """Stop: take no new calls, and give those in progress a few seconds."""
-        self._uvicorn.should_exit = True
-        if self._task is not None:
-            await self._task
-        self._socket.close()
+        limits = ServingLimits(max_connections, stop_s=STOP_S, error_body=body_of_refusal)
+        super().__init__(app, listening, limits)

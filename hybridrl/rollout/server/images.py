@@ -20,7 +20,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors, digest
 from hybridrl.rollout.images import PromptImages, join_images
-from hybridrl.rollout.server.schema import ApiError, short
+from hybridrl.rollout.server.schema import TOO_LONG, ApiError, short
 from hybridrl.rollout.token_tree import Turn
 
 _ADVICE = f"send it as data:image/png;base64,... ({', '.join(FORMATS)})"
@@ -167,7 +167,7 @@ class PictureReader:
             "(actor_rollout_ref.rollout.max_model_len). Make it smaller, or have the server do so "
             "(data.mm_processor_kwargs.max_pixels)",
             param="messages",
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
 
 

@@ -52,8 +52,7 @@ class PendingRequests:
         try:
             await asyncio.sleep(0)  # each of them begins: who knows their names next can abort them
         except asyncio.CancelledError:
-            for task in (*self._index, self._gone):
-                task.cancel()
+            self._leave()
             raise
         self._around.__enter__()
         return self
@@ -61,8 +60,12 @@ class PendingRequests:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._gone.cancel()
         self._around.__exit__(kind, error, trace)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Have what is pending aborted by name: the end of a task here does not end what another process generates."""
+        self._gone.cancel()
         left = {task for task in self._index if not task.done()}
         if left:
             task = asyncio.ensure_future(self._abort(left))

@@ -64,6 +64,10 @@ Stop = Annotated[str, Field(max_length=256)]
 Texts = Annotated[list[str], Field(min_length=1)]
 
 
+#: the code of requests that do not fit the model's length or the session's
+TOO_LONG = "context_length_exceeded"
+
+
 class ApiError(Exception):
     """An error in OpenAI's format.
 

@@ -10,7 +10,8 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from hybridrl.rollout.server.conversation import MATCHERS, inner_messages, keys_
 from hybridrl.rollout.server.history import History, Said
 from hybridrl.rollout.server.images import Picture, Prompt, pictures_in, placed, with_patches
 from hybridrl.rollout.server.replies import Reply, calls_in
-from hybridrl.rollout.server.schema import ApiError, ChatRequest, SessionSettings
+from hybridrl.rollout.server.schema import TOO_LONG, ApiError, ChatRequest, SessionSettings
 from hybridrl.rollout.token_tree import TokenTree, Turn
 from hybridrl.rollout.trace import training_trace
 
@@ -66,6 +67,7 @@ class Session:
         self.used = time.monotonic()
         self.in_flight = 0
         self.too_long = 0
+        self.cut = False  # the last request did not fit
         self._matcher = MATCHERS[settings.match]
         self._history = History()
         self._shown: dict[int, _Shown] = {}
@@ -120,6 +122,18 @@ class Session:
         self._shown[turn.index] = _Shown(
             self._history.of(messages), self._history.tools(tools), reply.whole_message(), reply.finish_reason
         )
+
+    @contextmanager
+    def noting_length(self) -> Iterator[None]:
+        """Within the context a request is answered or refused; notes whether it was too long."""
+        self.cut = False
+        try:
+            yield
+        except ApiError as error:
+            if error.code == TOO_LONG:
+                self.cut = True
+                self.too_long += 1
+            raise
 
     def room(self, prompt: Prompt) -> int | None:
         """Most tokens that an answer may have by the session's own limit; None without one."""
@@ -184,6 +198,7 @@ class Session:
             "generated_tokens": sum(len(turn.completion.token_ids) for turn in turns),
             "in_flight": self.in_flight,
             "too_long": self.too_long,
+            "cut": self.cut,
         }
 
     def messages(self) -> list[Message]:

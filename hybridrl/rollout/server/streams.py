@@ -1,7 +1,8 @@
 """Answers of the engine as they are complete, and the server-sent events that report them."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from hybridrl.rollout.request import Completion
@@ -36,7 +37,7 @@ async def answered(pending: PendingRequests, timeout_s: float | None = None) -> 
     return completed
 
 
-async def as_replies(pending: PendingRequests, replied: Callable[[int, Completion], Any]) -> AsyncIterator[Any]:
+async def as_replies(pending: PendingRequests, replied: Callable[[int, Completion], Any]) -> AsyncGenerator[Any, None]:
     """(index, reply) as they are complete; None where some time has passed."""
     async with pending:
         while pending.pending:
@@ -47,26 +48,29 @@ async def as_replies(pending: PendingRequests, replied: Callable[[int, Completio
                 yield index, await replied(index, completion)
 
 
-async def as_stream(known: Sequence[Reply]) -> AsyncIterator[Any]:
+async def as_stream(known: Sequence[Reply]) -> AsyncGenerator[Any, None]:
     """(index, reply) of answers that are there already."""
     for index, reply in enumerate(known):
         yield index, reply
 
 
-async def turn_events(dialect: Dialect, exchange: Exchange, found: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def turn_events(
+    dialect: Dialect, exchange: Exchange, found: AsyncGenerator[Any, None]
+) -> AsyncGenerator[str, None]:
     """Server-sent events: each choice as a whole, as soon as it is complete."""
     replies: dict[int, Reply] = {}
     try:
         for text in dialect.opening(exchange):
             yield text
-        async for one in found:
-            if one is None:
-                yield dialect.keep_alive()
-                continue
-            index, reply = one
-            replies[index] = reply
-            for text in dialect.choice(exchange, index, reply):
-                yield text
+        async with aclosing(found):  # a stream that is given up ends what it waits for
+            async for one in found:
+                if one is None:
+                    yield dialect.keep_alive()
+                    continue
+                index, reply = one
+                replies[index] = reply
+                for text in dialect.choice(exchange, index, reply):
+                    yield text
         for text in dialect.closing(exchange, [replies[index] for index in sorted(replies)]):
             yield text
     except ApiError as error:  # the status has been sent, so that an event has to report the error
@@ -78,7 +82,7 @@ async def turn_events(dialect: Dialect, exchange: Exchange, found: AsyncIterator
 
 async def text_events(
     pending: PendingRequests, answer: Answer, noted: Callable[[int, Completion], Completion]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Server-sent events of `/v1/completions`."""
     completions: dict[int, Completion] = {}
     try:
