@@ -11,6 +11,7 @@ import torch
 from hybridrl.agents.images import SeenImages, generated_in, tensors_of
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
+from hybridrl.protocol.bookkeeping import Writer, taken
 from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG
 from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.parts import extended
@@ -43,6 +44,7 @@ def trajectory_of(
             finite.
     """
     score, reward = output.reward_score, _reward_of(output)
+    _check_names(output)
     extra = {**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns}
     if isinstance(score, Verdict):
         extra |= score.extra
@@ -157,6 +159,17 @@ def _check(output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
                     f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "
                     "which is not trained on (response_mask); name the last generated token of the turn"
                 )
+
+
+def _check_names(output: AgentLoopOutput) -> None:
+    """Refuse extra fields with the name of a column that the run writes, or reads from the data."""
+    score = output.reward_score
+    parts = score.extra if isinstance(score, Verdict) else {}
+    for name in [*taken(output.extra_fields, Writer.SESSION), *taken(parts)]:
+        raise RolloutError(
+            f"an agent loop returned the extra field {name!r} (extra_fields, or extra of a Verdict), which is the name "
+            "of a column that the run itself uses; give the field another name"
+        )
 
 
 def _mask(images: PromptImages | None, length: int) -> torch.Tensor:

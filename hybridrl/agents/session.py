@@ -121,6 +121,12 @@ def _trajectories(
     outputs: Sequence[AgentLoopOutput], session: SessionClient, task: Task, rollout: RolloutConfig
 ) -> list[Trajectory]:
     """The trajectories of what a loop returned."""
+    for name in (SESSION_LOG, "__num_turns__"):
+        if any(name in output.extra_fields for output in outputs):
+            raise RolloutError(
+                f"an agent loop returned the extra field {name!r}, which sessions record themselves; give the field "
+                "another name (num_turns of AgentLoopOutput is the number of turns)"
+            )
     outputs[0].extra_fields[SESSION_LOG] = session.log.record()
     found = []
     for number, output in enumerate(outputs):

@@ -359,7 +359,11 @@ def estimate_advantages(
         return advantages, returns
     fn = get_adv_estimator_fn(adv_estimator)
     check_adv_inputs(adv_estimator, {*tensors.keys(), *non_tensors.keys()}, config)
-    offered: dict[str, Any] = {**non_tensors, **tensors}
+    parameters = inspect.signature(fn).parameters
+    # A column of the data or of the reward function is no setting: a parameter with a value of its own keeps it.
+    settings = {name for name, one in parameters.items() if one.default is not one.empty and one.default is not None}
+    columns = {k: v for k, v in non_tensors.items() if k not in {*settings, *_SETTINGS, "settings"}}
+    offered: dict[str, Any] = {**columns, **tensors}
     offered.update(config=config, non_tensor_batch=non_tensors, batch=tensors)
     if "uid" in non_tensors:
         offered["index"] = non_tensors["uid"]
@@ -370,7 +374,6 @@ def estimate_advantages(
         value = setting(config, key, None, who=_name(adv_estimator), root="algorithm")
         if value is not None:
             offered[key] = value
-    parameters = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         common = ("reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "values", "index")
         wanted = {*parameters, *common}

@@ -16,6 +16,7 @@ from hybridrl.data.sampler import EpochSampler
 from hybridrl.errors import DataError
 from hybridrl.notify import notify
 from hybridrl.protocol import object_array
+from hybridrl.protocol.bookkeeping import foreign_items
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 
 if TYPE_CHECKING:
@@ -319,6 +320,15 @@ class PromptCollator:
         ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=True)
         tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(rows, mask)}
         names = dict.fromkeys(name for row in rows for name in row if name not in ("input_ids", "position_ids"))
+        foreign = foreign_items(names)
+        if foreign:
+            notify(
+                f"the items of the data set have {', '.join(foreign)}: a batch has columns of these names itself, so "
+                "it does not carry those of the items; give them other names",
+                "warning",
+                once=True,
+            )
+        names = dict.fromkeys(name for name in names if name not in foreign)
         return tensors, {name: [row.get(name) for row in rows] for name in names}
 
 

@@ -31,6 +31,7 @@ from hybridrl.models.chat import (
     fault_in_prompt,
 )
 from hybridrl.notify import notify
+from hybridrl.protocol.bookkeeping import left_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,11 +51,8 @@ _HOOKS_WITHOUT_EFFECT = {
         "Return messages with parts {'type': 'image', 'image': ...} from build_messages instead.",
     ),
 }
-#: columns that a batch has itself; a data column of this name would be overwritten
-_BATCH_COLUMNS = (
-    *("uid", "index", "sample", "raw_prompt", "prompts", "responses", "response_mask"),
-    *("input_ids", "attention_mask", "position_ids", "multi_modal_inputs"),
-)
+#: entries that a rollout adds to `extra_info` before a reward function gets it
+_ADDED_INFO = ("num_turns", "rollout_reward_scores")
 _CHUNK = 2048  # rows rendered and tokenised at a time
 
 
@@ -138,11 +136,12 @@ class RLHFDataset(Dataset):
             )
         if settings.ground_truth_key is not None:
             self.table = self.table.with_ground_truth(settings.ground_truth_key)
-        self._taken = [name for name in self.table.columns if name in _BATCH_COLUMNS]
+        self.left_out = left_out(self.table.columns)
+        self._taken = list(self.left_out)
         if self._taken:
             notify(
                 f"{key}: {', '.join(self._taken)}: a batch has columns of these names itself, so it does not "
-                "carry those of the data; rename them if the reward function reads them"
+                "carry those of the data; rename them if the reward function or an agent reads them"
             )
         read = (self.image_key, self.video_key)
         others = [one for one in MEDIA_COLUMNS if one not in read]
@@ -354,7 +353,15 @@ class RLHFDataset(Dataset):
         self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
 
     def _check_extra_info(self) -> None:
-        for index, value in enumerate(self.table.column("extra_info") if "extra_info" in self.table.columns else ()):
+        values = self.table.column("extra_info") if "extra_info" in self.table.columns else []
+        replaced = [name for name in _ADDED_INFO if any(isinstance(one, Mapping) and name in one for one in values)]
+        if replaced:
+            notify(
+                f"{self.key}: extra_info has {' and '.join(replaced)}, which reward functions get from the rollout "
+                "instead, as in verl; rename the entry if the reward function reads that of the data",
+                "warning",
+            )
+        for index, value in enumerate(values):
             if value is not None and not isinstance(value, Mapping):
                 raise DataError(
                     f"{self.table.locate(index)}: column 'extra_info' is {type(value).__name__}, and reward functions "

@@ -122,6 +122,11 @@ def register_field(name: str, axis: Axis, fill: float | Literal["pad_token"] = 0
         raise ValueError(f"register_field({name!r}): {field} contradicts {known}, which is registered already")
 
 
+def declared() -> frozenset[str]:
+    """Names of the declared tensors."""
+    return frozenset(_FIELDS)
+
+
 def field_of(name: str, tensor: torch.Tensor) -> Field:
     """Return the properties of a field; a tensor `[B]` without an entry has the axis `row`.
 

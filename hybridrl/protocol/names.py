@@ -12,6 +12,8 @@ ROUTED_EXPERTS = "routed_experts"
 ATTEMPT = "attempt"
 #: in the meta of a generated batch: a `MissingSample` for each attempt at a sample that gave none
 MISSING_SAMPLES = "missing_samples"
+#: in the meta of answers that brought rewards along: names of the columns that are the data's
+DATA_COLUMNS = "data_columns"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
 #: non-tensor: the files of a row's images as (media type, bytes), where gateway agents send them

@@ -192,10 +192,11 @@ def _items_of(line: str, place: str) -> list[Item]:
     info, score = row.get("extra_info"), row.get("score")
     prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
     about = dict(info) if isinstance(info, Mapping) else {}
+    columns = {key: value for key, value in row.items() if key != name}  # the response is no column
     number = score if isinstance(score, (int, float)) and len(texts) == 1 else None
     return [
         Item(
-            Sample(row.get("data_source"), text, truth, about, prompt, columns={"ground_truth": truth, **row}),
+            Sample(row.get("data_source"), text, truth, about, prompt, columns={"ground_truth": truth, **columns}),
             place,
             number,
         )
@@ -359,7 +360,7 @@ def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
     parser.add_argument(
         "--kwargs", default="{}", help='further arguments of the functions, as JSON: {"method": "flexible"}'
     )
-    parser.add_argument("--batch", action="store_true", help="functions with other parameter names take lists")
+    parser.add_argument("--batch", action="store_true", help="functions whose names do not tell take lists")
     parser.add_argument("--runs", type=int, default=2, help="how often each function scores everything (2)")
     parser.add_argument("--limit", type=int, help="responses that are scored; all by default")
     parser.add_argument("--workers", type=int, help="processes; one per core by default, at most 8")

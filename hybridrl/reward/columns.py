@@ -1,10 +1,12 @@
 """Columns made of what a reward function returns besides the scores, for training, validation and evaluation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from hybridrl.errors import RewardError
 from hybridrl.notify import notify
+from hybridrl.protocol.bookkeeping import Writer, taken
 from hybridrl.reward.processes.outcome import Outcome
 
 
@@ -77,6 +79,26 @@ class ExtraColumns:
             {"score" if is_number and name == "acc" else name: value for name, value in extra.items()}
             for extra, is_number in zip(extras, numbers, strict=True)
         ]
+
+
+def check_keys(names: Iterable[str], source: str, read: Collection[str] = (), *, of_roles: bool = False) -> None:
+    """Refuse keys of a reward function that are names of columns which the run writes, or reads from the data.
+
+    Args:
+        names: the keys.
+        source: what returned them, for the message.
+        read: further columns of the data that the run reads.
+        of_roles: the columns of models that score are among them.
+
+    Raises:
+        RewardError: names the key.
+    """
+    refused = [*taken(names, *([Writer.ROLE] if of_roles else [])), *(name for name in names if name in read)]
+    if refused:
+        raise RewardError(
+            f"{source} returned a dict with the key {refused[0]!r}, which is already a column of the batch that the "
+            "run itself uses. Rename the key."
+        )
 
 
 def part_means(columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridrl.config.own_settings import read_own
+from hybridrl.config.schema.names import SCORES
 from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
+from hybridrl.protocol.bookkeeping import taken
+from hybridrl.reward.columns import check_keys
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.judge_pool import JudgePool
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.pool import RewardPool
-from hybridrl.reward.signature import Form, ground_truth_of, missing_column
+from hybridrl.reward.signature import Form, ground_truth_of
 from hybridrl.reward.weighted import Pool, WeightedPools
 from hybridrl.utils.user_code import load_object
 from hybridrl.verdict import NoVerdict, Reason
@@ -72,6 +75,11 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     weights: dict[str, float] = {}
     for name, values in parts.items():
         key = f"reward.functions.{name}"
+        if name == "score" or taken([name]):
+            raise RewardError(
+                f"{key}: each function's score is a column of its name, and the run itself uses a column {name!r}; "
+                "call the function otherwise"
+            )
         part, faults = read_own(RewardPartConfig, values, f"{key}.", reward)
         if faults:
             raise RewardError("; ".join(faults))
@@ -192,22 +200,45 @@ def ground_truths(dataset: Any) -> list[Any]:
     ]
 
 
-def check_columns(pool: Pool, columns: Sequence[str], has_ground_truth: bool) -> None:
+def check_columns(pool: Pool, columns: Sequence[str], has_ground_truth: bool, left_out: Collection[str] = ()) -> None:
     """Refuse functions with parameters that neither the settings nor the data provide.
 
     Args:
         pool: runs the functions; their processes are started if need be.
         columns: of the data.
         has_ground_truth: whether any row has a ground truth, in `reward_model` or a column of that name.
+        left_out: columns of the data that batches do not carry, because they use the names themselves.
 
     Raises:
         RewardError: names the function, the parameter and the columns.
     """
-    known = {*columns, *(["ground_truth"] if has_ground_truth else [])}
     for label, how in pool.calls:
-        for name in how.columns:
-            if name not in known:
-                raise RewardError(f"{label}: {missing_column(name, columns)}.")
+        for name in (*how.columns, *how.optional):
+            if name in left_out:
+                raise RewardError(
+                    f"{label}: it has the parameter {name!r}, and a batch uses that name itself, so it does not carry "
+                    f"the column {name!r} of the data. Rename the column and the parameter, for example to data_{name}."
+                )
+        fault = how.fault_in_columns(columns, has_ground_truth)
+        if fault is not None:
+            raise RewardError(f"{label}: {fault}.")
+
+
+def check_read_columns(config: PPOTrainerConfig, columns: Collection[str]) -> None:
+    """Refuse data with a column that the settings read from what the reward function returns.
+
+    Raises:
+        RewardError: names the setting and the column.
+    """
+    algorithm = config.algorithm
+    read = dict.fromkeys(algorithm.gdpo_reward_keys or (), "algorithm.gdpo_reward_keys")
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in SCORES:
+        read[str(algorithm.filter_groups.metric)] = "algorithm.filter_groups.metric"
+    for name in read.keys() & set(columns):
+        raise RewardError(
+            f"{read[name]} reads {name!r} from what the reward function returns, and the data have a column of that "
+            "name, which would be read where the function returns none. Rename the column, or the function's key."
+        )
 
 
 def create_reward_manager(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
@@ -297,7 +328,9 @@ def ask(manager: Callable[..., Any], batch: DataProto) -> dict[str, Any]:
         RewardError: it returns something else; see `complete`.
     """
     name = getattr(manager, "__name__", type(manager).__name__)
-    return complete(manager(batch, return_dict=True), batch, f"the reward manager {name}")
+    result = complete(manager(batch, return_dict=True), batch, f"the reward manager {name}")
+    check_keys(result["reward_extra_info"], f"the reward manager {name}")
+    return result
 
 
 def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> dict[str, Any]:
@@ -342,4 +375,5 @@ def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> di
     for column, values in extra.items():
         if len(values) != len(batch):
             raise RewardError(f"{source} returned {len(values)} values of {column!r} for {len(batch)} responses")
+    check_keys(extra, source, of_roles=True)
     return {"metrics": {}, **result, "reward_extra_info": extra, "missing": list(missing)}

@@ -75,9 +75,8 @@ class LoadedFunction:
     def batch(self, samples: Sequence[Sample]) -> Any:
         """Call for all samples at once; the raw result, or an awaitable of it."""
         values = self.how.values(samples)
-        if self.how.by_name:
-            return self._call(**values | self._kwargs)
-        return self._call(*values.values(), **self._kwargs)
+        first = [values.pop(name) for name in self.how.positional]
+        return self._call(*first, **values | self._kwargs)
 
 
 def load(function: RewardFunction) -> LoadedFunction:

@@ -14,17 +14,10 @@ import torch
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import (
-    ATTEMPT,
-    IMAGE_DIGEST,
-    IMAGE_FILES,
-    PROMPT_IMAGES,
-    SESSION_LOG,
-    TRAJECTORY_REWARD,
-    TURN_LEVEL_REWARDS,
-)
+from hybridrl.protocol.bookkeeping import for_rewards
+from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
-from hybridrl.reward.columns import ExtraColumns, extra_of
+from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
 from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
@@ -37,12 +30,6 @@ if TYPE_CHECKING:
     from hybridrl.config import PPOTrainerConfig
     from hybridrl.protocol import DataProto
 
-RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # columns that a score's dict must not replace
-#: columns of a generated batch that are no columns of the data
-_NOT_OF_THE_DATA = (
-    *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD, IMAGE_DIGEST, IMAGE_FILES, PROMPT_IMAGES),
-)
 #: what becomes of samples that the reward function failed for, by the setting that says so
 _THEN = {
     "zero": "they score 0",
@@ -175,7 +162,7 @@ class RewardManager:
         Raises:
             RewardError: the function cannot be loaded, or a row has an unknown data source or no ground truth.
         """
-        from hybridrl.reward.factory import check_columns, check_dataset, ground_truths
+        from hybridrl.reward.factory import check_columns, check_dataset, check_read_columns, ground_truths
 
         self.pool.start(wait_for_one=True)
         for dataset in datasets:
@@ -183,7 +170,9 @@ class RewardManager:
                 check_dataset(self.config, dataset)
                 if hasattr(dataset, "table"):
                     columns = list(getattr(dataset, "columns", dataset.table.columns))
-                    check_columns(self.pool, columns, any(truth is not None for truth in ground_truths(dataset)))
+                    has_truth = any(truth is not None for truth in ground_truths(dataset))
+                    check_columns(self.pool, columns, has_truth, getattr(dataset, "left_out", ()))
+                    check_read_columns(self.config, columns)
 
     def close(self) -> None:
         """End the pool's processes."""
@@ -339,7 +328,7 @@ class RewardManager:
             skip_special_tokens=True,
         )
         columns = batch.non_tensor_batch
-        named = {name: column for name, column in columns.items() if name not in _NOT_OF_THE_DATA}
+        named = for_rewards(columns)
         samples = []
         for number, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             row = {name: column[number] for name, column in columns.items()}
@@ -370,11 +359,8 @@ class RewardManager:
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
         found = self._make_columns(extras, outcomes)
-        for name in {*RESERVED, self.config.data.reward_fn_key} & found.keys():
-            raise RewardError(
-                f"the reward function ({self.pool.label}) returned a dict with the key {name!r}, which is "
-                "already a column of the batch. Rename the key."
-            )
+        read = [self.config.data.reward_fn_key, self.config.distillation.teacher_key]
+        check_keys(found, f"the reward function ({self.pool.label})", [name for name in read if name])
         return found
 
 
@@ -460,8 +446,8 @@ def _is_part(batch: DataProto, given: Sequence[float | NoVerdict | None]) -> lis
 
 def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, list[Any]]:
     """Columns of extra information with the values that rows brought along with their rewards (`Verdict.extra`)."""
-    given = given_rewards(batch)
-    for name in columns.keys() & batch.non_tensor_batch.keys():
+    given, of_data = given_rewards(batch), batch.meta_info.get(DATA_COLUMNS, ())
+    for name in (columns.keys() & batch.non_tensor_batch.keys()) - set(of_data):
         own = batch.non_tensor_batch[name]
         for row, reward in enumerate(given):
             if reward is not None and columns[name][row] is None:

@@ -6,6 +6,7 @@ Imported by the pool's processes, so it must stay light: no torch, no numpy.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from hybridrl.errors import RewardError
@@ -14,8 +15,34 @@ Form = Literal["sample", "batch"]
 
 SAMPLE_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-_SHORT_BATCH_NAMES = ("responses", "ground_truths")
 _BATCH_KNOWN = (*BATCH_NAMES, "responses")
+#: other names that users write for an argument, by form; a column of the data of such a name comes first, if there is
+#: one, and makes the name of a response ambiguous
+_TEXTS: dict[Form, tuple[str, ...]] = {
+    "sample": ("response", "solution", "prediction", "output", "response_str", "solution_text", "response_text"),
+    "batch": ("solutions", "predictions", "outputs", "response_strs"),
+}
+_TRUTHS: dict[Form, tuple[str, ...]] = {
+    "sample": ("gt", "label", "target", "answer", "reference", "truth", "gold"),
+    "batch": ("gts", "labels", "targets", "answers", "references", "truths"),
+}
+#: arguments of other libraries that nothing here provides -> what the form is, and what to write instead
+_FOREIGN = {
+    "queries": "OpenRLHF's reward_func(queries, prompts, labels), whose queries are prompts with their responses: take "
+    "the responses alone, as compute_reward(responses, ground_truths)",
+    "sample": "slime's custom_rm(args, sample): take solution_str for sample.response, ground_truth for sample.label",
+    "args": "slime's custom_rm(args, sample): take solution_str and ground_truth, and settings from reward_kwargs",
+    "state": "verifiers' f(completion, answer, state): score sessions in an environment, or take solution_str and "
+    "ground_truth",
+    "info": "verifiers' f(completion, answer, info): take extra_info, or a column of the data",
+    "parser": "verifiers' f(parser, completion, answer): take solution_str, and create the parser in the file",
+    "completion": "verifiers' f(completion, answer), in which it is messages or text: take solution_str for the text, "
+    "or completions for TRL's lists of messages",
+    "trainer_state": "TRL's, which its own trainer provides; leave it out",
+    "log_extra": "TRL's, which its own trainer provides; return a dict with 'score' and what is to be logged",
+    "log_metric": "TRL's, which its own trainer provides; return a dict with 'score' and what is to be logged",
+    "environments": "TRL's, which its own trainer provides; see docs/environments.md",
+}
 PROMPT = "prompt"  # what a function of one sample gets besides, where it has the parameter
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
 EXPECTED = (
@@ -58,7 +85,10 @@ class Call:
     Attributes:
         form: once per sample or once per batch.
         arguments: the values that it gets, in this order.
-        by_name: they are passed by name.
+        renamed: (argument, the function's name of it), where that is another.
+        positional: parameters of the function that are passed by position, the first ones.
+        guessed: parameters that are arguments by a usual name only: a column of that name makes them ambiguous.
+        truths: names of columns that mean the ground truth where the data have no such column.
         columns: columns of the data that it has to get, besides `arguments`.
         optional: columns that it gets if the data have them.
         all_columns: it gets every column, as TRL passes them.
@@ -67,7 +97,10 @@ class Call:
 
     form: Form
     arguments: tuple[str, ...]
-    by_name: bool = True
+    renamed: tuple[tuple[str, str], ...] = ()
+    positional: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()
+    truths: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     all_columns: bool = False
@@ -105,28 +138,53 @@ class Call:
         return reduced[0] if isinstance(value, Sample) else reduced
 
     def values(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Return the arguments by name; those of a batch are lists.
+        """Return the function's arguments by its names of them; those of a batch are lists.
 
         Raises:
             RewardError: the data lack a column.
         """
         known = _of_sample(samples[0]) if self.form == "sample" else _of_batch(samples)
-        found = {name: known[name] for name in self.arguments}
+        names = dict(self.renamed)
+        found = {names.get(name, name): known[name] for name in self.arguments}
         for name in self._columns_of(samples):
-            column = [_column(sample, name) for sample in samples]
+            column = [self._column(sample, name) for sample in samples]
             found[name] = column[0] if self.form == "sample" else column
         return found
 
     def _columns_of(self, samples: Sequence[Sample]) -> list[str]:
         present = dict.fromkeys(name for sample in samples for name in sample.columns)
-        missing = [name for name in self.columns if name not in (*present, "ground_truth")]
-        if missing:
-            raise RewardError(missing_column(missing[0], list(present)))
-        optional = [name for name in self.optional if name in present or _has_truth(name, samples)]
+        has_truth = any(sample.ground_truth is not None for sample in samples)
+        fault = self.fault_in_columns(list(present), has_ground_truth=True)  # single rows may have none
+        if fault is not None:
+            raise RewardError(fault)
+        optional = [name for name in self.optional if name in present or (has_truth and name == "ground_truth")]
         more = [name for name in present if name not in self.arguments] if self.all_columns else []
-        if self.all_columns and _has_truth("ground_truth", samples):
+        if self.all_columns and has_truth:
             more.append("ground_truth")
         return list(dict.fromkeys([*self.columns, *optional, *more]))
+
+    @property
+    def _truths(self) -> tuple[str, ...]:
+        return ("ground_truth", *self.truths)
+
+    def _column(self, sample: Sample, name: str) -> Any:
+        if name in sample.columns:
+            return sample.columns[name]
+        return sample.ground_truth if name in self._truths else None
+
+    def fault_in_columns(self, columns: Sequence[str], has_ground_truth: bool) -> str | None:
+        """Return what is wrong with a function for data with these columns; None if nothing is."""
+        for name in self.guessed:
+            if name in columns:
+                return (
+                    f"it has the parameter {name!r}, which may be the response or the column {name!r} of the data. "
+                    f"Call the parameter {'solution_str' if self.form == 'sample' else 'solution_strs'} for the "
+                    "response, or rename the column and take the response by that name besides"
+                )
+        for name in self.columns:
+            if name not in columns and not (has_ground_truth and name in self._truths):
+                return missing_column(name, columns)
+        return None
 
 
 def ground_truth_of(row: Mapping[str, Any]) -> Any:
@@ -137,6 +195,8 @@ def ground_truth_of(row: Mapping[str, Any]) -> Any:
 
 def missing_column(name: str, columns: Sequence[str]) -> str:
     """Return the message for a parameter that nothing provides."""
+    if name in _FOREIGN:
+        return f"it has the parameter {name!r}, and the data have no such column. It is {_FOREIGN[name]}. {EXPECTED}"
     return (
         f"it has the parameter {name!r}, and the data have no such column (columns: {', '.join(columns) or 'none'}). "
         "Add the column, rename the parameter, or set it in reward_kwargs"
@@ -162,16 +222,6 @@ def _of_batch(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _has_truth(name: str, samples: Sequence[Sample]) -> bool:
-    return name == "ground_truth" and any(sample.ground_truth is not None for sample in samples)
-
-
-def _column(sample: Sample, name: str) -> Any:
-    if name in sample.columns:
-        return sample.columns[name]
-    return sample.ground_truth if name == "ground_truth" else None
-
-
 def understand(
     call: Callable[..., Any], name: str, kwargs: Mapping[str, Any], form: Form, source: str, kwargs_key: str
 ) -> Call:
@@ -193,79 +243,159 @@ def understand(
     except (TypeError, ValueError) as error:
         raise RewardError(f"{source}: the parameters of {name} cannot be read ({error}). {EXPECTED}.") from error
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    positional = [
-        p
-        for p in parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    unknown = [key for key in kwargs if key not in named and not takes_any]
+    named = {p.name: p for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    by_position = tuple(p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY)
+    unknown = [key for key in kwargs if (key not in named and not takes_any) or key in by_position]
     if unknown:
         raise RewardError(f"{kwargs_key}: {name} has no parameter {unknown[0]!r}. Its parameters: {', '.join(named)}.")
-    required = [key for key, p in named.items() if p.default is p.empty and key not in kwargs]
-    others = [key for key, p in named.items() if p.default is not p.empty and key not in kwargs]
-    short = name == "compute_reward" and len([p for p in positional if p.name not in kwargs]) == 2
-    if "completions" in named and not (short and not takes_any):
-        found = _as_in_trl(named, required, kwargs, takes_any)
-    elif "responses" in named or "solution_strs" in named:
-        fill = takes_any and "solution_strs" in named
-        chosen = tuple(n for n in _BATCH_KNOWN if n in named or (fill and n in BATCH_NAMES))
-        needed, optional = _without(required, _BATCH_KNOWN), _without(others, _BATCH_KNOWN)
-        found = Call("batch", chosen, columns=needed, optional=optional)
-    elif "solution_str" in named or (takes_any and not positional):
-        known = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in named else ()))
-        chosen = tuple(n for n in known if n in named or takes_any)
-        needed, optional = _without(required, known), _without(others, known)
-        found = Call("sample", chosen, columns=needed, optional=optional)
-    else:
-        found = _by_position(parameters, name, [p for p in positional if p.name not in kwargs], form, source)
+    bound = {*kwargs, *_bound(call)}  # they have values, which no column of the data replaces
+    required = [key for key, p in named.items() if p.default is p.empty and key not in bound]
+    others = [key for key, p in named.items() if p.default is not p.empty and key not in bound]
+    if form == "batch" and (single := [key for key in _TEXTS["sample"] if key in required]):
+        raise RewardError(
+            f"{source}: {name} has the parameter {single[0]!r}, and reward.reward_manager.name=batch calls functions "
+            f"once with lists: call it solution_strs for a list, or solution_str for one response. {EXPECTED}."
+        )
+    free = Free(required, others, takes_any, all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required))
+    found = _as_in_trl(free) or _as_batch(free) or _as_sample(free) or _as_in_verl(free, by_position, form)
+    if found is None:
+        raise RewardError(f"{source}: {_not_understood(name, parameters, required)}")
+    found = replace(found, positional=tuple(key for key in by_position if key in required))
     _check_call(call, name, found, kwargs, source, kwargs_key)
     return found
 
 
-def _without(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in known)
+@dataclass(frozen=True)
+class Free:
+    """Parameters of a function that have to get something.
+
+    Attributes:
+        required: those without a default.
+        others: those with one.
+        takes_any: the function takes any further name.
+        by_name: those without a default are passed by name only.
+    """
+
+    required: Sequence[str]
+    others: Sequence[str]
+    takes_any: bool
+    by_name: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.required, *self.others)
+
+    def texts(self, form: Form) -> list[str]:
+        """Those that are the response by a usual name; one with a default may be anything."""
+        return [name for name in _TEXTS[form] if name in self.required]
+
+    def truths(self, form: Form) -> tuple[str, ...]:
+        """The one that is the ground truth by a usual name, unless the data have such a column."""
+        found = tuple(name for name in _TRUTHS[form] if name in self.required)
+        proper = "ground_truth" if form == "sample" else "ground_truths"
+        return () if len(found) != 1 or {proper, "ground_truth"} & set(self.names) else found
+
+    def besides(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """The fields of a `Call` for parameters that are columns of the data: all but these."""
+        return {
+            "columns": tuple(name for name in self.required if name not in names),
+            "optional": tuple(name for name in self.others if name not in names),
+        }
 
 
-def _as_in_trl(
-    named: Mapping[str, inspect.Parameter], required: Sequence[str], kwargs: Mapping[str, Any], takes_any: bool
-) -> Call:
-    rest = [key for key in named if key not in _TRL_NAMES and key not in kwargs]
+def _bound(call: Callable[..., Any]) -> set[str]:
+    """Names of parameters that `functools.partial` has given a value."""
+    found: set[str] = set()
+    while isinstance(call, partial):
+        found |= set(call.keywords)
+        call = call.func
+    return found
+
+
+def _as_in_trl(free: Free) -> Call | None:
+    """A function with a parameter `completions`."""
+    if "completions" not in free.names:
+        return None
     return Call(
         "batch",
-        tuple(name for name in _TRL_NAMES if name in named or takes_any),
-        columns=tuple(key for key in rest if key in required),
-        optional=tuple(key for key in rest if key not in required),
-        all_columns=takes_any,
+        tuple(name for name in _TRL_NAMES if name in free.names or free.takes_any),
+        all_columns=free.takes_any,
         may_abstain=True,
+        truths=free.truths("batch"),
+        **free.besides(_TRL_NAMES),
     )
 
 
-def _by_position(
-    parameters: Mapping[str, inspect.Parameter],
-    name: str,
-    positional: Sequence[inspect.Parameter],
-    form: Form,
-    source: str,
-) -> Call:
-    """A function with other parameter names: their number and the manager decide how to call it."""
-    count = len(positional)
-    if name == "compute_reward" and count == 2:
-        return Call("batch", _SHORT_BATCH_NAMES, by_name=False)
-    if count in (3, 4):
-        return Call(form, (BATCH_NAMES if form == "batch" else SAMPLE_NAMES)[:count], by_name=False)
+def _as_batch(free: Free) -> Call | None:
+    """A function whose response is a list by its name."""
+    fill = free.takes_any and "solution_strs" in free.names
+    if "responses" in free.names or "solution_strs" in free.names:
+        chosen = tuple(n for n in _BATCH_KNOWN if n in free.names or (fill and n in BATCH_NAMES))
+        return Call("batch", chosen, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
+    text = free.texts("batch")
+    if len(text) != 1:
+        return None
+    chosen = ("solution_strs", *(name for name in BATCH_NAMES if name in free.names))
+    renamed, known = (("solution_strs", text[0]),), (*BATCH_NAMES, text[0])
+    return Call(
+        "batch", chosen, renamed=renamed, guessed=(text[0],), truths=free.truths("batch"), **free.besides(known)
+    )
+
+
+def _as_sample(free: Free) -> Call | None:
+    """A function whose response is one text by its name, or that takes every name."""
+    text = free.texts("sample")
+    known = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
+    if "solution_str" in free.names or (free.takes_any and free.by_name):
+        chosen = tuple(name for name in known if name in free.names or free.takes_any)
+        return Call("sample", chosen, truths=free.truths("sample"), **free.besides(known))
+    if len(text) != 1 or set(_BATCH_KNOWN) & set(free.names):
+        return None
+    chosen = ("solution_str", *(name for name in known if name in free.names))
+    return Call(
+        "sample",
+        chosen,
+        renamed=(("solution_str", text[0]),),
+        guessed=(text[0],),
+        truths=free.truths("sample"),
+        **free.besides((*known, text[0])),
+    )
+
+
+def _as_in_verl(free: Free, by_position: Sequence[str], form: Form) -> Call | None:
+    """A function of three or four parameters that are positional only, and that no name tells: they are verl's."""
+    names = {*SAMPLE_NAMES, *BATCH_NAMES, *_TRL_NAMES, PROMPT, *_FOREIGN}
+    names |= {name for form_ in _TEXTS for name in (*_TEXTS[form_], *_TRUTHS[form_])}
+    if len(free.required) not in (3, 4) or list(by_position) != list(free.names) or names & set(by_position):
+        return None
+    arguments = (BATCH_NAMES if form == "batch" else SAMPLE_NAMES)[: len(by_position)]
+    return Call(form, arguments, renamed=tuple(zip(arguments, by_position, strict=True)), guessed=tuple(by_position))
+
+
+def _not_understood(name: str, parameters: Mapping[str, Any], required: Sequence[str]) -> str:
     given = ", ".join(parameters) or "nothing"
-    raise RewardError(f"{source}: {name} takes ({given}), which is not a known form. {EXPECTED}.")
+    foreign = next((f"{one} is {_FOREIGN[one]}. " for one in required if one in _FOREIGN), "")
+    text = [one for one in _TEXTS["sample"] if one in required]
+    if len(text) > 1:
+        return (
+            f"{name} takes ({given}), and {' and '.join(text)} may each be the response; call the response "
+            f"solution_str. {EXPECTED}."
+        )
+    return (
+        f"{name} takes ({given}), and no name tells which parameter is the response. {foreign}Call the response "
+        f"solution_str and the ground truth ground_truth; other parameters are columns of the data. {EXPECTED}."
+    )
 
 
 def _check_call(
     call: Callable[..., Any], name: str, found: Call, kwargs: Mapping[str, Any], source: str, kwargs_key: str
 ) -> None:
+    names = dict(found.renamed)
+    values = dict.fromkeys((*(names.get(one, one) for one in found.arguments), *found.columns))
     try:
-        if found.by_name:
-            inspect.signature(call).bind(**dict.fromkeys((*found.arguments, *found.columns)), **kwargs)
-        else:
-            inspect.signature(call).bind(*found.arguments, **kwargs)
+        first = [values.pop(one) for one in found.positional]
+        inspect.signature(call).bind(*first, **values, **kwargs)
     except TypeError as error:
         raise RewardError(
             f"{source}: {name} cannot be called with ({', '.join((*found.arguments, *found.columns, *kwargs))}): "

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import is_vision_model
-from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol import DataProto, bookkeeping, object_array
+from hybridrl.protocol.bookkeeping import Writer
 from hybridrl.protocol.names import (
     IMAGE_MASK,
     MULTI_MODAL_INPUTS,
@@ -29,16 +30,6 @@ from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
-
-_OWN_COLUMNS = (
-    "uid",
-    "sample",
-    "session_id",
-    "trajectory_index",
-    TRAJECTORY_REWARD,
-    "turn_rewards",
-    "multi_modal_inputs",
-)
 
 
 def names_of(prompts: DataProto) -> tuple[list[str], list[int]]:
@@ -259,7 +250,7 @@ def _experts(trajectories: Sequence[Trajectory], real: torch.Tensor) -> torch.Te
     return experts
 
 
-def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict[str, np.ndarray]:
+def _columns(trajectories: Sequence[Trajectory], own: Collection[str]) -> dict[str, np.ndarray]:
     """The non-tensors of `batch_of`."""
     columns: dict[str, list[Any]] = {
         "uid": [one.uid for one in trajectories],
@@ -277,7 +268,7 @@ def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict
         columns["multi_modal_inputs"] = [dict(one.multimodal) for one in trajectories]
     for one in trajectories:
         for name in one.extra:
-            if name in taken or name in _OWN_COLUMNS:
+            if name in own or bookkeeping.taken([name], Writer.SESSION, Writer.ENGINE):
                 raise RolloutError(f"{one.name}: extra field {name!r} has the name of a column of the batch; rename it")
     for name in dict.fromkeys(name for one in trajectories for name in one.extra):
         columns[name] = [one.extra.get(name) for one in trajectories]

@@ -34,7 +34,7 @@ def call_one(path, **settings):
         "def compute_score(data_source, solution_str, ground_truth, extra_info): {}",
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs): {}",
         "def compute_score(solution_str, ground_truth, extra_info, data_source): {}",
-        "def anything(a, b, c, d):\n    data_source, solution_str, ground_truth, extra_info = a, b, c, d; {}",
+        "def anything(a, b, c, d, /):\n    data_source, solution_str, ground_truth, extra_info = a, b, c, d; {}",
         "def compute_score(**sample):\n    globals().update(sample); {}",
         "def compute_score(*, data_source, solution_str, ground_truth, extra_info): {}",
     ],
@@ -48,7 +48,7 @@ def test_a_function_may_take_less(user_file):
     assert (
         call_one(user_file("def f(solution_str, ground_truth): return solution_str + ground_truth")) == "text 1truth 1"
     )
-    assert call_one(user_file("def f(a, b, c): return [a, b, c]", "b.py")) == ["source", "text 1", "truth 1"]
+    assert call_one(user_file("def f(a, b, c, /): return [a, b, c]", "b.py")) == ["source", "text 1", "truth 1"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_ways_to_write_it_for_a_batch(user_file, source):
 
 
 def test_the_manager_decides_where_names_do_not(user_file):
-    path = user_file("def f(a, b, c, d): return b")
+    path = user_file("def f(a, b, c, d, /): return b")
     assert load(RewardFunction(path, form="sample"))(SAMPLES[0]) == "text 0"
     batched = load(RewardFunction(path, form="batch"))
     assert batched.form == "batch" and batched.batch(SAMPLES) == ["text 0", "text 1", "text 2"]
@@ -97,7 +97,7 @@ def test_which_function_is_found_without_a_name(user_file):
 
 
 def test_a_named_function(user_file):
-    path = user_file("def one(a, b, c, d): return 1\ndef two(a, b, c, d): return 2")
+    path = user_file("def one(a, b, c, d, /): return 1\ndef two(a, b, c, d, /): return 2")
     assert call_one(path, name="two") == 2
     with pytest.raises(
         RewardError, match=r"name=three: no such function in .*mine.py. Functions found there: one, two"
@@ -118,7 +118,7 @@ def test_async_is_recognised(user_file):
     assert load(RewardFunction(user_file(source, "b.py"), name="judge")).is_async
 
 
-@pytest.mark.parametrize("parameters", ["", "a", "a, b", "a, b, c, d, e"])
+@pytest.mark.parametrize("parameters", ["", "a", "a, b", "a, b, c", "a, b, c, d", "a, b, c, d, e", "*args"])
 def test_parameters_that_are_not_understood(user_file, parameters):
     with pytest.raises(RewardError, match=r"mine.py: f takes .*compute_score"):
         load(RewardFunction(user_file(f"def f({parameters}): ...")))

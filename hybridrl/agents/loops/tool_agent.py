@@ -12,7 +12,9 @@ from hybridrl.agents.parsers.base import Call, FunctionCall, Parsed
 from hybridrl.agents.tools.load import selected_tools
 from hybridrl.agents.tools.session import ToolResult, ToolSession
 from hybridrl.agents.turns import answers_of
+from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
+from hybridrl.protocol.bookkeeping import taken
 from hybridrl.verdict import NoVerdict
 
 _UNREADABLE = "invalid_call"  # the name of a call that has none
@@ -93,6 +95,11 @@ class ToolAgentLoop(AgentLoopBase):
             if user is not None:
                 await user.close()
         data.metrics.tool_calls = session.seconds
+        if own := taken(data.extra_fields):
+            raise RolloutError(
+                f"a tool set the extra field {own[0]!r}, which is the name of a column that the run itself uses; give "
+                "the field another name"
+            )
         lost = [score for score in scores.values() if isinstance(score, NoVerdict)]
         return AgentLoopOutput(
             data.prompt_ids,

@@ -84,3 +84,6 @@ DTYPES_LATER: tuple[str, ...] = ("float16",)
 OPTIMIZER_SYNONYMS: dict[str, str] = {"adam": "AdamW", "muon": "Muon"}
 STRATEGY_SYNONYMS: dict[str, str] = {"fsdp": "fsdp2", "dp": "fsdp2"}
 DTYPE_SYNONYMS: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+#: values of `algorithm.filter_groups.metric` that mean the summed score
+SCORES = (None, "score", "reward", "seq_reward")

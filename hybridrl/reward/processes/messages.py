@@ -96,8 +96,10 @@ def _ready(fields: dict[str, Any]) -> Ready:
     how = fields["how"]
     if how["form"] not in ("sample", "batch"):
         raise ValueError(f"form {how['form']!r}")
-    lists: dict[str, Any] = {name: tuple(map(str, how[name])) for name in ("arguments", "columns", "optional")}
-    flags = {name: bool(how[name]) for name in ("by_name", "all_columns", "may_abstain")}
+    names = ("arguments", "columns", "optional", "positional", "guessed", "truths")
+    lists: dict[str, Any] = {name: tuple(map(str, how[name])) for name in names}
+    lists["renamed"] = tuple((str(argument), str(parameter)) for argument, parameter in how["renamed"])
+    flags = {name: bool(how[name]) for name in ("all_columns", "may_abstain")}
     call = Call(how["form"], **(lists | flags))
     return Ready(call, bool(fields["is_async"]), str(fields["label"]), int(fields["pid"]))
 

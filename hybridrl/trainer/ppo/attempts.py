@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import ATTEMPT
+from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS
 from hybridrl.reward.factory import complete
 from hybridrl.trainer.ppo.batching import join_generated
 from hybridrl.trainer.ppo.missing import REFILL, MissingSamples, in_order_of, names_of_samples
@@ -82,7 +83,8 @@ class Attempts:
             rewards = complete(rewards, answer)
             lost += self._missing.of_rewards(answer, rewards)
             self._attach(answer, rewards)
-        answer.meta_info.pop(ATTEMPT, None)
+        for name in (ATTEMPT, DATA_COLUMNS):
+            answer.meta_info.pop(name, None)
         self._missing.check(lost, len(self.rows), first=self.number == 0)
         names = names_of_samples(answer) if len(answer) else []
         missing = {one.sample.name for one in lost}
@@ -103,6 +105,13 @@ class Attempts:
 
     def _attach(self, answer: DataProto, rewards: Mapping[str, Any]) -> None:
         answer.batch["token_level_scores"] = rewards["reward_tensor"]
+        replaced = [name for name in rewards["reward_extra_info"] if name in self._asked.non_tensor_batch]
+        if replaced:
+            notify(
+                f"the reward function returned {', '.join(replaced)}, as columns of the data are called: samplers, "
+                "data sets and dumps see what the function returned from then on",
+                once=True,
+            )
         for name, values in rewards["reward_extra_info"].items():
             answer.non_tensor_batch[name] = object_array(values)
         judged, found = self.judged, rewards["metrics"]

@@ -16,12 +16,12 @@ import torch
 from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import FilterGroupsConfig
+from hybridrl.config.schema.names import SCORES
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.batching import join_generated, trim
 
 SURPLUS_FILE = "surplus.safetensors"
-SCORES = (None, "score", "reward", "seq_reward")  # values of filter_groups.metric that mean the summed score
 _CPU = torch.device("cpu")
 _SAMPLES = "samples_per_prompt"  # in the meta_info of the file
 

@@ -17,7 +17,15 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import ATTEMPT, MISSING_SAMPLES, MULTI_MODAL_INPUTS, PROMPT_IMAGES, ROUTED_EXPERTS
+from hybridrl.protocol.names import (
+    ATTEMPT,
+    DATA_COLUMNS,
+    MISSING_SAMPLES,
+    MULTI_MODAL_INPUTS,
+    PROMPT_IMAGES,
+    ROUTED_EXPERTS,
+    TRAJECTORY_REWARD,
+)
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
@@ -304,9 +312,11 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     columns = _columns_of(prompts, answer)
     if MULTI_MODAL_INPUTS in answer.non_tensor_batch and MULTI_MODAL_INPUTS in columns:
         columns[PROMPT_IMAGES] = columns[MULTI_MODAL_INPUTS]
+    of_data = [name for name in columns if name not in answer.non_tensor_batch]
+    brought = {DATA_COLUMNS: of_data} if TRAJECTORY_REWARD in answer.non_tensor_batch else {}
     answer.non_tensor_batch = columns | answer.non_tensor_batch
     kept = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
-    answer.meta_info = {"temperature": temperature, **kept, **_attempt_meta(meta.get(ATTEMPT, 0))}
+    answer.meta_info = {"temperature": temperature, **kept, **brought, **_attempt_meta(meta.get(ATTEMPT, 0))}
     return answer
 
 

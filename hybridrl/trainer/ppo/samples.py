@@ -15,6 +15,7 @@ from hybridrl.utils.token_text import TokenTexts
 #: name of the column with what a row's session did; see `Samples.rollouts`
 ROLLOUT = "rollout"
 _FIXED = ("input", "output", "gts", "score", "step", "uid", "data_source")
+_SAME = ("score",)  # a function's own score, of which the line has what the run made of it
 #: columns of a batch -> their names in `ROLLOUT`
 _OF_SESSION = {
     "sample": "sample",
@@ -100,8 +101,8 @@ class Samples:
         """Write `<folder>/<step>.jsonl`, one line per sample."""
         columns: dict[str, Sequence[Any]] = {"uid": self.uids, "data_source": self.sources}
         for name, values in self.extra.items():
-            if name not in _FIXED:
-                columns[f"reward/{name}" if name == ROLLOUT else name] = values
+            if name not in _SAME:
+                columns[f"reward/{name}" if name in (*_FIXED, ROLLOUT) else name] = values
         columns[ROLLOUT] = self.rollouts(first_prompts(self.inputs, self.with_tokens))
         return dump_generations(folder, step, self.inputs, self.outputs, self.scores, self.ground_truths, columns)
 

@@ -72,5 +72,5 @@ def validate(
             samples.add(found, scores.tolist(), extra)
     if left_out == asked_for > 0:
         raise RolloutError(f"validation: none of {asked_for} samples has a reward; the warnings say why")
-    metrics = validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})
+    metrics = validation_metrics(samples.sources, samples.uids, {**samples.extra, "reward": samples.scores})
     return metrics | ({"val-aux/missing": left_out / asked_for} if left_out else {})
