@@ -71,7 +71,8 @@ def workers_starting(
     """Start Ray and the worker processes in a thread. The block gets a function that waits for them.
 
     Reading data and checking the user's settings takes as long as starting processes, and does not need them. The
-    processes end with the block, whatever happens in it, and so does Ray if it was started here.
+    processes end with the block, whatever happens in it, and so does Ray if this block started it. A Ray that the
+    program started or joined before, also by `init_ray`, goes on.
 
     Args:
         ray_settings: `ray_kwargs`.
@@ -85,7 +86,7 @@ def workers_starting(
     # Two threads that import it for the first time at once may see a part of it: so Python ends a deadlock of imports.
     import transformers  # noqa: F401
 
-    given_up = threading.Event()
+    given_up, is_callers_ray = threading.Event(), ray.is_initialized()
     count = sum(map(sum, manager.resource_pool_spec.values()))
     notify(f"starting {count} worker {'process' if count == 1 else 'processes'}")
 
@@ -105,8 +106,9 @@ def workers_starting(
             wait([starting])  # Ray cannot be shut down in the middle of its start
             if timeline and ray.is_initialized():
                 _write_timeline(timeline)
-            shutdown_ray()
-            if ray.is_initialized():  # by the program that called: it gets its devices back
+            if not is_callers_ray:
+                shutdown_ray()
+            if ray.is_initialized():  # the calling program gets its devices back
                 for pool in manager.resource_pool_dict.values():
                     pool.release()
 
