@@ -381,7 +381,7 @@ def ray_session(fork_base: None) -> Iterator[None]:
     import forked_processes
     import ray
 
-    from hybridrl.single_controller.ray.cluster import start_ray
+    from hybridrl.single_controller.ray.start import start_ray
 
     if ray.is_initialized():
         yield

@@ -4,6 +4,7 @@ An engine lives in the process of its replica (`hybridrl.rollout.replicas.actor`
 other code knows its library. It is a class in a file of its own, registered with `InferenceEngines.register(name)`.
 """
 
+import asyncio
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -200,6 +201,15 @@ class InferenceEngine(ABC):
             What each process answered.
         """
         raise RolloutError(f"{self.name} offers no calls into its worker processes")
+
+    async def wait_until_dead(self) -> str:
+        """Return, with the reason, when the engine's own processes can answer no more; never for one without any.
+
+        Called before `start`. The replica ends then, whatever it waits for: engines leave calls to a process that was
+        killed without an answer.
+        """
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
 
     @abstractmethod
     async def close(self) -> None:

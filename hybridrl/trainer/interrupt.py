@@ -1,8 +1,10 @@
 """Stop requests: a first signal ends the run after the current step, with a checkpoint; a second ends it at once."""
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,15 +17,23 @@ _SECOND: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_IGN,
+    signal.SIGUSR1: signal.SIG_IGN,
+    signal.SIGUSR2: signal.SIG_IGN,
 }  # what follows the first signal
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+#: copies of one request: `timeout` and launchers send the signal to the program and to its group, one after the other
+_COPY_S = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
 
 
 class StopRequest:
-    """Listens for SIGINT, SIGTERM and SIGHUP (the terminal or the connection is gone) while it is entered.
+    """Listens for signals that ask the run to stop while it is entered.
 
-    `requested` holds the name of the first signal. A second signal gets Python's default handler, so a step that hangs
-    can still be interrupted; but further SIGHUPs are ignored, because the shell and the system each send one when a
-    terminal closes. A signal that this process ignores, such as SIGHUP under `nohup`, stays ignored.
+    They are SIGINT, SIGTERM, SIGHUP (the terminal or the connection is gone), and SIGUSR1 and SIGUSR2, with which batch
+    systems warn that the time is almost over. `requested` holds the name of the first signal. A second SIGINT or
+    SIGTERM gets Python's default handler, so a step that hangs can still be interrupted, unless it follows so fast that
+    it is a copy of the first. Further signals of the other kinds are ignored: the shell and the system each send a
+    SIGHUP when a terminal closes. A signal that this process ignores, such as SIGHUP under `nohup`, stays ignored, and
+    a handler of SIGUSR1 or SIGUSR2 that the program has set stays set.
 
     Args:
         folder: the run's folder. Output that has no reader any more goes to `after_hangup.log` in it.
@@ -32,6 +42,7 @@ class StopRequest:
     def __init__(self, folder: Path) -> None:
         self.requested: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._requested_at = 0.0
         self._output = contextlib.ExitStack()
         self._log = folder / _HANGUP_LOG
 
@@ -40,7 +51,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self  # only the main thread may handle signals: the program that started this one decides
         for name in _SECOND:
-            if signal.getsignal(name) != signal.SIG_IGN:
+            handler = signal.getsignal(name)
+            if handler != signal.SIG_IGN and (name not in _WARNINGS or handler == signal.SIG_DFL):
                 self._previous[name] = signal.signal(name, self._on_signal)
         default_in_children(self._previous)  # loaders of data, and what the user's code forks, end when they are told
         return self
@@ -54,9 +66,20 @@ class StopRequest:
         self._output.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.requested = signal.Signals(number).name
+        if self.requested is not None:
+            self._again(signal.Signals(number))
+            return
+        self.requested, self._requested_at = signal.Signals(number).name, time.monotonic()
         if number == signal.SIGHUP:
             redirect_lost_output()
         for name in self._previous:
-            signal.signal(name, _SECOND[name])
+            if name not in _COPY_S:
+                signal.signal(name, _SECOND[name])
         notify(f"{self.requested}: the run stops after this step and saves a checkpoint; once more ends it at once")
+
+    def _again(self, name: signal.Signals) -> None:
+        """End the program by a second signal that is no copy of the first."""
+        if time.monotonic() - self._requested_at < _COPY_S.get(name, 0):
+            return
+        signal.signal(name, _SECOND[name])
+        os.kill(os.getpid(), name)

@@ -1,6 +1,5 @@
 """Starts worker processes in parallel with everything else that has to be done before the first step."""
 
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +15,7 @@ from hybridrl.errors import ModelError, UserError
 from hybridrl.notify import notify
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.single_controller.ray import ResourcePoolManager, init_ray, shutdown_ray
+from hybridrl.utils.child_processes import block_stop_signals
 from hybridrl.utils.files import check_writable
 
 Groups = TypeVar("Groups")
@@ -91,8 +91,7 @@ def workers_starting(
     notify(f"starting {count} worker {'process' if count == 1 else 'processes'}")
 
     def start() -> Groups | None:
-        # Ray's processes and the workers inherit this: they live on while a run whose terminal has closed saves.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        block_stop_signals()  # Ray's processes and the workers inherit it
         init_ray(dict(ray_settings.ray_init), manager.resource_pool_spec, use_gpu=USES_GPU[device])
         return None if given_up.is_set() else spawn()
 

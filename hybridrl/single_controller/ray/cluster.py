@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import site
 import socket
 import sys
@@ -15,7 +16,6 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
@@ -25,6 +25,7 @@ from hybridrl.notify import notify
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
+from hybridrl.single_controller.ray.start import start_ray
 from hybridrl.single_controller.ray.watch import ClusterWatch
 from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.utils.cores import available_cores
@@ -32,7 +33,6 @@ from hybridrl.utils.cores import available_cores
 _ANSWER_LIMIT_S = 10.0
 _FEW, _PER_CORE = 8, 4  # worker processes without a GPU that are accepted: on any machine, and for each core
 _START_S, _MEMORY_GB = 6.0, 0.6  # what a worker process takes to start: seconds of a core, memory
-_TOO_SLOW = "timed out during startup"  # part of Ray's message
 _SETTINGS_FRAME = 4
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 
@@ -121,46 +121,6 @@ def _check_cores(slots: int, use_gpu: bool | None) -> None:
     )
 
 
-def start_ray(**options: Any) -> None:
-    """Call `ray.init`, and retry once if Ray is started here and is not ready within its limit of 30 s.
-
-    A run must not end because the machine was busy for half a minute.
-
-    Raises:
-        PlacementError: Ray was not ready in time twice.
-    """
-    before = _rays_processes()
-    for last in (False, True):
-        try:
-            ray.init(**options)
-            return
-        except Exception as error:
-            if _TOO_SLOW not in str(error):  # Ray raises a plain Exception
-                raise
-            left = _rays_processes() - before
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, timeout=_ANSWER_LIMIT_S)
-            if last:
-                raise PlacementError(
-                    "Ray did not start here within 30 s, tried twice: the machine is busy with something else, or "
-                    f"Ray's own processes fail; their logs are in {get_default_ray_temp_dir()}/session_latest/logs. "
-                    "Join a cluster that runs (`ray start --head`), or try again later"
-                ) from error
-            notify("Ray did not start within 30 s, the machine is busy: trying once more", "warning")
-
-
-def _rays_processes() -> set[psutil.Process]:
-    """Return the processes that `ray.init` started here and their children; all name the session folder."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if any(f"{os.sep}session_" in word for word in process.cmdline()):
-                found.add(process)
-    return found
-
-
 def _is_a_risk(record: logging.LogRecord) -> bool:
     """Leave out that authentication is on; that it is off is for the user."""
     return "authentication is enabled" not in record.getMessage()
@@ -199,12 +159,45 @@ def shutdown_ray() -> None:
         _watch.dismiss()
         folder = _session_folder()
     if _started_here and ray.is_initialized():
-        ray.shutdown()
+        if folder:
+            _shut_down_own_ray()
+        else:
+            ray.shutdown()
     if _reaper is not None:
         _reaper.dismiss()
     if folder and sys.exc_info()[0] is None:
         _remove_session(folder)
     _started_here, _reaper, _watch = False, None, None
+
+
+def _shut_down_own_ray() -> None:
+    """End the Ray that was started here.
+
+    Ray sends SIGTERM to each of its processes and waits for a second. Where a run has blocked this signal, that is in
+    vain, so they are killed, and with them what the raylet would have ended.
+    """
+    raylet = _processes_of_ray().get("raylet")
+    if raylet is None or signal.SIGTERM not in _blocked_in(raylet):
+        ray.shutdown()
+        return
+    node = ray._private.worker.global_worker.node
+    kill, left = node.kill_all_processes, psutil.Process(raylet).children(recursive=True)
+    node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
+    ray.shutdown()
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_ANSWER_LIMIT_S)
+
+
+def _blocked_in(pid: int) -> set[int]:
+    """Return the signals that a process has blocked; none where the system does not tell."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("SigBlk:"):
+                mask = int(line.split()[1], 16)
+                return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+    return set()
 
 
 def _session_folder() -> str:

@@ -26,7 +26,7 @@ from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
 from hybridrl.single_controller.ray.images import with_images
 from hybridrl.utils import work_folder
-from hybridrl.utils.child_processes import keep_exit_codes
+from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
 
 # Positional and keyword arguments of the user's constructor.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -104,6 +104,7 @@ class WorkerHost:
             work_folder.enter(settings.folder)
             set_up_process(settings, *master)
             keep_exit_codes()
+            ignore_stop_signals()
             _keep_stacks_readable()
             super().__init__(*args, **kwargs)
         except (Exception, SystemExit) as error:

@@ -1,16 +1,18 @@
 """Tells at once that one of Ray's own processes has ended.
 
 Without its GCS, a program seems to run on: Ray looks for it for a minute and then ends the program without a reason.
+Without its raylet, calls to workers that run already still work, and anything else waits.
 """
 
 import os
 import select
 import threading
+import time
 from collections.abc import Mapping
 
 from hybridrl.notify import notify
 
-_LEFT_S = 10.0  # to end in order, after the end of the GCS
+_LEFT_S = 10.0  # to end in order, after the end of the first process
 
 
 class ClusterWatch:
@@ -44,8 +46,9 @@ class ClusterWatch:
         poll = select.poll()
         for descriptor in (self._wake_here, *self._names):
             poll.register(descriptor, select.POLLIN)
-        left_ms: int | None = None
+        deadline: float | None = None
         while True:
+            left_ms = None if deadline is None else max(0, int(1000 * (deadline - time.monotonic())))
             ended = {descriptor for descriptor, _ in poll.poll(left_ms)}
             if self._wake_here in ended:
                 return
@@ -53,8 +56,7 @@ class ClusterWatch:
                 os._exit(1)
             for descriptor in ended:
                 poll.unregister(descriptor)
-                if self._names[descriptor] == "gcs_server":
-                    left_ms = int(_LEFT_S * 1000)
+                deadline = deadline or time.monotonic() + _LEFT_S
                 notify(
                     f"Ray's process {self._names[descriptor]} was killed or crashed: this program cannot continue and "
                     f"ends within {_LEFT_S:.0f} s. A run resumes from its last checkpoint with the same command. Ray's "
