@@ -49,6 +49,7 @@ def key(
     means: tuple[tuple[Any, Any], ...] = (),
     registry: Registry[Any] | None = None,
     path: str | None = None,
+    needs: Any = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -60,11 +61,13 @@ def key(
         default: the value; lists and dicts are copied for every instance. `dataclasses.MISSING`: it must be set.
         meaning: one line for the user; it is printed in the reference table.
         follows: source of the default in a composed tree: an interpolation, or a container of interpolations.
+        needs: what it depends on, see `hybridrl.config.schema.needs`: a value that cannot act is refused. An empty
+            tuple: nothing, not even what its group needs.
         path: location of the setting below the group that reads it; None: in the group itself.
         choices, later, synonyms, means, registry, ge, gt, le, lt: see `Limits`.
     """
     limits = Limits(choices, later, synonyms or {}, means, registry, ge, gt, le, lt)
-    metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path}
+    metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path, "needs": needs}
     if default is MISSING:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):

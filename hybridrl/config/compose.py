@@ -349,6 +349,7 @@ def compose_config(
             )
     if faults := everything.faults:
         raise ConfigError(list(dict.fromkeys(faults)))
+    object.__setattr__(config, "set_keys", frozenset(origins) - taken_back)
     return Composed(config, tree, everything.notices())
 
 

@@ -227,5 +227,5 @@ def test_programs_name_trees_and_modules_that_exist():
 def test_the_tables_of_verl_are_packaged():
     folder = Path(__file__).parents[2] / "hybridrl/config/verl"
     assert {path.stem for path in folder.glob("*.yaml")} == {
-        *("aliases", "bases", "choices", "no_effect", "pending", "programs"),
+        *("aliases", "bases", "choices", "idle", "no_effect", "pending", "programs"),
     }

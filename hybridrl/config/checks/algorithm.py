@@ -59,17 +59,6 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
             f"algorithm.filter_groups.enable=True drops prompts whose samples all score the same, and {_ROLLOUT}.n=1: "
             "all would be dropped; set it to 2 or more, 8 is usual"
         )
-    if config.trainer.critic_warmup > 0 and not config.use_critic:
-        yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic (algorithm.adv_estimator={name}): "
-            "the policy would wait for nothing; set it to 0"
-        )
-    actor = config.actor_rollout_ref.actor
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (
-            f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor} acts with loss_agg_mode=seq-mean-token-sum-norm "
-            f"only, and it is {actor.loss_agg_mode}"
-        )
 
 
 def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:

@@ -9,7 +9,6 @@ from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
 from hybridrl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig, RootConfig, SupervisedConfig
-from hybridrl.config.schema.trainer import RunConfig
 from hybridrl.registry import ADV_ESTIMATORS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -21,9 +20,6 @@ def consequences(config: RootConfig) -> Iterator[str]:
         yield from _of_training(config)
     if isinstance(config, SupervisedConfig):
         yield from _of_profiling(config.global_profiler, {"profiler": config.profiler})
-    trainer = getattr(config, "trainer", None)
-    if isinstance(trainer, RunConfig):
-        yield from _of_resuming(trainer)
 
 
 def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
@@ -49,12 +45,6 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
         )
     if config.actor_rollout_ref.model.adapted:
         yield from _of_own_reference(config.actor_rollout_ref)
-    part = config.reward.reward_model
-    if part.model.path and not part.enable:
-        yield (
-            f"reward.reward_model.model.path={part.model.path} has no effect without reward.reward_model.enable: no "
-            "reward model takes part"
-        )
     profilers = {
         f"{spec.where}.profiler": getattr(spec.settings_of(config), "profiler", None) for spec in active_roles(config)
     }
@@ -89,20 +79,6 @@ def _of_profiling(wanted: GlobalProfilerConfig, roles: Mapping[str, RoleProfiler
             f"no profile is written, because no rank is chosen: set {where}.enable=True, and {where}.all_ranks=True or "
             f"{where}.ranks=[0]"
         )
-
-
-def _of_resuming(trainer: RunConfig) -> Iterator[str]:
-    if trainer.resume_from_path is None or trainer.resume_mode == "resume_path":
-        return
-    continues = (
-        "starts from its first step"
-        if trainer.resume_mode == "disable"
-        else "continues from the newest checkpoint it has"
-    )
-    yield (
-        f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
-        f"{trainer.resume_mode}: the run {continues}. Set trainer.resume_mode=resume_path to resume from that path"
-    )
 
 
 def _of_own_reference(policy: ActorRolloutRefConfig) -> Iterator[str]:

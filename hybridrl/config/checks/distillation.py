@@ -135,8 +135,6 @@ def distillation_notices(config: PPOTrainerConfig) -> Iterator[str]:
     """Yield a notice for each group of settings without effect."""
     settings, loss = config.distillation, config.distillation.distillation_loss
     if not settings.enabled:
-        if settings.teacher_models:
-            yield f"no effect here without distillation.enabled: {_TEACHERS}"
         return
     if unread := list(unread_keys(config)):
         yield (
@@ -146,20 +144,6 @@ def distillation_notices(config: PPOTrainerConfig) -> Iterator[str]:
     found = teachers_of(config)
     if len(found.teachers) == 1 and found.teachers[0].settings.key is not None:
         yield f"{found.teachers[0].where}.key has no effect: with one teacher, all rows are its"
-    defaults, idle = DistillationLossConfig(), set()
-    if settings.reads == "tokens":
-        idle.add("log_prob_min_clamp")
-    if settings.reads != "top":
-        idle.add("topk")
-    if not loss.use_policy_gradient:
-        idle |= {"policy_loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"}
-    if not loss.use_task_rewards:
-        idle.add("distillation_loss_coef")
-    if names := [name for name in loss.keys() if name in idle and loss[name] != defaults[name]]:
-        yield (
-            f"no effect here with {_LOSS}.loss_mode={loss.loss_mode}, use_policy_gradient={loss.use_policy_gradient}, "
-            f"use_task_rewards={loss.use_task_rewards}: {', '.join(f'{_LOSS}.{name}' for name in names)}"
-        )
     actor = config.actor_rollout_ref.actor
     terms = {"use_kl_loss": actor.use_kl_loss, "entropy_coeff": actor.entropy_coeff != 0}
     if not loss.use_task_rewards and any(terms.values()):

@@ -20,6 +20,7 @@ from hybridrl.config.checks.algorithm import (
 )
 from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.checks.judge import check_judge, idle_judge
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
@@ -80,9 +81,10 @@ def check(config: RootConfig) -> list[str]:
     if misfits:  # the other checks rely on types
         raise ConfigError(misfits)
     faults = [fault for found in _checks(config) for fault in found]
-    if faults:
-        raise ConfigError(faults)
-    return list(consequences(config))
+    idle, notices = check_idle(config, faults)
+    if faults or idle:
+        raise ConfigError([*faults, *idle])
+    return [*notices, *consequences(config)]
 
 
 def check_values(config: RootConfig) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from hybridrl.config.schema.reward import StepScoresConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.registry import TRAIN_ENGINES
 
@@ -11,12 +10,9 @@ _PART = "reward.reward_model"
 
 def check_step_scores(config: PPOTrainerConfig) -> Iterator[str]:
     """Check settings of steps, and refuse what a classifier of steps cannot do."""
-    part, plain = config.reward.reward_model, StepScoresConfig()
+    part = config.reward.reward_model
     steps, where = part.steps, f"{_PART}.steps"
     if not steps.enable:
-        if names := [name for name in plain.keys() if steps[name] != plain[name]]:
-            found = ", ".join(f"{where}.{name}" for name in names)
-            yield f"{found}: no effect without {where}.enable=True; set it, or remove these"
         return
     if part.is_judge:
         yield f"{where}.enable=True has no effect with a judge ({_PART}.judge); remove one of them"

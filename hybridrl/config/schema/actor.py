@@ -13,6 +13,7 @@ from hybridrl.config.schema.engine import (
     strategy_key,
 )
 from hybridrl.config.schema.megatron import MegatronConfig
+from hybridrl.config.schema.needs import AnyNeed, among, any_of, entry, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.errors import ConfigError
@@ -38,6 +39,28 @@ _AS_ACTOR: dict[str, Any] = {
 }
 
 
+#: policy losses that clip the ratio
+_CLIPPED = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+#: losses that read these settings whatever `policy_loss.loss_mode` is
+_OTHER_LOSSES = (
+    on("distillation.distillation_loss.use_policy_gradient"),
+    on("algorithm.rollout_correction.bypass_mode"),
+)
+
+
+def _loss(*losses: str, group: bool = False) -> AnyNeed:
+    """One of these policy losses, for settings of the actor or of its group `policy_loss`."""
+    key = ".loss_mode" if group else ".policy_loss.loss_mode"
+    return any_of(entry(key, POLICY_LOSSES, *losses), also=_OTHER_LOSSES)
+
+
+def _chunks(*groups: str) -> AnyNeed:
+    """The limit of temporary memory is on, in one of these groups or in one for an engine."""
+    names = [f"{group}{engine}" for group in groups for engine in ("", "fsdp_config.", "megatron.")]
+    first, *others = [on(f"{name}entropy_from_logits_with_chunking") for name in names]
+    return any_of(first, also=tuple(others))
+
+
 def _chunking_of(role: str) -> dict[str, Any]:
     """An engine's limit of temporary memory, which is that of its role unless it is set for the engine."""
     values = {"entropy_from_logits_with_chunking": False, "entropy_from_logits_chunk_size": 2048}
@@ -53,17 +76,30 @@ class PolicyLossConfig(ConfigNode):
         "policy loss by its registered name",
         registry=POLICY_LOSSES,
     )
-    dro_beta: float | None = key(None, "dro: weight of the quadratic term; must be set for it", gt=0)
-    clip_cov_ratio: float = key(0.0002, "clip_cov: share of the tokens that is excluded", ge=0, le=1)
-    clip_cov_lb: float = key(1.0, "clip_cov: tokens are drawn from those with a covariance above this")
-    clip_cov_ub: float = key(5.0, "clip_cov: and below this")
+    dro_beta: float | None = key(
+        None, "dro: weight of the quadratic term; must be set for it", gt=0, needs=_loss("dro", group=True)
+    )
+    clip_cov_ratio: float = key(
+        0.0002, "clip_cov: share of the tokens that is excluded", ge=0, le=1, needs=_loss("clip_cov", group=True)
+    )
+    clip_cov_lb: float = key(
+        1.0, "clip_cov: tokens are drawn from those with a covariance above this", needs=_loss("clip_cov", group=True)
+    )
+    clip_cov_ub: float = key(5.0, "clip_cov: and below this", needs=_loss("clip_cov", group=True))
     kl_cov_ratio: float = key(
-        0.0002, "kl_cov: share of the tokens, those with the largest covariance, that is penalised", ge=0, le=1
+        0.0002,
+        "kl_cov: share of the tokens, those with the largest covariance, that is penalised",
+        ge=0,
+        le=1,
+        needs=_loss("kl_cov", group=True),
     )
     sppo_eta: float = key(
-        1.0, "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage", gt=0
+        1.0,
+        "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage",
+        gt=0,
+        needs=_loss("sppo", group=True),
     )
-    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", ge=0)
+    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", ge=0, needs=_loss("kl_cov", group=True))
 
 
 @dataclass
@@ -94,22 +130,39 @@ class ActorConfig(ConfigNode):
 
     strategy: str = strategy_key(follows="${oc.select:model_engine,fsdp2}")
     ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
-    ppo_micro_batch_size_per_gpu: int = key(MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0)
+    ppo_micro_batch_size_per_gpu: int = key(
+        MICRO_BATCH_SIZE,
+        "sequences that a process computes at once",
+        gt=0,
+        needs=any_of(
+            off(".use_dynamic_bsz"),
+            off("..rollout.log_prob_use_dynamic_bsz"),
+            off("..ref.log_prob_use_dynamic_bsz"),
+            off("critic.use_dynamic_bsz"),
+        ),
+    )
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
     ppo_max_token_len_per_gpu: int = key(16384, "most tokens per micro-batch", gt=0)
     ppo_epochs: int = key(1, "passes over a batch", gt=0)
     shuffle: bool = key(False, "shuffle the batch before it is split into mini-batches")
-    data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
-    clip_ratio: float = key(0.2, "clip range of the probability ratio, both sides", ge=0)
-    clip_ratio_low: float = key(0.2, "clip range below 1", follows="${.clip_ratio}", ge=0)
-    clip_ratio_high: float = key(0.2, "clip range above 1", follows="${.clip_ratio}", ge=0)
-    clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
-    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", gt=0)
-    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", gt=0)
+    data_loader_seed: int = key(
+        42, "seed of this shuffle", ge=0, needs=any_of(on(".shuffle"), on("algorithm.use_pf_ppo"))
+    )
+    clip_ratio: float = key(0.2, "clip range of the probability ratio, both sides", ge=0, needs=_loss(*_CLIPPED))
+    clip_ratio_low: float = key(0.2, "clip range below 1", follows="${.clip_ratio}", ge=0, needs=_loss(*_CLIPPED))
+    clip_ratio_high: float = key(0.2, "clip range above 1", follows="${.clip_ratio}", ge=0, needs=_loss(*_CLIPPED))
+    clip_ratio_c: float = key(
+        3.0, "bound of the dual clip for negative advantages", gt=1, needs=_loss("vanilla", "dppo_tv", "dppo_kl")
+    )
+    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", gt=0, needs=_loss("sapo"))
+    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", gt=0, needs=_loss("sapo"))
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
     loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=names.LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "divisor of seq-mean-token-sum-norm; null: rollout.response_length", gt=0
+        None,
+        "divisor of seq-mean-token-sum-norm; null: rollout.response_length",
+        gt=0,
+        needs=among(".loss_agg_mode", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     calculate_sum_pi_squared: bool = key(
@@ -117,8 +170,8 @@ class ActorConfig(ConfigNode):
     )
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
-    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=names.KL_PENALTIES)
+    kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, needs=on(".use_kl_loss"))
+    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=names.KL_PENALTIES, needs=on(".use_kl_loss"))
     recompute_old_log_prob: str = key(
         "auto",
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",
@@ -126,7 +179,7 @@ class ActorConfig(ConfigNode):
     )
     router_replay: RouterReplayConfig = group(RouterReplayConfig)
     entropy_from_logits_with_chunking: bool = chunking_key()
-    entropy_from_logits_chunk_size: int = chunk_size_key()
+    entropy_from_logits_chunk_size: int = chunk_size_key(needs=_chunks(".", "..ref."))
     freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower")
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
@@ -171,6 +224,7 @@ class RefConfig(ConfigNode):
         "sequences that a process computes at once",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
+        needs=off(".log_prob_use_dynamic_bsz"),
     )
     log_prob_use_dynamic_bsz: bool = key(
         False,
@@ -192,7 +246,7 @@ class RefConfig(ConfigNode):
         follows="${oc.select:actor_rollout_ref.actor.entropy_from_logits_with_chunking,false}"
     )
     entropy_from_logits_chunk_size: int = chunk_size_key(
-        follows="${oc.select:actor_rollout_ref.actor.entropy_from_logits_chunk_size,2048}"
+        follows="${oc.select:actor_rollout_ref.actor.entropy_from_logits_chunk_size,2048}", needs=_chunks(".")
     )
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     fsdp_config: FSDPConfig = group(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.config.schema import names
+from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, entry, fact, is_set, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -13,8 +14,13 @@ class KLControlConfig(ConfigNode):
 
     type: str = key("fixed", "fixed, or adaptive towards target_kl", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "weight of the KL; adaptive: its initial value", ge=0)
-    horizon: int = key(10000, "adaptive: approximate number of samples in which the weight may double or halve", gt=0)
-    target_kl: float = key(0.1, "adaptive: target of the KL", gt=0)
+    horizon: int = key(
+        10000,
+        "adaptive: approximate number of samples in which the weight may double or halve",
+        gt=0,
+        needs=among(".type", "adaptive"),
+    )
+    target_kl: float = key(0.1, "adaptive: target of the KL", gt=0, needs=among(".type", "adaptive"))
 
 
 @dataclass
@@ -25,7 +31,9 @@ class RolloutCorrectionConfig(ConfigNode):
         None, "level of the importance weights on the loss; null: none", choices=("token", "sequence")
     )
     rollout_is_threshold: float | str | None = key(
-        2.0, "a number: larger weights are clipped to it; lo_hi: weights outside are 0 (IcePop)"
+        2.0,
+        "a number: larger weights are clipped to it; lo_hi: weights outside are 0 (IcePop)",
+        needs=is_set(".rollout_is"),
     )
     rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the batch")
     rollout_rs: str | None = key(None, "what is rejected: token_k1, seq_mean_k3, ..., several separated by commas")
@@ -48,9 +56,13 @@ class FilterGroupsConfig(ConfigNode):
         None,
         "score, reward, seq_reward (each the summed score, with the overlong penalty), or what the reward function "
         "returns besides it; null: score",
+        needs=on(".enable"),
     )
     max_num_gen_batches: int = key(
-        0, "stop the run if a step needs more generation batches; 0: if one pass over the data does not fill it", ge=0
+        0,
+        "stop the run if a step needs more generation batches; 0: if one pass over the data does not fill it",
+        ge=0,
+        needs=on(".enable"),
     )
 
 
@@ -68,7 +80,15 @@ class MissingConfig(ConfigNode):
     timeout: str = key("refill", "something took longer than its limit; as infra", choices=names.ON_MISSING)
     grading: str = key("refill", "the scorer could not judge the sample; as infra", choices=names.ON_MISSING)
     dropped: str = key("drop", "a loop, environment or filter left the sample out; as infra", choices=names.ON_MISSING)
-    max_refills: int = key(3, "times that one sample is generated again; then it leaves its group", ge=0)
+    max_refills: int = key(
+        3,
+        "times that one sample is generated again; then it leaves its group",
+        ge=0,
+        needs=any_of(
+            *(among(f".{reason}", "refill") for reason in ("infra", "timeout", "grading", "dropped")),
+            among("reward.on_error", "refill"),
+        ),
+    )
     max_share: float = key(
         0.5,
         "the run ends if a larger share of a generation batch has no reward at first (batches of less than 16 samples "
@@ -76,7 +96,12 @@ class MissingConfig(ConfigNode):
         ge=0,
         le=1,
     )
-    window: int = key(50, "steps over which is tested whether missing samples differ in length or reward", gt=0)
+    window: int = key(
+        50,
+        "steps over which is tested whether missing samples differ in length or reward",
+        gt=0,
+        needs=above(".significance"),
+    )
     significance: float = key(1e-3, "probability of a false warning of that test per window; 0: no test", ge=0, lt=1)
 
 
@@ -87,7 +112,7 @@ class PFPPOConfig(ConfigNode):
     reweight_method: str = key(
         "pow", "how the probability of drawing a row depends on its score", choices=names.PF_PPO_METHODS
     )
-    weight_pow: float = key(2.0, "pow: by |score| to this power", gt=0)
+    weight_pow: float = key(2.0, "pow: by |score| to this power", gt=0, needs=among(".reweight_method", "pow"))
 
 
 @dataclass
@@ -99,29 +124,63 @@ class AlgorithmConfig(ConfigNode):
         "advantage estimator by its registered name",
         registry=ADV_ESTIMATORS,
     )
-    gamma: float = key(1.0, "discount of a token's reward", ge=0, le=1)
-    lam: float = key(1.0, "lambda of GAE", ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr. GRPO)")
+    gamma: float = key(
+        1.0,
+        "discount of a token's reward",
+        ge=0,
+        le=1,
+        needs=any_of(entry(".adv_estimator", ADV_ESTIMATORS, "gae", "prime", "reinforce_plus_plus", "gigpo"), A_CRITIC),
+    )
+    lam: float = key(1.0, "lambda of GAE", ge=0, le=1, needs=entry(".adv_estimator", ADV_ESTIMATORS, "gae"))
+    norm_adv_by_std_in_grpo: bool = key(
+        True,
+        "GRPO: divide by the group's standard deviation (false: Dr. GRPO)",
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "grpo", "grpo_passk", "gdpo"),
+    )
     gdpo_reward_keys: list[str] = key([], "gdpo: names of the reward components that the reward function returns")
-    gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights; null: 1 each")
+    gdpo_reward_weights: list[float] | None = key(
+        None, "gdpo: their weights; null: 1 each", needs=fact(".adv_estimator", ADV_ESTIMATORS, "reads_components")
+    )
     sppo_preference_scale: float | None = key(
         None,
         "sppo: a sample wins with probability sigmoid(scale * difference of scores); null: if it scores more",
         gt=0,
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "sppo"),
     )
-    reward_dpo_coef: float = key(1.0, "prime: weight of the process rewards in the advantage", ge=0)
-    reward_gt_coef: float = key(1.0, "prime: weight of the outcome in the advantage", ge=0)
+    reward_dpo_coef: float = key(
+        1.0,
+        "prime: weight of the process rewards in the advantage",
+        ge=0,
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "prime"),
+    )
+    reward_gt_coef: float = key(
+        1.0,
+        "prime: weight of the outcome in the advantage",
+        ge=0,
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "prime"),
+    )
     prime_norm: str = key(
         "none",
         "prime; batch_norm: divide process rewards by the batch's largest sum of remaining ones",
         choices=("none", "batch_norm"),
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "prime"),
     )
-    prime_whiten: bool = key(False, "prime: whiten the advantages over all response tokens")
-    gigpo_step_advantage_w: float = key(1.0, "gigpo: weight of the comparison of turns in the same situation", ge=0)
+    prime_whiten: bool = key(
+        False,
+        "prime: whiten the advantages over all response tokens",
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "prime"),
+    )
+    gigpo_step_advantage_w: float = key(
+        1.0,
+        "gigpo: weight of the comparison of turns in the same situation",
+        ge=0,
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "gigpo"),
+    )
     gigpo_mode: str = key(
         "mean_norm",
         "gigpo: differences from the mean; mean_std_norm: divided by the standard deviation",
         choices=("mean_norm", "mean_std_norm"),
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "gigpo"),
     )
     normalize_rewards: str = key(
         "none",
@@ -133,10 +192,10 @@ class AlgorithmConfig(ConfigNode):
         None, "then clip a sequence's score to plus or minus this; null: no clipping", gt=0
     )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = key("kl", "estimator of that KL", choices=names.KL_PENALTIES)
-    kl_ctrl: KLControlConfig = group(KLControlConfig)
+    kl_penalty: str = key("kl", "estimator of that KL", choices=names.KL_PENALTIES, needs=on(".use_kl_in_reward"))
+    kl_ctrl: KLControlConfig = group(KLControlConfig, needs=on(".use_kl_in_reward"))
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)
     missing: MissingConfig = group(MissingConfig)
     use_pf_ppo: bool = key(False, "PF-PPO: train on rows drawn by their score, each with its own advantages")
-    pf_ppo: PFPPOConfig = group(PFPPOConfig)
+    pf_ppo: PFPPOConfig = group(PFPPOConfig, needs=on(".use_pf_ppo"))

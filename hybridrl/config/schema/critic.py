@@ -7,6 +7,7 @@ from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.needs import among, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 
@@ -17,7 +18,7 @@ _POLICY = "${actor_rollout_ref.model."
 class CriticConfig(ConfigNode):
     """`critic`: the value model and how it is updated."""
 
-    enable: bool | None = key(None, "null: there is a critic when algorithm.adv_estimator=gae")
+    enable: bool | None = key(None, "null: there is a critic when algorithm.adv_estimator=gae", needs=())
     strategy: str = strategy_key(follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}")
     model: ModelConfig = group(
         ModelConfig,
@@ -39,12 +40,14 @@ class CriticConfig(ConfigNode):
         "sequences that a process computes at once",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
+        needs=off(".use_dynamic_bsz"),
     )
     forward_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
         "sequences that a process computes at once for values",
         follows="${.ppo_micro_batch_size_per_gpu}",
         gt=0,
+        needs=off(".use_dynamic_bsz"),
     )
     use_dynamic_bsz: bool = key(
         False,
@@ -61,7 +64,7 @@ class CriticConfig(ConfigNode):
         "shuffle the batch before it is split into mini-batches",
         follows="${oc.select:actor_rollout_ref.actor.shuffle,false}",
     )
-    data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
+    data_loader_seed: int = key(42, "seed of this shuffle", ge=0, needs=on(".shuffle"))
     cliprange_value: float = key(0.5, "clip range of the value around its old value", gt=0)
     loss_agg_mode: str = key(
         "token-mean",
@@ -74,6 +77,7 @@ class CriticConfig(ConfigNode):
         "divisor of seq-mean-token-sum-norm; null: rollout.response_length",
         follows="${oc.select:actor_rollout_ref.actor.loss_scale_factor,null}",
         gt=0,
+        needs=among(".loss_agg_mode", "seq-mean-token-sum-norm"),
     )
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     checkpoint: CheckpointConfig = group(CheckpointConfig)

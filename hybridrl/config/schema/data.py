@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
+from hybridrl.config.schema.needs import among, any_of, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
@@ -14,7 +15,7 @@ class CustomClassConfig(ConfigNode):
     """`data.custom_cls`: a user's dataset class."""
 
     path: str | None = key(None, "Python file or importable module with the class; null: the library's class")
-    name: str | None = key(None, "name of the class")
+    name: str | None = key(None, "name of the class", needs=is_set(".path"))
 
 
 @dataclass
@@ -22,7 +23,11 @@ class SamplerConfig(ConfigNode):
     """`data.sampler`: the order of the training prompts."""
 
     class_path: str | None = key(None, "Python file or importable module; null: shuffle and seed decide")
-    class_name: str | None = key(None, "name of the sampler class, built with (data_source=dataset, data_config=data)")
+    class_name: str | None = key(
+        None,
+        "name of the sampler class, built with (data_source=dataset, data_config=data)",
+        needs=is_set(".class_path"),
+    )
 
 
 @dataclass
@@ -50,7 +55,12 @@ class PromptConfig(ConfigNode):
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
-    filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
+    filter_overlong_prompts_workers: int = key(
+        1,
+        "threads that tokenise prompts",
+        gt=0,
+        needs=any_of(on(".filter_overlong_prompts"), among(".truncation", "error")),
+    )
     truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=names.TRUNCATIONS)
     shuffle: bool = key(False, "if the number of rows is limited: draw them at random; false: use the first ones")
     seed: int | None = key(None, "seed of shuffling and drawing; null: 1", ge=0)
@@ -65,15 +75,17 @@ class DataConfig(PromptConfig):
     train_files: list[str] = key([], f"training data: {_FILES}; must be set")
     val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1, needs=is_set(".val_files"))
     reward_fn_key: str = key("data_source", "column that selects the reward function")
     train_batch_size: int = key(1024, "prompts per step", gt=0)
     gen_batch_size: int | None = key(
         None, "prompts per generation batch, until a step has its prompts; null: train_batch_size", gt=0
     )
-    val_batch_size: int | None = key(None, "prompts per validation batch; null: all at once", gt=0)
+    val_batch_size: int | None = key(
+        None, "prompts per validation batch; null: all at once", gt=0, needs=is_set(".val_files")
+    )
     shuffle: bool = key(True, "shuffle training prompts each epoch")
-    validation_shuffle: bool = key(False, "shuffle validation prompts")
+    validation_shuffle: bool = key(False, "shuffle validation prompts", needs=is_set(".val_files"))
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
     tool_config_path: str | None = key(
@@ -95,10 +107,10 @@ class SupervisedDataConfig(ConfigNode):
     train_files: list[str] = key([], f"training data: {_FILES}; must be set")
     val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1, needs=is_set(".val_files"))
     system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
     train_batch_size: int = key(256, "rows per optimizer step, counted over all processes", gt=0)
-    micro_batch_size_per_gpu: int = key(8, "rows that a process computes at once", gt=0)
+    micro_batch_size_per_gpu: int = key(8, "rows that a process computes at once", gt=0, needs=off(".use_dynamic_bsz"))
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by rows")
     max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
@@ -124,11 +136,19 @@ class SupervisedDataConfig(ConfigNode):
 class SFTDataConfig(SupervisedDataConfig):
     """`data` of `sft_trainer`; a row is a conversation."""
 
-    messages_key: str = key("messages", "column of the chat messages; used unless prompt_key and response_key are set")
+    messages_key: str = key(
+        "messages",
+        "column of the chat messages; used unless prompt_key and response_key are set",
+        needs=is_not_set(".prompt_key"),
+    )
     prompt_key: str | None = key(None, "column of the prompt, if rows are prompt and response")
     response_key: str | None = key(None, "column of the response")
-    prompt_dict_keys: list[str] = key([], "names inside the column prompt_key, outermost first: prompt_key.a.b")
-    response_dict_keys: list[str] = key([], "names inside the column response_key, outermost first")
+    prompt_dict_keys: list[str] = key(
+        [], "names inside the column prompt_key, outermost first: prompt_key.a.b", needs=is_set(".prompt_key")
+    )
+    response_dict_keys: list[str] = key(
+        [], "names inside the column response_key, outermost first", needs=is_set(".response_key")
+    )
 
 
 @dataclass
@@ -142,7 +162,7 @@ class PairsDataConfig(SupervisedDataConfig):
     filter_pairs: bool = key(
         False, "leave out pairs with an empty answer, two equal answers or too many tokens; false: refuse or cut them"
     )
-    micro_batch_size_per_gpu: int = key(4, "pairs that a process computes at once", gt=0)
+    micro_batch_size_per_gpu: int = key(4, "pairs that a process computes at once", gt=0, needs=off(".use_dynamic_bsz"))
 
 
 @dataclass
@@ -170,7 +190,9 @@ class EvaluationDataConfig(ConfigNode):
     response_key: str = key("responses", "column of the responses, a list of texts")
     prompt_key: str = key("prompt", "column of the prompts, for functions that take them")
     data_source_key: str = key("data_source", "column that selects the reward function")
-    reward_model_key: str = key("reward_model", "column with {style, ground_truth}")
+    reward_model_key: str = key(
+        "reward_model", "column with {style, ground_truth}", needs=is_not_set(".ground_truth_key")
+    )
     ground_truth_key: str | None = key(None, "column of the ground truth; null: reward_model_key holds it")
     extra_info_key: str = key("extra_info", "column of further information for the reward function")
     output_path: str | None = key(None, "JSON file to write; null: that of the first file, ending in .eval.json")

@@ -6,6 +6,7 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
+from hybridrl.config.schema.needs import above, fact, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES
@@ -63,34 +64,47 @@ class DistillationLossConfig(ConfigNode):
     """`distillation.distillation_loss`."""
 
     loss_mode: str = key("k3", "distillation loss by its registered name", registry=DISTILLATION_LOSSES)
-    topk: int = key(32, "losses over the teacher's most likely tokens: how many", gt=0)
+    topk: int = key(
+        32,
+        "losses over the teacher's most likely tokens: how many",
+        gt=0,
+        needs=fact(".loss_mode", DISTILLATION_LOSSES, "reads", "top"),
+    )
     use_policy_gradient: bool = key(
         False, "the negative loss of a token is its advantage in a policy loss; false: the loss is minimised itself"
     )
     use_task_rewards: bool = key(
         True, "add the policy's loss on the rewards; false: the policy learns from teachers alone"
     )
-    distillation_loss_coef: float = key(1.0, "weight of the distillation loss in addition to that on rewards", ge=0)
+    distillation_loss_coef: float = key(
+        1.0, "weight of the distillation loss in addition to that on rewards", ge=0, needs=on(".use_task_rewards")
+    )
     loss_max_clamp: float | None = key(None, "largest absolute value of a token's loss; null: no limit", gt=0)
     log_prob_min_clamp: float | None = key(
-        None, "losses over several tokens: smallest log-probability of both models; null: no limit", lt=0
+        None,
+        "losses over several tokens: smallest log-probability of both models; null: no limit",
+        lt=0,
+        needs=fact(".loss_mode", DISTILLATION_LOSSES, "reads", "top", "vocabulary"),
     )
     policy_loss_mode: str = key(
-        "vanilla", "use_policy_gradient: policy loss by its registered name", registry=POLICY_LOSSES
+        "vanilla",
+        "use_policy_gradient: policy loss by its registered name",
+        registry=POLICY_LOSSES,
+        needs=on(".use_policy_gradient"),
     )
-    clip_ratio: float = key(0.2, "use_policy_gradient: clip range of that loss", ge=0)
-    clip_ratio_low: float = key(0.2, "use_policy_gradient: below 1", ge=0)
-    clip_ratio_high: float = key(0.2, "use_policy_gradient: above 1", ge=0)
+    clip_ratio: float = key(0.2, "use_policy_gradient: clip range of that loss", ge=0, needs=on(".use_policy_gradient"))
+    clip_ratio_low: float = key(0.2, "use_policy_gradient: below 1", ge=0, needs=on(".use_policy_gradient"))
+    clip_ratio_high: float = key(0.2, "use_policy_gradient: above 1", ge=0, needs=on(".use_policy_gradient"))
 
 
 @dataclass
 class DistillationConfig(ConfigNode):
     """`distillation`."""
 
-    enabled: bool = key(False, "learn from teachers")
+    enabled: bool = key(False, "learn from teachers", needs=())
     teacher_models: dict[str, Any] = key({}, "teachers by a name of your choice; see the settings of a teacher")
     teacher_key: str = key("data_source", "column of the data that says which teacher a row has")
-    n_gpus_per_node: int = key(8, "processes of the teachers' own pool on each machine", gt=0)
+    n_gpus_per_node: int = key(8, "processes of the teachers' own pool on each machine", gt=0, needs=above(".nnodes"))
     nnodes: int = key(0, "machines of that pool; 0: teachers take turns with the policy in its processes", ge=0)
     distillation_loss: DistillationLossConfig = group(DistillationLossConfig)
     strategy: str = strategy_key(follows="${actor_rollout_ref.actor.strategy}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridrl.config.schema import names
+from hybridrl.config.schema.needs import Need, Needs, among, any_of, is_not_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
@@ -30,7 +31,7 @@ def chunking_key(follows: str | None = None) -> Any:
     )
 
 
-def chunk_size_key(follows: str | None = None) -> Any:
+def chunk_size_key(follows: str | None = None, needs: Needs | None = None) -> Any:
     """Declare that limit."""
     return key(
         2048,
@@ -38,6 +39,7 @@ def chunk_size_key(follows: str | None = None) -> Any:
         "GPUs need no such copy of whole logits",
         follows=follows,
         gt=0,
+        needs=needs,
     )
 
 
@@ -70,7 +72,7 @@ class EngineConfig(ConfigNode):
     forward_only: bool = key(False, "no gradients, no optimizer")
     seed: int = key(42, "seed of each rank's random numbers", ge=0)
     entropy_from_logits_with_chunking: bool = chunking_key()
-    entropy_from_logits_chunk_size: int = chunk_size_key()
+    entropy_from_logits_chunk_size: int = chunk_size_key(needs=on(".entropy_from_logits_with_chunking"))
 
     @property
     def most_tokens(self) -> int | None:
@@ -105,6 +107,10 @@ class FSDPConfig(EngineConfig):
     full_determinism: bool = key(False, "use deterministic kernels only; slower")
 
 
+#: optimizers of torch.optim without decay rates of Adam
+_WITHOUT_BETAS = ("SGD", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "LBFGS", "Adafactor")
+
+
 @dataclass
 class OptimConfig(ConfigNode):
     """`actor.optim`, `critic.optim`, and `optim` of supervised fine-tuning."""
@@ -118,17 +124,42 @@ class OptimConfig(ConfigNode):
         "torch.optim", "module or Python file that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
     )
     lr: float = key(1e-6, "peak learning rate", ge=0)
-    betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)
+    betas: list[float] = key(
+        [0.9, 0.999],
+        "Adam's decay rates",
+        ge=0,
+        lt=1,
+        needs=any_of(not_among(".optimizer", *_WITHOUT_BETAS), not_among(".optimizer_impl", "torch.optim")),
+    )
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
     clip_grad: float = key(1.0, "maximum global gradient norm", gt=0)
     lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=names.LR_SCHEDULERS)
     lr_warmup_steps: int = key(
         -1, "training steps of linear warm-up; 0 or less, or null: lr_warmup_steps_ratio decides", means=((None, -1),)
     )
-    lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
-    min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
-    min_lr: float | None = key(None, "the same as a learning rate; null: min_lr_ratio decides", ge=0)
-    num_cycles: float = key(0.5, "periods of the cosine; 0.5 decays once", gt=0)
+    lr_warmup_steps_ratio: float = key(
+        0.0,
+        "warm-up as a share of all steps",
+        ge=0,
+        le=1,
+        needs=Need(".lr_warmup_steps", lambda steps: steps <= 0, "=-1"),
+    )
+    min_lr_ratio: float = key(
+        0.0,
+        "learning rate at the end of linear or cosine decay, as a share of lr",
+        ge=0,
+        le=1,
+        needs=(not_among(".lr_scheduler_type", "constant"), is_not_set(".min_lr")),
+    )
+    min_lr: float | None = key(
+        None,
+        "the same as a learning rate; null: min_lr_ratio decides",
+        ge=0,
+        needs=not_among(".lr_scheduler_type", "constant"),
+    )
+    num_cycles: float = key(
+        0.5, "periods of the cosine; 0.5 decays once", gt=0, needs=among(".lr_scheduler_type", "cosine")
+    )
     total_training_steps: int = key(-1, "length of the schedule in steps; negative: set by the trainer")
     override_optimizer_config: dict[str, Any] | None = key(
         None, "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW"

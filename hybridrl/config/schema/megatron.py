@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
+from hybridrl.config.schema.needs import above, on
 from hybridrl.config.schema.node import key
 
 
@@ -17,7 +18,10 @@ class MegatronConfig(EngineConfig):
     tensor_model_parallel_size: int = key(1, "ranks that share each layer (TP)", ge=1)
     pipeline_model_parallel_size: int = key(1, "stages of consecutive layers (PP)", ge=1)
     virtual_pipeline_model_parallel_size: int | None = key(
-        None, "model chunks per stage, in an interleaved schedule (VPP); null: one, not interleaved", ge=2
+        None,
+        "model chunks per stage, in an interleaved schedule (VPP); null: one, not interleaved",
+        ge=2,
+        needs=above(".pipeline_model_parallel_size", 1),
     )
     context_parallel_size: int = key(1, "ranks that share each sequence (CP)", ge=1)
     expert_model_parallel_size: int = key(1, "ranks that share the experts of each layer (EP)", ge=1)
@@ -25,11 +29,15 @@ class MegatronConfig(EngineConfig):
         None, "ranks that share each expert (ETP); null: tensor_model_parallel_size", ge=1
     )
     sequence_parallel: bool = key(
-        True, "with TP, also split the activations between the tensor-parallel parts along the sequence (SP)"
+        True,
+        "with TP, also split the activations between the tensor-parallel parts along the sequence (SP)",
+        needs=above(".tensor_model_parallel_size", 1),
     )
     use_distributed_optimizer: bool = key(True, "split the optimizer state over the data-parallel ranks")
     use_dist_checkpointing: bool = key(False, "load the first weights from dist_checkpointing_path")
-    dist_checkpointing_path: str | None = key(None, "folder of a distributed checkpoint of Megatron-core")
+    dist_checkpointing_path: str | None = key(
+        None, "folder of a distributed checkpoint of Megatron-core", needs=on(".use_dist_checkpointing")
+    )
     override_ddp_config: dict[str, Any] = key({}, "fields of Megatron-core's DistributedDataParallelConfig")
     override_transformer_config: dict[str, Any] = key(
         {}, "fields of Megatron-core's TransformerConfig, e.g. recompute_granularity"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
+from hybridrl.config.schema.needs import above, is_not_set, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 
@@ -15,7 +16,7 @@ class TiledMLPConfig(ConfigNode):
         False,
         "fsdp2: compute MLPs for a part of the tokens at a time: less memory, computed again in the backward pass",
     )
-    num_shards: int = key(4, "parts of the tokens", ge=1)
+    num_shards: int = key(4, "parts of the tokens", ge=1, needs=on(".enabled"))
 
 
 @dataclass
@@ -34,13 +35,23 @@ class ModelConfig(ConfigNode):
     lora_rank: int = key(
         0, "fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none", ge=0
     )
-    lora_alpha: int = key(16, "scale of the adapter: its product is multiplied by lora_alpha / lora_rank", gt=0)
+    lora_alpha: int = key(
+        16,
+        "scale of the adapter: its product is multiplied by lora_alpha / lora_rank",
+        gt=0,
+        needs=(is_not_set(".lora_adapter_path"), above(".lora_rank")),
+    )
     target_modules: str | list[str] = key(
         "all-linear",
         "linear layers that get an adapter: names or ends of names, or a regular expression of whole names; "
         "all-linear: all but the output layer and routers",
+        needs=(is_not_set(".lora_adapter_path"), above(".lora_rank")),
     )
-    exclude_modules: str | list[str] | None = key(None, "of these layers, those that get none; written likewise")
+    exclude_modules: str | list[str] | None = key(
+        None,
+        "of these layers, those that get none; written likewise",
+        needs=(is_not_set(".lora_adapter_path"), above(".lora_rank")),
+    )
     lora_adapter_path: str | None = key(
         None, "folder of an adapter in PEFT's format to go on from; its own rank, alpha and layers count"
     )
@@ -55,9 +66,12 @@ class ModelConfig(ConfigNode):
         "fsdp2: what gradient checkpointing computes again. full: whole layers; selective: what is cheap, while "
         "results of linear layers and fused attention are kept (more memory, less to compute)",
         choices=names.RECOMPUTE_GRANULARITIES,
+        needs=on(".enable_gradient_checkpointing"),
     )
     enable_activation_offload: bool = key(
-        False, "fsdp2: keep the inputs of checkpointed layers in host memory until the backward pass"
+        False,
+        "fsdp2: keep the inputs of checkpointed layers in host memory until the backward pass",
+        needs=on(".enable_gradient_checkpointing"),
     )
     tiled_mlp: TiledMLPConfig = group(TiledMLPConfig)
     trust_remote_code: bool = key(False, "run Python code that comes with the model")

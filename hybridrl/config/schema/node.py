@@ -27,6 +27,8 @@ class ConfigNode:
     """
 
     own: ClassVar[Any] = None
+    #: of a whole configuration: the keys that the command line, a file or a program has set
+    set_keys: ClassVar[frozenset[str]] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__.get("own")
@@ -77,14 +79,17 @@ class Follow:
     value: Any
 
 
-def group(cls: type, meaning: str = "", **changed: Any) -> Any:
-    """Declare a sub-group of type `cls`, with the defaults in `changed` in place of the class's own (or `Follow`s)."""
+def group(cls: type, meaning: str = "", *, needs: Any = None, **changed: Any) -> Any:
+    """Declare a sub-group of type `cls`, with the defaults in `changed` in place of the class's own (or `Follow`s).
+
+    `needs` is what each of its settings depends on, see `hybridrl.config.schema.needs`.
+    """
     plain = {name: value.value if isinstance(value, Follow) else value for name, value in changed.items()}
 
     def build() -> Any:
         return cls(**copy.deepcopy(plain))
 
-    return dataclasses.field(default_factory=build, metadata={"meaning": meaning, "changed": changed})
+    return dataclasses.field(default_factory=build, metadata={"meaning": meaning, "changed": changed, "needs": needs})
 
 
 def is_group(field: "dataclasses.Field[Any]") -> bool:

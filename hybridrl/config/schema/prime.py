@@ -6,6 +6,7 @@ from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.needs import off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 
@@ -25,12 +26,14 @@ class PrimeConfig(ConfigNode):
     strategy: str = strategy_key()
     optim: OptimConfig = group(OptimConfig, lr=1e-6, clip_grad=10.0)
     ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
-    ppo_micro_batch_size_per_gpu: int = key(MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0)
+    ppo_micro_batch_size_per_gpu: int = key(
+        MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0, needs=off(".use_dynamic_bsz")
+    )
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
     ppo_max_token_len_per_gpu: int = key(16384, "most tokens per micro-batch", gt=0)
     ppo_epochs: int = key(1, "passes over a batch", gt=0)
     shuffle: bool = key(False, "shuffle the batch before it is split into mini-batches")
-    data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
+    data_loader_seed: int = key(42, "seed of this shuffle", ge=0, needs=on(".shuffle"))
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     fsdp_config: FSDPConfig = group(FSDPConfig)
     megatron: MegatronConfig = group(MegatronConfig)

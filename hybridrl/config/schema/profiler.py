@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hybridrl.config.schema.needs import among, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 TOOLS = ("torch", "torch_memory", "nsys")
@@ -11,7 +12,9 @@ TOOLS = ("torch", "torch_memory", "nsys")
 class MemoryToolConfig(ConfigNode):
     """`global_profiler.global_tool_config.torch_memory`."""
 
-    trace_alloc_max_entries: int = key(100_000, "allocations that a snapshot remembers", gt=0)
+    trace_alloc_max_entries: int = key(
+        100_000, "allocations that a snapshot remembers", gt=0, needs=among("global_profiler.tool", "torch_memory")
+    )
 
 
 @dataclass
@@ -32,7 +35,7 @@ class GlobalProfilerConfig(ConfigNode):
         later=("npu", "precision_debugger"),
     )
     steps: list[int] | None = key(None, "steps that are profiled, from 1")
-    save_path: str = key("outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>")
+    save_path: str = key("outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"))
     global_tool_config: ToolsConfig = group(ToolsConfig)
 
 
@@ -44,5 +47,7 @@ class RoleProfilerConfig(ConfigNode):
     """
 
     enable: bool = key(False, "profile this role in global_profiler.steps")
-    all_ranks: bool = key(False, "profile every rank")
-    ranks: list[int] = key([], "ranks that are profiled; empty without all_ranks: none")
+    all_ranks: bool = key(False, "profile every rank", needs=on(".enable"))
+    ranks: list[int] = key(
+        [], "ranks that are profiled; empty without all_ranks: none", needs=(on(".enable"), off(".all_ranks"))
+    )

@@ -8,10 +8,19 @@ from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.needs import PartNeed, among, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import REWARD_MANAGERS
 from hybridrl.utils.json_client import is_address
+
+#: reward functions run
+_FUNCTIONS = PartNeed(
+    "reward.runs_functions",
+    "no reward function runs",
+    "name one (reward.custom_reward_function.path)",
+    ("reward.reward_manager.name", "reward.reward_model.enable"),
+)
 
 
 @dataclass
@@ -21,8 +30,10 @@ class CustomRewardConfig(ConfigNode):
     path: str | None = key(
         None, "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source"
     )
-    name: str | None = key(None, "its name; null: compute_score, compute_reward, or the only function of the file")
-    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
+    name: str | None = key(
+        None, "its name; null: compute_score, compute_reward, or the only function of the file", needs=is_set(".path")
+    )
+    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", needs=is_set(".path"))
 
 
 @dataclass
@@ -50,7 +61,7 @@ class RewardManagerConfig(ConfigNode):
         registry=REWARD_MANAGERS,
     )
     source: str = key("register", "register: by name; importlib: from module.path", choices=("register", "importlib"))
-    module: RewardModuleConfig = group(RewardModuleConfig)
+    module: RewardModuleConfig = group(RewardModuleConfig, needs=among(".source", "importlib"))
 
 
 @dataclass
@@ -58,9 +69,9 @@ class OverlongBufferConfig(ConfigNode):
     """`overlong_buffer_cfg` of the manager `dapo`."""
 
     enable: bool = key(False, "penalise responses that come close to the length limit")
-    len: int | None = key(None, "tokens before the limit at which the penalty begins", gt=0)
-    penalty_factor: float = key(1.0, "the penalty at the limit")
-    log: bool = key(False, "return the penalty next to the score")
+    len: int | None = key(None, "tokens before the limit at which the penalty begins", gt=0, needs=on(".enable"))
+    penalty_factor: float = key(1.0, "the penalty at the limit", needs=on(".enable"))
+    log: bool = key(False, "return the penalty next to the score", needs=on(".enable"))
 
 
 @dataclass
@@ -164,8 +175,12 @@ class SandboxConfig(ConfigNode):
         "server that speaks SandboxFusion's HTTP API (POST /run_code), such as `hybridrl sandbox-server`; null: this "
         "machine. The token is read from HYBRIDRL_SANDBOX_TOKEN",
     )
-    max_concurrent: int = key(64, "programs that run at once behind the url, per node of this run", gt=0)
-    max_local: int | None = key(None, "programs that run at once without a url; null: one per core", gt=0)
+    max_concurrent: int = key(
+        64, "programs that run at once behind the url, per node of this run", gt=0, needs=is_set(".url")
+    )
+    max_local: int | None = key(
+        None, "programs that run at once without a url; null: one per core", gt=0, needs=is_not_set(".url")
+    )
     memory_limit_mb: int = key(1024, "memory of each process of a program", gt=0)
     allow_unisolated: bool = key(
         False,
@@ -182,9 +197,12 @@ class ScoringConfig(ConfigNode):
     functions: dict[str, Any] = key(
         {}, "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts"
     )
-    sandbox_fusion: SandboxConfig = group(SandboxConfig)
+    sandbox_fusion: SandboxConfig = group(SandboxConfig, needs=_FUNCTIONS)
     num_workers: int | None = key(
-        None, "processes that score, per function; null: one per core that may be used, at most 8", gt=0
+        None,
+        "processes that score, per function; null: one per core that may be used, at most 8",
+        gt=0,
+        needs=_FUNCTIONS,
     )
     timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
 
@@ -195,7 +213,9 @@ class ParseConfig(ConfigNode):
 
     path: str | None = key(None, "Python file with the function; null: the number after the last `Score:`")
     name: str | None = key(
-        None, "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be"
+        None,
+        "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be",
+        needs=is_set(".path"),
     )
 
 
@@ -238,14 +258,17 @@ class StepScoresConfig(ConfigNode):
     """`reward.reward_model.steps`: a classifier that scores each step of a response (a process reward model)."""
 
     enable: bool = key(False, "the model is a classifier of tokens, and scores each step where it ends")
-    separator: str = key("\n\n", "text between two steps of a response")
+    separator: str = key("\n\n", "text between two steps of a response", needs=on(".enable"))
     mark: str | None = key(
-        None, "text that the model reads after each step in place of the separator, and scores at; null: the separator"
+        None,
+        "text that the model reads after each step in place of the separator, and scores at; null: the separator",
+        needs=on(".enable"),
     )
     reward: str = key(
         "each",
         "each: each score at the end of its step; else one number of them at the end of the response",
         choices=("each", "mean", "min", "product", "last"),
+        needs=on(".enable"),
     )
 
 
@@ -256,7 +279,7 @@ _POLICY = "${actor_rollout_ref.model."
 class RewardModelConfig(ConfigNode):
     """`reward.reward_model`: a classifier that scores responses, or a judge that is asked about them."""
 
-    enable: bool = key(False, "a reward model takes part in the run")
+    enable: bool = key(False, "a reward model takes part in the run", needs=())
     combine: str = key(
         "auto",
         "how its score and that of reward functions make the reward; sum: weight * its score + theirs; only: functions "
@@ -276,6 +299,7 @@ class RewardModelConfig(ConfigNode):
         "sequences that a process computes at once",
         follows="${oc.select:actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,8}",
         gt=0,
+        needs=off(".use_dynamic_bsz"),
     )
     use_dynamic_bsz: bool = key(
         False,
@@ -284,8 +308,8 @@ class RewardModelConfig(ConfigNode):
     )
     forward_max_token_len_per_gpu: int = key(32768, "most tokens per micro-batch", gt=0)
     enable_resource_pool: bool = key(False, "it runs in processes of its own: nnodes x n_gpus_per_node")
-    n_gpus_per_node: int = key(8, "processes per node of that pool", gt=0)
-    nnodes: int = key(0, "nodes of that pool", ge=0)
+    n_gpus_per_node: int = key(8, "processes per node of that pool", gt=0, needs=on(".enable_resource_pool"))
+    nnodes: int = key(0, "nodes of that pool", ge=0, needs=on(".enable_resource_pool"))
     fsdp_config: FSDPConfig = group(
         FSDPConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
     )
@@ -332,9 +356,13 @@ class RewardConfig(ScoringConfig):
         choices=("stop", "zero", "drop", "refill"),
     )
     max_error_rate: float = key(
-        0.1, "with on_error=zero, drop or refill, the run ends if a larger share of a batch's samples fails", ge=0, le=1
+        0.1,
+        "with on_error=zero, drop or refill, the run ends if a larger share of a batch's samples fails",
+        ge=0,
+        le=1,
+        needs=among(".on_error", "zero", "drop", "refill"),
     )
-    reward_model: RewardModelConfig = group(RewardModelConfig)
+    reward_model: RewardModelConfig = group(RewardModelConfig, needs=on(".reward_model.enable"))
 
     @property
     def runs_functions(self) -> bool:

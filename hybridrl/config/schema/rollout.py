@@ -5,8 +5,12 @@ from typing import Any
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
+from hybridrl.config.schema.needs import above, any_of, entry, fact, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS, TRACES
+
+#: an engine with weights of its own generates
+_REPLICAS = fact(".name", INFERENCE_ENGINES, "has_replicas")
 
 
 @dataclass
@@ -15,9 +19,11 @@ class SamplingConfig(ConfigNode):
 
     n: int = key(1, "samples per prompt", gt=0)
     do_sample: bool = key(False, "false: greedy")
-    temperature: float = key(0.0, "softmax temperature; 0 is greedy", ge=0)
-    top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1)
-    top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
+    temperature: float = key(0.0, "softmax temperature; 0 is greedy", ge=0, needs=on(".do_sample"))
+    top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1, needs=on(".do_sample"))
+    top_p: float = key(
+        1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1, needs=on(".do_sample")
+    )
 
 
 @dataclass
@@ -47,7 +53,10 @@ class WeightTransferConfig(ConfigNode):
         "update; both sides keep a copy of the last ones in main memory",
     )
     update_weights_bucket_megabytes: int = key(
-        2048, "maximum size of a bucket of weights in MiB; one parameter is never split, so it may be larger", gt=0
+        2048,
+        "maximum size of a bucket of weights in MiB; one parameter is never split, so it may be larger",
+        gt=0,
+        needs=fact("..name", INFERENCE_ENGINES, "has_replicas"),
     )
 
 
@@ -56,21 +65,48 @@ class ServerConfig(ConfigNode):
     """`rollout.server`: the policy over HTTP in the dialects of OpenAI and Anthropic, for agents and other clients."""
 
     enable: bool = key(False, "serve the policy while the run lasts")
-    host: str | None = key(None, "address to listen on; null: the node's address, 0.0.0.0: all")
-    port: int = key(0, "port to listen on; 0: a free one", ge=0, le=65535)
-    api_key_env: str | None = key(
-        None, "environment variable with the bearer token that clients send; null: a random token per run"
+    host: str | None = key(
+        None,
+        "address to listen on; null: the node's address, 0.0.0.0: all",
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
     )
-    max_connections: int = key(1024, "clients connected at once; more are refused (503)", gt=0)
-    max_requests: int = key(4096, "samples generated or waiting at once; more are refused (429)", gt=0)
-    max_sessions: int = key(16384, "sessions open at once; more are refused (429)", gt=0)
+    port: int = key(
+        0, "port to listen on; 0: a free one", ge=0, le=65535, needs=any_of(on(".enable"), on("..prometheus.enable"))
+    )
+    api_key_env: str | None = key(
+        None,
+        "environment variable with the bearer token that clients send; null: a random token per run",
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
+    )
+    max_connections: int = key(
+        1024,
+        "clients connected at once; more are refused (503)",
+        gt=0,
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
+    )
+    max_requests: int = key(
+        4096,
+        "samples generated or waiting at once; more are refused (429)",
+        gt=0,
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
+    )
+    max_sessions: int = key(
+        16384,
+        "sessions open at once; more are refused (429)",
+        gt=0,
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
+    )
     max_body_mb: int | None = key(
         None,
         "MiB of a request's body; longer ones are refused (413); null: 8, or 64 with a model that reads images",
         gt=0,
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
     )
     session_idle_s: float = key(
-        21600.0, "seconds without a request after which a session is closed where another needs its place", gt=0
+        21600.0,
+        "seconds without a request after which a session is closed where another needs its place",
+        gt=0,
+        needs=any_of(on(".enable"), on("..prometheus.enable")),
     )
 
 
@@ -80,16 +116,22 @@ class PrometheusConfig(ConfigNode):
 
     enable: bool = key(False, "add the servers to Prometheus' configuration")
     port: int = key(
-        9090, "port of Prometheus on this machine, which is asked to reload its configuration", gt=0, le=65535
+        9090,
+        "port of Prometheus on this machine, which is asked to reload its configuration",
+        gt=0,
+        le=65535,
+        needs=on(".enable"),
     )
     file: str = key(
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
         "Prometheus' configuration file; other jobs in it are kept",
+        needs=on(".enable"),
     )
     served_model_name: str | None = key(
         None,
         "name of the model for clients and metrics; null: its path",
         follows="${oc.select:actor_rollout_ref.model.path,null}",
+        needs=any_of(on(".enable"), on("..server.enable")),
     )
 
 
@@ -238,13 +280,23 @@ class TraceConfig(ConfigNode):
     backend: str | None = key(
         None, "service that gets the traces: mlflow, weave, or your own; null: none", registry=TRACES
     )
-    token2text: bool = key(False, "add prompts, responses and turns as text to their token ids")
-    max_samples_per_step_per_worker: int | None = key(
-        None, "prompts of a step (and of a validation) that are traced, with all of their samples; null: all", gt=0
+    token2text: bool = key(
+        False, "add prompts, responses and turns as text to their token ids", needs=is_set(".backend")
     )
-    project_name: str | None = key(None, "project in the service", follows="${oc.select:trainer.project_name,null}")
+    max_samples_per_step_per_worker: int | None = key(
+        None,
+        "prompts of a step (and of a validation) that are traced, with all of their samples; null: all",
+        gt=0,
+        needs=is_set(".backend"),
+    )
+    project_name: str | None = key(
+        None, "project in the service", follows="${oc.select:trainer.project_name,null}", needs=is_set(".backend")
+    )
     experiment_name: str | None = key(
-        None, "name of the run in the service", follows="${oc.select:trainer.experiment_name,null}"
+        None,
+        "name of the run in the service",
+        follows="${oc.select:trainer.experiment_name,null}",
+        needs=is_set(".backend"),
     )
 
 
@@ -261,8 +313,10 @@ class RolloutConfig(ConfigNode):
     )
     n: int = key(1, "samples per prompt", gt=0)
     temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution; above 0", ge=0)
-    top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1)
-    top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
+    top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1, needs=on(".do_sample"))
+    top_p: float = key(
+        1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1, needs=on(".do_sample")
+    )
     do_sample: bool = key(True, "false: greedy")
     ignore_eos: bool = key(False, "generate up to the length limit, even after EOS")
     stop: list[str] = key([], "end a response after the token that completes one of these strings")
@@ -283,27 +337,41 @@ class RolloutConfig(ConfigNode):
     full_determinism: bool = key(
         False, "engines: a seed for every request, and batch-invariant kernels if available; slower. hf: always"
     )
-    tensor_model_parallel_size: int = key(1, "engines: devices that share each layer of a replica", gt=0)
-    pipeline_model_parallel_size: int = key(1, "engines: groups of devices that share a replica's layers", gt=0)
-    data_parallel_size: int = key(1, "engines: copies of the model inside a replica", gt=0)
-    expert_parallel_size: int = key(1, "engines: devices that share the experts of a mixture-of-experts model", gt=0)
+    tensor_model_parallel_size: int = key(
+        1, "engines: devices that share each layer of a replica", gt=0, needs=_REPLICAS
+    )
+    pipeline_model_parallel_size: int = key(
+        1, "engines: groups of devices that share a replica's layers", gt=0, needs=_REPLICAS
+    )
+    data_parallel_size: int = key(1, "engines: copies of the model inside a replica", gt=0, needs=_REPLICAS)
+    expert_parallel_size: int = key(
+        1, "engines: devices that share the experts of a mixture-of-experts model", gt=0, needs=_REPLICAS
+    )
     nnodes: int = key(0, "engines: nodes of a separate pool for generation; 0: generate on the policy's devices", ge=0)
     n_gpus_per_node: int = key(
-        8, "engines: devices per node of that pool", follows="${oc.select:trainer.n_gpus_per_node,8}", gt=0
+        8,
+        "engines: devices per node of that pool",
+        follows="${oc.select:trainer.n_gpus_per_node,8}",
+        gt=0,
+        needs=above(".nnodes"),
     )
-    gpu_memory_utilization: float = key(0.5, "engines: share of a GPU's memory for weights and KV cache", gt=0, le=1)
-    free_cache_engine: bool = key(True, "engines: release that memory while the policy trains")
+    gpu_memory_utilization: float = key(
+        0.5, "engines: share of a GPU's memory for weights and KV cache", gt=0, le=1, needs=_REPLICAS
+    )
+    free_cache_engine: bool = key(True, "engines: release that memory while the policy trains", needs=_REPLICAS)
     sleep_level: int = key(
         2,
         "engines on a GPU, while the policy trains: 2: their weights are dropped; 1: copied to host memory, for models "
         "that keep more than weights in the same memory",
         choices=(1, 2),
+        needs=(_REPLICAS, on(".free_cache_engine")),
     )
     load_format: str = key(
         "dummy",
         "engines: dummy: start without weights, which come from the trainer; auto: load the checkpoint first",
         choices=names.LOAD_FORMATS,
         synonyms=names.LOAD_FORMAT_SYNONYMS,
+        needs=_REPLICAS,
     )
     lora_transfer: str = key(
         "merged",
@@ -311,38 +379,57 @@ class RolloutConfig(ConfigNode):
         "adapter: vLLM reads the base from model.path itself, gets the adapter alone, and keeps the base in host "
         "memory while the policy trains",
         choices=("merged", "adapter"),
+        needs=_REPLICAS,
     )
-    enforce_eager: bool = key(False, "engines: no CUDA graphs")
+    enforce_eager: bool = key(False, "engines: no CUDA graphs", needs=_REPLICAS)
     cudagraph_capture_sizes: list[int] | None = key(
-        None, "engines: batch sizes of CUDA graphs; null: the engine's default"
+        None,
+        "engines: batch sizes of CUDA graphs; null: the engine's default",
+        needs=(_REPLICAS, off(".enforce_eager")),
     )
-    enable_chunked_prefill: bool = key(True, "engines: process long prompts in chunks, interleaved with other requests")
-    enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once")
-    max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
+    enable_chunked_prefill: bool = key(
+        True, "engines: process long prompts in chunks, interleaved with other requests", needs=_REPLICAS
+    )
+    enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once", needs=_REPLICAS)
+    max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0, needs=_REPLICAS)
     limit_images: int | None = key(
-        None, "engines: most images of a prompt, for the memory that they set aside; null: as many as fit", gt=0
+        None,
+        "engines: most images of a prompt, for the memory that they set aside; null: as many as fit",
+        gt=0,
+        needs=_REPLICAS,
     )
     scheduling_policy: str = key(
         "fcfs",
         "order of requests inside an engine; priority: by `Request.priority`, so HTTP clients come after training",
         choices=("fcfs", "priority"),
+        needs=_REPLICAS,
     )
-    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
+    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, needs=_REPLICAS)
     checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig)
     start_timeout_s: float = key(
-        1200.0, "engines: seconds that a replica may take to start; large models compile and capture graphs", gt=0
+        1200.0,
+        "engines: seconds that a replica may take to start; large models compile and capture graphs",
+        gt=0,
+        needs=_REPLICAS,
     )
     stuck_timeout_s: float = key(
-        300.0, "engines: seconds without progress, with requests waiting, after which a replica is restarted", gt=0
+        300.0,
+        "engines: seconds without progress, with requests waiting, after which a replica is restarted",
+        gt=0,
+        needs=_REPLICAS,
     )
     max_restarts: int = key(
-        3, "engines: restarts of a replica, without a finished request in between, before the run ends", ge=0
+        3,
+        "engines: restarts of a replica, without a finished request in between, before the run ends",
+        ge=0,
+        needs=_REPLICAS,
     )
     log_prob_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
         "sequences that a process computes at once for old log-probabilities",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
+        needs=off(".log_prob_use_dynamic_bsz"),
     )
     log_prob_use_dynamic_bsz: bool = key(
         False,
@@ -360,4 +447,4 @@ class RolloutConfig(ConfigNode):
     trace: TraceConfig = group(TraceConfig)
     server: ServerConfig = group(ServerConfig)
     prometheus: PrometheusConfig = group(PrometheusConfig)
-    openai: OpenAIConfig = group(OpenAIConfig)
+    openai: OpenAIConfig = group(OpenAIConfig, needs=entry(".name", INFERENCE_ENGINES, "openai"))

@@ -18,6 +18,7 @@ from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.needs import A_CRITIC, PartNeed, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
@@ -30,13 +31,21 @@ from hybridrl.registry import ADV_ESTIMATORS, OBJECTIVES, POLICY_LOSSES
 MODEL_ENGINES = ("dp", "megatron")
 
 
+#: the run has a reference policy
+_REFERENCE = PartNeed(
+    "use_reference",
+    "no reference policy takes part",
+    "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
+)
+
+
 @dataclass
 class ActorRolloutRefConfig(ConfigNode):
     """`actor_rollout_ref`: the policy in training, in generation and as the reference."""
 
     model: ModelConfig = group(ModelConfig)
     actor: ActorConfig = group(ActorConfig)
-    ref: RefConfig = group(RefConfig)
+    ref: RefConfig = group(RefConfig, needs=_REFERENCE)
     rollout: RolloutConfig = group(RolloutConfig)
     nccl_timeout: int = key(600, "seconds a collective operation may take", gt=0)
 
@@ -47,12 +56,12 @@ class PPOTrainerConfig(ConfigNode):
 
     model_engine: str = key("dp", "training engine of every role that chooses none; dp: fsdp2", choices=MODEL_ENGINES)
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
-    critic: CriticConfig = group(CriticConfig)
+    critic: CriticConfig = group(CriticConfig, needs=A_CRITIC)
     roles: dict[str, Any] = key({}, "settings of roles that a module of external_lib registers, by role")
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)
-    distillation: DistillationConfig = group(DistillationConfig)
+    distillation: DistillationConfig = group(DistillationConfig, needs=on("distillation.enabled"))
     trainer: TrainerConfig = group(TrainerConfig)
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)

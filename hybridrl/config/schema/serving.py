@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
+from hybridrl.config.schema.needs import off
 from hybridrl.config.schema.node import ConfigNode, key
 from hybridrl.registry import INFERENCE_ENGINES
 
@@ -35,7 +36,9 @@ class ServingConfig(ConfigNode):
     max_num_batched_tokens: int = key(8192, "tokens computed at once", gt=0)
     max_num_seqs: int = key(1024, "sequences computed at once", gt=0)
     enforce_eager: bool = key(True, "no CUDA graphs, of which reading prompts makes little use")
-    cudagraph_capture_sizes: list[int] | None = key(None, "batch sizes of CUDA graphs; null: the engine's default")
+    cudagraph_capture_sizes: list[int] | None = key(
+        None, "batch sizes of CUDA graphs; null: the engine's default", needs=off(".enforce_eager")
+    )
     enable_chunked_prefill: bool = key(True, "compute long texts in chunks")
     enable_prefix_caching: bool = key(True, "compute common beginnings of texts once, where the engine can")
     engine_kwargs: dict[str, Any] = key(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
+from hybridrl.config.schema.needs import A_CRITIC, among, any_of, is_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 #: a frequency that verl reads as never
@@ -52,7 +53,11 @@ class RunConfig(JobConfig):
         "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
         choices=names.RESUME_MODES,
     )
-    resume_from_path: str | None = key(None, "checkpoint folder `.../global_step_N` of resume_mode=resume_path")
+    resume_from_path: str | None = key(
+        None,
+        "checkpoint folder `.../global_step_N` of resume_mode=resume_path",
+        needs=among(".resume_mode", "resume_path"),
+    )
     on_nonfinite: str = key(
         "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
     )
@@ -82,12 +87,20 @@ class SFTRunConfig(RunConfig):
     )
 
 
+#: the checks of `trainer.health`
+_CHECKS = ("entropy_collapse", "kl_blowup", "uniform_groups", "length_hacking", "logprob_mismatch", "dead_critic")
+
+
 @dataclass
 class HealthCheckConfig(ConfigNode):
     """One check of `trainer.health`."""
 
-    threshold: float = key(0.0, "limit of the value; see the check for its direction")
-    patience: int = key(1, "consecutive steps beyond the threshold before the action is taken", gt=0)
+    threshold: float = key(
+        0.0, "limit of the value; see the check for its direction", needs=not_among(".action", "off")
+    )
+    patience: int = key(
+        1, "consecutive steps beyond the threshold before the action is taken", gt=0, needs=not_among(".action", "off")
+    )
     action: str = key(
         "warn",
         "warn: report it; stop: end the run; rollback: return to the last good checkpoint; off: no check",
@@ -100,7 +113,10 @@ class LengthCheckConfig(HealthCheckConfig):
     """`trainer.health.length_hacking`."""
 
     growth: float = key(
-        0.1, "relative growth of the mean response length over about 20 steps that is needed as well", ge=0
+        0.1,
+        "relative growth of the mean response length over about 20 steps that is needed as well",
+        ge=0,
+        needs=not_among(".action", "off"),
     )
 
 
@@ -113,8 +129,13 @@ class HealthConfig(ConfigNode):
     uniform_groups: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=5)
     length_hacking: LengthCheckConfig = group(LengthCheckConfig, threshold=0.5, patience=10)
     logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
-    dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20)
-    max_rollbacks: int = key(3, "number of rollbacks before the run is stopped instead", ge=0)
+    dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20, needs=A_CRITIC)
+    max_rollbacks: int = key(
+        3,
+        "number of rollbacks before the run is stopped instead",
+        ge=0,
+        needs=any_of(*(among(f".{check}.action", "rollback") for check in _CHECKS)),
+    )
 
 
 @dataclass
@@ -122,10 +143,12 @@ class TrainerConfig(RunConfig):
     """`trainer` of `ppo_trainer`."""
 
     balance_batch: bool = key(True, "give every process about the same number of tokens")
-    critic_warmup: int = key(0, "steps in which only the critic learns, before the policy starts to learn", ge=0)
+    critic_warmup: int = key(
+        0, "steps in which only the critic learns, before the policy starts to learn", ge=0, needs=A_CRITIC
+    )
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and exit")
-    log_val_generations: int = key(0, "validation samples sent to tracking", ge=0)
+    log_val_generations: int = key(0, "validation samples sent to tracking", ge=0, needs=is_set("data.val_files"))
     max_critic_ckpt_to_keep: int | None = key(
         None,
         "must be the same, because actor and critic share one checkpoint",
@@ -145,10 +168,15 @@ class TrainerConfig(RunConfig):
         ge=-1,
     )
     report_rollouts: int = key(
-        2000, "most samples on the report's page of rollouts, spread over steps; 0: no such page", ge=0
+        2000,
+        "most samples on the report's page of rollouts, spread over steps; 0: no such page",
+        ge=0,
+        needs=on(".report"),
     )
     rollout_data_dir: str | None = key(None, "folder of these dumps; null: rollouts/ in default_local_dir")
-    validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
+    validation_data_dir: str | None = key(
+        None, "folder of validation dumps; null: validation/ in default_local_dir", needs=is_set("data.val_files")
+    )
     health: HealthConfig = group(HealthConfig)
 
 

@@ -147,6 +147,12 @@ def no_effect() -> tuple[NoEffect, ...]:
 
 
 @functools.cache
+def idle_notices() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """Settings that verl's scripts set where they cannot act, below the trees that have them: (trees, names)."""
+    return tuple((tuple(entry["roots"]), tuple(entry["keys"])) for entry in _read("idle"))
+
+
+@functools.cache
 def choices() -> tuple[Choice, ...]:
     """Choices of verl's config groups."""
     return tuple(Choice(**entry) for entry in _read("choices"))

@@ -1,0 +1,170 @@
+"""Settings that cannot act: set to another value than the default, while what they depend on (`needs=`) is not there.
+
+Such a setting is a fault that names it. verl's own scripts set some of them all the same; these are a notice
+(`hybridrl/config/verl/idle.yaml`).
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config.output import as_dict
+from hybridrl.config.schema.needs import Condition, conditions
+from hybridrl.config.schema.node import Limits, default_tree, is_group
+from hybridrl.config.schema.root import ROOTS, RootConfig
+from hybridrl.config.verl.tables import idle_notices
+
+_FOLLOWS = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,[^${}]*)?\}")
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """A setting with the conditions of its own and of the groups that hold it.
+
+    Attributes:
+        key: the setting.
+        limits: those of its value.
+        needs: pairs of a condition and the group from which the condition names other settings.
+    """
+
+    key: str
+    limits: Limits
+    needs: tuple[tuple[Condition, str], ...]
+
+
+@dataclass
+class Idle:
+    """Settings that cannot act for one reason.
+
+    Attributes:
+        because, remedy: see `hybridrl.config.schema.needs.Unmet`.
+        settings: each with its value.
+    """
+
+    because: str
+    remedy: str
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The sentences for the user."""
+        several = len(self.settings) > 1
+        shown = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        remedy = self.remedy[:1].upper() + self.remedy[1:]
+        return (
+            f"{shown} {'have' if several else 'has'} no effect, because {self.because}. {remedy}, or remove "
+            f"{'them' if several else 'it'}"
+        )
+
+
+def check_idle(config: RootConfig, others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return a sentence for each fault and each notice about settings that cannot act.
+
+    Args:
+        others: faults that were found already; what one of them begins with is not reported twice.
+    """
+    reported = {name for fault in others for name in fault.split("=")[0].split(":")[:1]}
+    found: dict[tuple[str, str, bool], Idle] = {}
+    tree: dict[str, Any] | None = None
+    own_data = value_at(config, "data.custom_cls.path") not in (..., None)  # such a class may read any setting of data
+    for item in conditional(type(config)):
+        if item.key in reported or (own_data and item.key.startswith("data.")):
+            continue
+        for condition, group in item.needs:
+            unmet = condition.unmet(group, functools.partial(value_at, config))
+            if unmet is None:
+                continue
+            value = value_at(config, item.key)
+            tree = as_dict(config) if tree is None else tree
+            if value is not ... and _is_set(config, item, value, tree):
+                noticed = _is_noticed(type(config), item.key)
+                reason = Idle(unmet.because, unmet.remedy)
+                found.setdefault((unmet.because, unmet.remedy, noticed), reason).settings[item.key] = "null" if value is None else str(value)
+            break  # the first reason is enough
+    faults = [idle.text() for (_, _, noticed), idle in found.items() if not noticed]
+    return faults, [idle.text() for (_, _, noticed), idle in found.items() if noticed]
+
+
+@functools.cache
+def conditional(root: type) -> tuple[Conditional, ...]:
+    """Every setting of a tree that depends on something."""
+    return tuple(_conditional(root, "", ()))
+
+
+def _conditional(cls: type, prefix: str, outer: tuple[tuple[Condition, str], ...]) -> Iterator[Conditional]:
+    group = prefix[:-1]
+    for item in dataclasses.fields(cls):
+        needs = (*outer, *((condition, group) for condition in conditions(item.metadata.get("needs"))))
+        name = f"{prefix}{item.name}"
+        if is_group(item):
+            yield from _conditional(item.type, f"{name}.", needs)  # type: ignore[arg-type]
+        elif needs and item.metadata.get("needs") != ():
+            yield Conditional(name, item.metadata.get("limits", Limits()), needs)
+
+
+def value_at(config: Any, name: str) -> Any:
+    """The value of a dotted key or property; `...` if the tree has none."""
+    for part in name.split("."):
+        config = config.get(part, ...) if isinstance(config, Mapping) else getattr(config, part, ...)
+        if config is ...:
+            return ...
+    return config
+
+
+def default_of_key(root: type, item: Conditional, tree: Mapping[str, Any]) -> Any:
+    """The value that a setting has unless it is set; a default that follows another setting has that one's value."""
+    default: Any = _plain_default(root, item)
+    if "${" not in str(default):
+        return default
+    value: Any = ...
+    if isinstance(default, str) and (followed := _FOLLOWS.fullmatch(default)) is not None:
+        near = f"{item.key.rpartition('.')[0]}{followed[1]}" if followed[1].startswith(".") else followed[1]
+        value = value_at(tree, near)
+    if value is ...:
+        value = _resolved(item.key, default, tree)
+    return item.limits.synonyms.get(value, value) if isinstance(value, str) else value
+
+
+def _is_set(config: RootConfig, item: Conditional, value: Any, tree: Mapping[str, Any]) -> bool:
+    """Whether a setting was set to something else than its default.
+
+    A program may assign a setting that others follow, after which these only seem to be set: what they have counts only
+    if they were set themselves.
+    """
+    follows = "${" in str(_plain_default(type(config), item))
+    return (not follows or item.key in config.set_keys) and value != default_of_key(type(config), item, tree)
+
+
+def _plain_default(root: type, item: Conditional) -> Any:
+    return functools.reduce(lambda inner, part: inner[part], item.key.split("."), _defaults(root))
+
+
+@functools.cache
+def _defaults(root: type) -> dict[str, Any]:
+    return default_tree(root)
+
+
+def _resolved(key: str, default: Any, tree: Mapping[str, Any]) -> Any:
+    """The value of any interpolation."""
+    values = OmegaConf.create(dict(tree))
+    OmegaConf.update(values, key, default, merge=False)
+    try:
+        value = OmegaConf.select(values, key)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:
+        return default
+
+
+@functools.cache
+def _noticed_in(root: type) -> tuple[str, ...]:
+    name = next(name for name, cls in ROOTS.items() if cls is root)
+    return tuple(key for roots, keys in idle_notices() if name in roots for key in keys)
+
+
+def _is_noticed(root: type, key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _noticed_in(root))
