@@ -120,13 +120,9 @@ case "$name" in
         done
         ;;
 esac
-run=(
-    "$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name"
-    actor_rollout_ref.model.path="$model"
-    data.train_files="$data/train.parquet"
-    data.val_files="$data/test.parquet"
-    trainer.project_name=recipes
-    "${size[@]}" ${words[@]+"${words[@]}"}
-)
+last_of_each actor_rollout_ref.model.path="$model" \
+    data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
+    trainer.project_name=recipes "${size[@]}" ${words[@]+"${words[@]}"}
+run=("$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name" "${merged[@]}")
 [ -n "${server:-}" ] || exec "${run[@]}"
 "${run[@]}" # this shell ends the server afterwards

@@ -48,7 +48,5 @@ else
         trainer.default_local_dir="$out/$name"
     )
 fi
-exec "$python" -m "hybridrl.trainer.main_$name" -cp "recipes/$name" -cn "$name" \
-    model.path="$model" \
-    trainer.project_name=recipes \
-    "${size[@]}" ${words[@]+"${words[@]}"}
+last_of_each model.path="$model" trainer.project_name=recipes "${size[@]}" ${words[@]+"${words[@]}"}
+exec "$python" -m "hybridrl.trainer.main_$name" -cp "recipes/$name" -cn "$name" "${merged[@]}"

@@ -81,7 +81,7 @@ def cli(
         refuse_options(words)
         folder, file = user_file(words)
         launched = launch.settings() if launch is not None else {}
-        composed = compose_config(name, words.overrides, folder, file, launched, defaults=defaults)
+        composed = compose_config(name, words.overrides, folder, file, launched, defaults=defaults, once=True)
         if launch is not None:
             composed.notices.append(launch.notice(_EXAMPLES[name][0], "trainer" in composed.tree))
         print_notices(composed.notices)
@@ -108,6 +108,8 @@ def cli(
 
 def user_file(words: argparse.Namespace) -> tuple[str | None, str | None]:
     """The folder and the name of the user's YAML file, from whichever options name it."""
+    for option in ("config", "config_path", "config_name"):
+        setattr(words, option, _only(f"--{option.replace('_', '-')}", getattr(words, option)))
     if words.config is None:
         return words.config_path, words.config_name
     if words.config_path is not None or words.config_name is not None:
@@ -118,6 +120,18 @@ def user_file(words: argparse.Namespace) -> tuple[str | None, str | None]:
     if path.suffix != ".yaml":
         raise ConfigError(f"--config {words.config}: the name of a YAML file has to end in .yaml")
     return str(path.parent), path.stem
+
+
+def _only(option: str, values: list[str] | str | None) -> str | None:
+    """The value of an option that may be written once, or several times with the same value."""
+    if values is None or isinstance(values, str):
+        return values
+    if len(different := list(dict.fromkeys(values))) > 1:
+        written = " and ".join(f"{option} {value}" for value in different)
+        raise ConfigError(
+            f"{written}: one file is read; give one of them, and name the others in its defaults list (docs/config.md)"
+        )
+    return different[0]
 
 
 def read_words(name: str, argv: Sequence[str], command: str | None = None) -> argparse.Namespace:
@@ -155,9 +169,15 @@ def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--cfg", "-c", choices=("job",), help="print the configuration as YAML and end")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: interpolations replaced by their values")
     parser.add_argument("--package", "-p", help="with --cfg: this part only, e.g. actor_rollout_ref.actor")
-    parser.add_argument("--config-path", "-cp", metavar="DIR", help="folder of your YAML, from the working directory")
-    parser.add_argument("--config-name", "-cn", metavar="NAME", help="your YAML without .yaml; it may be partial")
-    parser.add_argument("--config", metavar="FILE", help="your YAML; the same as --config-path and --config-name")
+    parser.add_argument(
+        "--config-path", "-cp", action="append", metavar="DIR", help="folder of your YAML, from the working directory"
+    )
+    parser.add_argument(
+        "--config-name", "-cn", action="append", metavar="NAME", help="your YAML without .yaml; it may be partial"
+    )
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="your YAML; the same as --config-path and --config-name"
+    )
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=("all",), help="print where settings come from")
     parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)

@@ -32,7 +32,7 @@ from hybridrl.config.schema.root import (
 )
 from hybridrl.config.unread import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
-from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome, key_book
+from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, Outcome, key_book
 from hybridrl.config.verl.tables import Choice, choices
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
@@ -129,7 +129,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
                 continue
             if value in choice.means:
                 settings = choice.means[value].items()
-                found.assignments.extend(Assignment(key, setting, " (command line)") for key, setting in settings)
+                found.assignments.extend(Assignment(key, setting, COMMAND_LINE) for key, setting in settings)
                 continue
             if value in choice.why:
                 faults.append(f"{word}: not supported yet: {choice.why[value]}. {choice.instead}")
@@ -142,7 +142,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             faults.extend(fault)
             found.choices.extend([] if fault else [word])
             continue
-        origin = " (command line)"
+        origin = COMMAND_LINE
         if isinstance(value, Mapping) and not delete:
             nested: dict[str, Any] = {}
             put(nested, name, dict(value))
@@ -290,12 +290,14 @@ def compose_config(
     *,
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
+    once: bool = False,
 ) -> Composed:
     """Compose, check and convert without printing anything. Arguments and errors are those of `load_config`.
 
     `launched` holds the values that torchrun was given, by key. They replace defaults; a file or a word that sets such
     a key to a different value is a fault. `defaults` replace defaults of the tree; files and words replace them in
-    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words.
+    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words. With `once`, a
+    setting that two words give different values is a fault; otherwise the later word counts.
     """
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
@@ -310,7 +312,7 @@ def compose_config(
     if user is not None:
         folders.append(user.path.parent)
     given = parse_overrides([*base_choices(root, config_dir, config_name), *overrides], book, folders, faults)
-    set_by_words = book.rewrite([*given.assignments, *book.flatten(settings or {}, {})])
+    set_by_words = book.rewrite([*given.assignments, *book.flatten(settings or {}, {})], replace=not once)
 
     try:
         composed_tree = _hydra_compose(root, given, folders, user)

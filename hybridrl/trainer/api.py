@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,15 @@ class Trainer:
         if program not in _PROGRAMS:
             raise ConfigError(f"program={program!r}: must be one of {', '.join(_PROGRAMS)}")
         self.program = program
-        given = _settings(PROGRAMS[program].tree, settings, config or {})
         is_policy = PROGRAMS[program].tree == "ppo_trainer"
-        put(given, "actor_rollout_ref.model.path" if is_policy else "model.path", _model_path(model))
+        model_key = "actor_rollout_ref.model.path" if is_policy else "model.path"
+        keywords = {model_key: ("model", _model_path(model)), "data.train_files": ("data", data)}
+        if val_data is not None:
+            keywords["data.val_files"] = ("val_data", val_data)
+        if reward is not None:
+            keywords["reward.custom_reward_function.path"] = ("reward", reward)
+        given = _settings(PROGRAMS[program].tree, settings, config or {}, keywords)
+        put(given, model_key, _model_path(model))
         is_named = bool({"default_local_dir", "experiment_name"} & set(given.get("trainer", {})))
         folder = Path(self._compose(given).trainer.default_local_dir)
         with contextlib.ExitStack() as undo:
@@ -269,12 +275,24 @@ def rm(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
     return Trainer("rm", model=model, data=data, **settings).train()
 
 
-def _settings(tree: str, short: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(
+    tree: str, short: Mapping[str, Any], config: Mapping[str, Any], keywords: Mapping[str, tuple[str, Any]]
+) -> dict[str, Any]:
     """Return all settings as one nested mapping of plain values.
 
+    Args:
+        keywords: for each key that a keyword such as `model` stands for, that keyword and its value.
+
     Raises:
-        ConfigError: lists keywords that no setting, or several settings, are called.
+        ConfigError: lists keywords that no setting, or several settings, are called, and settings with two values.
     """
+    from hybridrl.config.verl.keys import Assignment, key_book
+
+    book = key_book(tree)
+    written = [
+        Assignment(key, value if isinstance(value, str) else _summary(value), f" (keyword {name})")
+        for key, (name, value) in keywords.items()
+    ]
     keys: dict[str, list[str]] = {}
     for key in declared(ROOTS[tree]):
         keys.setdefault(key.rsplit(".", 1)[-1], []).append(key)
@@ -286,6 +304,7 @@ def _settings(tree: str, short: Mapping[str, Any], config: Mapping[str, Any]) ->
             found = [SHORT_NAMES[name]]
         if len(found) == 1:
             put(nested, found[0], _plain(value))
+            written.append(Assignment(found[0], _plain(value), f" (keyword {name})"))
         elif found:
             faults.append(
                 f"{name}=: several settings are called so; choose with config={{KEY: ...}}: {', '.join(found)}"
@@ -294,9 +313,22 @@ def _settings(tree: str, short: Mapping[str, Any], config: Mapping[str, Any]) ->
             faults.append(f"{name}=: no setting is called so{nearest(name, list(keys))}")
     for key, value in config.items():
         put(nested, str(key), _plain(value))
+        each: dict[str, Any] = {}
+        put(each, str(key), _plain(value))
+        written += [replace(item, origin=" (config)") for item in book.flatten(each, {})]
+    faults += book.conflicts(written)
     if faults:
         raise ConfigError(faults)
     return nested
+
+
+def _summary(value: Any) -> Any:
+    """What a message says of data or functions: the names of files, or the type."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):
+        return [str(item) for item in value]
+    return f"<{type(value).__name__}>"
 
 
 def _plain(value: Any) -> Any:

@@ -84,7 +84,9 @@ def check_idle(config: RootConfig, others: Sequence[str] = ()) -> tuple[list[str
             if value is not ... and _is_set(config, item, value, tree):
                 noticed = _is_noticed(type(config), item.key)
                 reason = Idle(unmet.because, unmet.remedy)
-                found.setdefault((unmet.because, unmet.remedy, noticed), reason).settings[item.key] = "null" if value is None else str(value)
+                found.setdefault((unmet.because, unmet.remedy, noticed), reason).settings[item.key] = (
+                    "null" if value is None else str(value)
+                )
             break  # the first reason is enough
     faults = [idle.text() for (_, _, noticed), idle in found.items() if not noticed]
     return faults, [idle.text() for (_, _, noticed), idle in found.items() if noticed]

@@ -15,6 +15,9 @@ from hybridrl.config.schema.node import declared, is_free
 from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
 from hybridrl.config.verl.tables import NoEffect, Pending, aliases, no_effect, pending
 
+#: where a word of the command line was set
+COMMAND_LINE = " (command line)"
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -189,21 +192,64 @@ class KeyBook:
                 return prefix, table[prefix]
         return None
 
-    def rewrite(self, assignments: Iterable[Assignment]) -> Outcome:
-        """Rename old keys, refuse unsupported ones, drop those without effect, and report unknown ones."""
+    def rewrite(self, assignments: Iterable[Assignment], *, replace: bool = False) -> Outcome:
+        """Rename old keys, refuse unsupported ones, drop those without effect, and report unknown ones.
+
+        Two values for one setting are a fault. With `replace`, a later value of the same name takes the place of an
+        earlier one, as in a list of words that a program puts together.
+        """
         out = Outcome()
-        weak: list[Assignment] = []
-        given = set()
+        weak: list[tuple[Assignment, Assignment]] = []
+        places: dict[str, tuple[Assignment, Assignment]] = {}
         for item in assignments:
             for single in self._renamed(item, out, weak):
-                given.add(single.key)
+                if replace and single.key in places and places[single.key][0].key == item.key:
+                    del places[single.key]
+                self._note(item, single, places, out)
                 self._sort_in(single, out)
-        for item in weak:
-            if item.key not in given:
-                self._sort_in(item, out)
+        for item, single in weak:
+            if single.key not in places:
+                self._sort_in(single, out)
+            elif item.origin == COMMAND_LINE:
+                self._note(item, single, places, out)
         return out
 
-    def _renamed(self, item: Assignment, out: Outcome, weak: list[Assignment]) -> list[Assignment]:
+    def conflicts(self, assignments: Iterable[Assignment]) -> list[str]:
+        """A sentence for each setting that is given two values, under one name or under several."""
+        out, weak = Outcome(), list[tuple[Assignment, Assignment]]()
+        places: dict[str, tuple[Assignment, Assignment]] = {}
+        for item in assignments:
+            weak += [(item, single) for single in self._renamed(item, Outcome(), weak)]
+        for item, single in weak:
+            self._note(item, single, places, out)
+        return out.wrong
+
+    def _note(
+        self,
+        written: Assignment,
+        item: Assignment,
+        places: dict[str, tuple[Assignment, Assignment]],
+        out: Outcome,
+    ) -> None:
+        """Note where a key is set, and report a second value for it.
+
+        Args:
+            written: the assignment under the name that the user wrote.
+            item: the same under the present name.
+            places: the assignments so far by present name, in both forms. A deletion (`~key`) begins anew.
+        """
+        if item.delete:
+            for key in [key for key in places if key == item.key or key.startswith(f"{item.key}.")]:
+                del places[key]
+            return
+        if (earlier := places.get(item.key)) is not None and not _alike(earlier[1].value, item.value):
+            first = f"{earlier[0].key}={show(earlier[0].value)}{earlier[0].origin}"
+            second = f"{written.key}={show(written.value)}{written.origin}"
+            same = "" if earlier[0].key == written.key == item.key else f", which both set {item.key}"
+            out.wrong.append(f"{first} and {second}: two values for one setting{same}; remove one of them")
+        places[item.key] = (written, item)
+
+    def _renamed(self, item: Assignment, out: Outcome, weak: list[tuple[Assignment, Assignment]]) -> list[Assignment]:
         found = self._find(self._aliases, item.key)
         if found is None:
             return [item]
@@ -223,7 +269,7 @@ class KeyBook:
         out.renamed.append(f"{item.key}{item.origin} is now {target}{note}")
         renamed = Assignment(target, value, item.origin, item.delete)
         if alias.weak:
-            weak.append(renamed)
+            weak.append((item, renamed))
             return []
         return [renamed]
 
@@ -275,6 +321,13 @@ class KeyBook:
 
 def _likeness(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Whether two values that were written for a key are the same, in any spelling."""
+    if first is None or second is None:
+        return first is second
+    return _same(first, second) or _same(second, first)
 
 
 def _same(value: Any, default: Any) -> bool:
