@@ -59,9 +59,14 @@ def service_of(index: Index) -> JsonApp:
             count = int(body.get("topk") or 3)
             return 200, {"result": [index.best(str(query), count) for query in body["queries"]]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise HttpRefusal(400, f'send {{"queries": [...], "topk": n}}: {error!r}') from error
+            raise HttpRefusal(400, repr(error)) from error
 
     return JsonApp({("POST", "/retrieve"): retrieve})
+
+
+def body_of_error(path: str, error: HttpRefusal) -> dict[str, Any]:
+    """An error as this API has it."""
+    return {"error": f'send {{"queries": [...], "topk": n}}: {error}'}
 
 
 def main() -> None:
@@ -74,8 +79,8 @@ def main() -> None:
     documents = [json.loads(line)["contents"] for line in lines if line.strip()]
     listener = listening_socket(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{listener.getsockname()[1]}/retrieve"
-    guarded = TokenGuard(service_of(Index(documents)), None, LARGEST_BODY, "LARGEST_BODY")
-    server = HttpServer(guarded, listener, ServingLimits())
+    guarded = TokenGuard(service_of(Index(documents)), None, LARGEST_BODY, "LARGEST_BODY", error_body=body_of_error)
+    server = HttpServer(guarded, listener, ServingLimits(error_body=body_of_error))
     asyncio.run(server.serve_until_ended(f"{address} serves {len(documents)} documents"))
 
 
