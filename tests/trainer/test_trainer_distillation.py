@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.config.checks.distillation import distillation_notices
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import AlgorithmError, ConfigError, DataError, ModelError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.models.tiny import build_tiny_model
@@ -270,14 +271,16 @@ def test_settings_without_effect_are_told(micro_model, sort_data, teachers) -> N
         f"{LOSS}.use_task_rewards=False",
         f"{ACTOR}.use_kl_loss=True",
     ]
-    told = list(distillation_notices(config_of(micro_model, data, teacher, *verls)))
-    assert len(told) == 4
+    config = config_of(micro_model, data, teacher, *verls)
+    told = list(distillation_notices(config))
+    assert len(told) == 3
     assert all(key in told[0] for key in ("a.num_replicas", "inference.load_format", "gpu_memory_utilization"))
-    assert "a.key has no effect" in told[1] and f"{ACTOR}.use_kl_loss" in told[3]
-    assert all(f"{LOSS}.{name}" in told[2] for name in ("log_prob_min_clamp", "topk", "clip_ratio"))
+    assert "a.key has no effect" in told[1] and f"{ACTOR}.use_kl_loss" in told[2]
+    idle = " ".join(check_idle(config)[1])
+    assert all(f"{LOSS}.{name}=" in idle for name in ("log_prob_min_clamp", "topk", "clip_ratio"))
     assert list(distillation_notices(config_of(micro_model, data, teacher))) == []
-    (off,) = distillation_notices(config_of(micro_model, data, teacher, "distillation.enabled=False"))
-    assert "without distillation.enabled" in off
+    (off,) = check_idle(config_of(micro_model, data, teacher, "distillation.enabled=False"))[1]
+    assert "distillation.teacher_models=" in off and "distillation.enabled is False" in off
 
 
 def test_a_teacher_with_other_tokens_is_refused(micro_model, sort_data, teachers, tmp_path) -> None:

@@ -176,7 +176,7 @@ def test_a_model_that_writes_is_refused_and_nothing_is_left_on_ray(
         ([f"{MODEL}.weight=inf"], rf"{MODEL}\.weight=inf"),
         ([f"{MODEL}.model.lora_rank=4"], r"is frozen and read without an adapter"),
         ([f"{MODEL}.strategy=nowhere"], rf"{MODEL}\.strategy=.*nowhere"),
-        ([f"{MODEL}.steps.mark=x"], rf"{MODEL}\.steps\.mark: no effect without .*steps\.enable=True"),
+        ([f"{MODEL}.steps.mark=x"], rf"{MODEL}\.steps\.mark=x has no effect.* [Ss]et .*steps\.enable=True"),
         ([f"{MODEL}.steps.enable=True", f"{MODEL}.steps.separator=''"], r"steps\.separator is empty"),
         ([f"{MODEL}.steps.enable=True", f"{MODEL}.max_length=9"], r"max_length=9 with .*would have no score"),
         ([f"{MODEL}.steps.enable=True", f"{MODEL}.rollout.name=vllm"], r"rollout\.name=vllm with .*whole responses"),
