@@ -4,7 +4,6 @@
 # output folder.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-source scripts/settings.sh
 fail() { printf '%s\n' "$*" >&2; exit 2; }
 name=${1:?name of a recipe}
 shift

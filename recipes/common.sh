@@ -120,9 +120,13 @@ case "$name" in
         done
         ;;
 esac
-last_of_each actor_rollout_ref.model.path="$model" \
-    data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
-    trainer.project_name=recipes "${size[@]}" ${words[@]+"${words[@]}"}
-run=("$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name" "${merged[@]}")
+run=(
+    "$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name"
+    actor_rollout_ref.model.path="$model"
+    data.train_files="$data/train.parquet"
+    data.val_files="$data/test.parquet"
+    trainer.project_name=recipes
+    "${size[@]}" ${words[@]+"${words[@]}"}
+)
 [ -n "${server:-}" ] || exec "${run[@]}"
 "${run[@]}" # this shell ends the server afterwards

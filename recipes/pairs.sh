@@ -48,5 +48,7 @@ else
         trainer.default_local_dir="$out/$name"
     )
 fi
-last_of_each model.path="$model" trainer.project_name=recipes "${size[@]}" ${words[@]+"${words[@]}"}
-exec "$python" -m "hybridrl.trainer.main_$name" -cp "recipes/$name" -cn "$name" "${merged[@]}"
+exec "$python" -m "hybridrl.trainer.main_$name" -cp "recipes/$name" -cn "$name" \
+    model.path="$model" \
+    trainer.project_name=recipes \
+    "${size[@]}" ${words[@]+"${words[@]}"}

@@ -98,10 +98,8 @@ grpo=(
     trainer.test_freq=10
     trainer.save_freq=50
     trainer.max_actor_ckpt_to_keep=1
+    ${overrides[@]+"${overrides[@]}"}
 )
-source scripts/settings.sh
-last_of_each "${grpo[@]}" ${overrides[@]+"${overrides[@]}"}
-grpo=("${merged[@]}")
 # A setting that cannot be used is reported now, not after the warm start (whose model does not exist yet).
 "$python" -c 'import sys; from hybridrl.config import cli; cli("ppo_trainer", lambda config: None, sys.argv[1:])' \
     "${grpo[@]}" actor_rollout_ref.model.path="'$out/model'" ||

@@ -81,7 +81,7 @@ def cli(
         refuse_options(words)
         folder, file = user_file(words)
         launched = launch.settings() if launch is not None else {}
-        composed = compose_config(name, words.overrides, folder, file, launched, defaults=defaults, once=True)
+        composed = compose_config(name, words.overrides, folder, file, launched, defaults=defaults)
         if launch is not None:
             composed.notices.append(launch.notice(_EXAMPLES[name][0], "trainer" in composed.tree))
         print_notices(composed.notices)

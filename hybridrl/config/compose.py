@@ -290,14 +290,12 @@ def compose_config(
     *,
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
-    once: bool = False,
 ) -> Composed:
     """Compose, check and convert without printing anything. Arguments and errors are those of `load_config`.
 
     `launched` holds the values that torchrun was given, by key. They replace defaults; a file or a word that sets such
     a key to a different value is a fault. `defaults` replace defaults of the tree; files and words replace them in
-    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words. With `once`, a
-    setting that two words give different values is a fault; otherwise the later word counts.
+    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words.
     """
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
@@ -312,14 +310,14 @@ def compose_config(
     if user is not None:
         folders.append(user.path.parent)
     given = parse_overrides([*base_choices(root, config_dir, config_name), *overrides], book, folders, faults)
-    set_by_words = book.rewrite([*given.assignments, *book.flatten(settings or {}, {})], replace=not once)
+    set_by_words = book.rewrite([*given.assignments, *book.flatten(settings or {}, {})])
 
     try:
         composed_tree = _hydra_compose(root, given, folders, user)
     except ConfigError as error:
         earlier = [*faults, *(user.outcome.faults if user else []), *set_by_words.faults]
         raise ConfigError([*earlier, *error.faults]) from error.__cause__
-    composed = book.rewrite(book.flatten(composed_tree, user.origins if user else {}))
+    composed = book.rewrite(book.flatten(composed_tree, user.origins if user else {}), has_defaults=True)
     origins = {**(user.origins if user else {}), **{item.key: item.origin for item in set_by_words.assignments}}
     shipped = default_tree(ROOTS[root])
     tree = default_tree(ROOTS[root])

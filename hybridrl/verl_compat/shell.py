@@ -216,16 +216,11 @@ def real_program(name: str) -> str | None:
 
 
 def translated(words: Sequence[str]) -> list[str]:
-    """The words of a command with verl's modules replaced by the programs of this library.
-
-    Of several words that set a key the last one is left: scripts put their user's words after their own.
-    """
-    names = [word.partition("=")[0].lstrip("+") if "=" in word and word[0] != "-" else None for word in words]
-    last = {name: place for place, name in enumerate(names)}
-    result = [word for place, word in enumerate(words) if names[place] is None or last[names[place]] == place]
-    for before, word in enumerate(result[1:]):
+    """The words of a command with verl's modules replaced by the programs of this library."""
+    result = list(words)
+    for before, word in enumerate(words[1:]):
         program = programs().get(word)
-        if result[before] == "-m" and program is not None and program.module is not None:
+        if words[before] == "-m" and program is not None and program.module is not None:
             result[before + 1] = program.module
     return result
 

@@ -69,17 +69,25 @@ def test_defaults_are_never_named(root: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["data.seed=1", "data.seed=2"],
-        ["data.seed=1", "++data.seed=2"],
         [f"{ACTOR}.ppo_micro_batch_size=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"],
         [f"{MODEL}.lora.rank=4", f"{MODEL}.lora_rank=2"],
     ],
 )
 def test_two_values_for_one_setting_are_refused_with_both(words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose_config("ppo_trainer", words, once=True)
+        compose_config("ppo_trainer", words)
     assert all(word.lstrip("+") in str(caught.value) for word in words)
-    compose_config("ppo_trainer", [words[0], words[0]], once=True)
+    compose_config("ppo_trainer", [words[0], words[0]])
+
+
+@pytest.mark.parametrize("words", [["data.seed=1", "data.seed=2"], ["data.seed=1", "++data.seed=2"]])
+def test_the_later_of_two_words_counts_and_both_are_named(words: list[str]) -> None:
+    composed = compose_config("ppo_trainer", words)
+    assert composed.config.data.seed == 2
+    assert "on the command line, data.seed=2 replaces 1 before it" in composed.notices
+    assert (
+        compose_config("ppo_trainer", ["data.seed=2"] * 2).notices == compose_config("ppo_trainer", words[:1]).notices
+    )
 
 
 def test_a_keyword_and_a_mapping_may_not_contradict() -> None:

@@ -48,6 +48,7 @@ class Outcome:
     Attributes:
         assignments: those to make, under present names.
         renamed: notices about old names.
+        replaced: notices about words of a command line that a later word replaces.
         without_effect: keys that are passed with a notice.
         wrong: a sentence for each assignment that cannot be made, except those of `waiting`.
         waiting: the last value of each key of something that is not supported yet.
@@ -56,6 +57,7 @@ class Outcome:
 
     assignments: list[Assignment] = field(default_factory=list)
     renamed: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
     without_effect: dict[NoEffect, list[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     waiting: dict[str, _Waiting] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Outcome:
         """Add the result of further assignments, which come later than those before."""
         self.assignments += other.assignments
         self.renamed += other.renamed
+        self.replaced += other.replaced
         self.wrong += other.wrong
         self.waiting |= other.waiting
         for entry, keys in other.without_effect.items():
@@ -115,7 +118,8 @@ class Outcome:
                 idle.setdefault(" or ".join(switches), []).append(f"{key}{value.item.origin}")
         for names, keys in idle.items():
             without_effect.append(f"no effect here without {names}: {', '.join(keys)}")
-        return list(dict.fromkeys([*self.renamed, *without_effect]))
+        replaced = [f"on the command line, {', '.join(self.replaced)}"] if self.replaced else []
+        return list(dict.fromkeys([*self.renamed, *replaced, *without_effect]))
 
 
 @functools.cache
@@ -192,19 +196,31 @@ class KeyBook:
                 return prefix, table[prefix]
         return None
 
-    def rewrite(self, assignments: Iterable[Assignment], *, replace: bool = False) -> Outcome:
+    def rewrite(self, assignments: Iterable[Assignment], *, has_defaults: bool = False) -> Outcome:
         """Rename old keys, refuse unsupported ones, drop those without effect, and report unknown ones.
 
-        Two values for one setting are a fault. With `replace`, a later value of the same name takes the place of an
-        earlier one, as in a list of words that a program puts together.
+        Two values for one setting are a fault, with one exception: of two words of a command line that write the same
+        key, the later one counts, because scripts put the words of their user (`"$@"`) after their own. A notice names
+        both.
+
+        Args:
+            assignments: in the order in which they were written.
+            has_defaults: values of the tree itself are among them, which any name of the setting replaces.
         """
         out = Outcome()
         weak: list[tuple[Assignment, Assignment]] = []
         places: dict[str, tuple[Assignment, Assignment]] = {}
         for item in assignments:
             for single in self._renamed(item, out, weak):
-                if replace and single.key in places and places[single.key][0].key == item.key:
+                earlier = places.get(single.key)
+                if earlier is not None and has_defaults:
                     del places[single.key]
+                elif earlier is not None and earlier[0].key == item.key and item.origin == COMMAND_LINE:
+                    del places[single.key]
+                    if not item.delete and not _alike(earlier[1].value, single.value):
+                        out.replaced.append(
+                            f"{item.key}={show(item.value)} replaces {show(earlier[0].value)} before it"
+                        )
                 self._note(item, single, places, out)
                 self._sort_in(single, out)
         for item, single in weak:
