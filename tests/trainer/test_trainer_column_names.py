@@ -2,6 +2,7 @@
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from hybridrl.protocol import DataProto, bookkeeping, fields
 from hybridrl.protocol.bookkeeping import Writer
 from hybridrl.reward.factory import check_columns, check_read_columns
 from hybridrl.reward.signature import understand
+from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.request import Completion
 from hybridrl.trainer.ppo.advantage import compute_advantage
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
@@ -139,7 +141,7 @@ def test_an_extra_field_of_a_session_is_refused(name, brought) -> None:
     fields_ = {name: 1} if brought == "extra_fields" else {}
     score = Verdict(1.0, extra={name: 1}) if brought == "verdict" else 1.0
     output = AgentLoopOutput([1], [2], [1], reward_score=score, extra_fields=fields_)
-    completion = Completion("0", [2], [-0.5], [(0, 1)], "stop")
+    completion = Completion("0", [2], [-0.5], "stop", [(0, 1)])
     with pytest.raises(RolloutError, match=rf"the extra field {name!r}.*another name"):
         trajectory_of(output, [([1], completion)], "0-0", 0, "", 0, None)
 
@@ -186,22 +188,28 @@ def _text(node: ast.AST, constants: dict[str, str]) -> str | None:
     return constants.get(node.id) if isinstance(node, ast.Name) else None
 
 
-def _names_written(tree: ast.AST, constants: dict[str, str]) -> set[str]:
-    """Names `X` of `....non_tensor_batch["X"] = ...`, and of `non_tensors={"X": ...}`."""
+def _is_batch(node: ast.AST) -> bool:
+    return getattr(node, "attr", "") == "non_tensor_batch"
+
+
+def _names_used(tree: ast.AST, constants: dict[str, str]) -> set[str]:
+    """Names `X` of `....non_tensor_batch["X"]`, `.get("X")`, `"X" in ...`, and of `non_tensors={"X": ...}`."""
     found: set[str | None] = set()
     for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for target in targets:
-            if isinstance(target, ast.Subscript) and getattr(target.value, "attr", "") == "non_tensor_batch":
-                found.add(_text(target.slice, constants))
+        if isinstance(node, ast.Subscript) and _is_batch(node.value):
+            found.add(_text(node.slice, constants))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_batch(node.func.value):
+            found |= {_text(one, constants) for one in node.args[:1]}
+        if isinstance(node, ast.Compare) and any(_is_batch(one) for one in node.comparators):
+            found.add(_text(node.left, constants))
         given = isinstance(node, ast.keyword) and node.arg in ("non_tensors", "extra_fields")
         if given and isinstance(node.value, ast.Dict):
             found |= {_text(key, constants) for key in node.value.keys if key is not None}
     return {name for name in found if name is not None}
 
 
-def test_no_code_writes_an_undeclared_column() -> None:
-    """A name that is written and not declared could be a data column, and would replace it."""
+def test_no_code_uses_an_undeclared_column() -> None:
+    """A name that is written or read and not declared could be a data column, and would be mistaken for it."""
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
     constants = {
         target.id: node.value.value
@@ -211,17 +219,27 @@ def test_no_code_writes_an_undeclared_column() -> None:
         for target in node.targets
         if isinstance(target, ast.Name) and target.id.isupper()
     }
-    names = {name: path for path, tree in trees.items() for name in _names_written(tree, constants)}
+    names = {name: path for path, tree in trees.items() for name in _names_used(tree, constants)}
     assert {"sample", "slot", "is_padding", "env_done"} <= names.keys()  # the search works
-    undeclared = {name: str(path) for name, path in names.items() if name not in bookkeeping.bookkeeping()}
+    declared = bookkeeping.bookkeeping() | bookkeeping.columns()
+    undeclared = {name: str(path) for name, path in names.items() if name not in declared}
     assert undeclared == {}, "declare it in hybridrl/protocol/bookkeeping.py"
 
 
-def test_what_a_real_batch_holds_is_declared(tmp_path) -> None:
-    """Columns of a scored batch are the data's, the reward function's, or declared."""
+def test_what_real_batches_hold_is_declared(tmp_path) -> None:
+    """Columns of a scored batch are the data's, the reward function's, or declared; so are those of any trajectory."""
     found = trained_on(written(tmp_path / "data.jsonl", {}))
-    tensors = set(found) - {*ESTIMATORS, "reward_model"}
-    assert tensors <= bookkeeping.bookkeeping()
+    assert set(found) - {*ESTIMATORS, "reward_model"} <= bookkeeping.bookkeeping()
+
+    experts = torch.zeros(2, 1, 1, dtype=torch.int64)
+    whole: dict[str, Any] = {"routed_experts": experts, "image_mask": torch.zeros(2, dtype=torch.bool)}
+    whole |= {"multimodal": {"pixel_values": experts}, "positions": torch.zeros(3, 2, dtype=torch.int64)}
+    whole |= {"turn_rewards": [1.0], "turn_ends": [0], "turn_states": [(0, 3)], "reward": 1.0, "session": "s"}
+    output = AgentLoopOutput([1], [2], [1], reward_score=1.0)
+    made = trajectory_of(output, [([1], Completion("0", [2], [-0.5], "stop", [(0, 1)]))], "0-0", 0, "s", 0, None)
+    batch = batch_of([replace(made, **whole)], PAD)
+    assert {"session_id", "trajectory_reward", "turn_rewards", "__num_turns__"} <= batch.non_tensor_batch.keys()
+    assert {*batch.non_tensor_batch, *batch.batch.keys()} <= bookkeeping.bookkeeping()
 
 
 def test_a_column_is_declared_once() -> None:

@@ -11,6 +11,7 @@ from hybridrl.agents.images import images_in, with_row_images
 from hybridrl.agents.log import without_pixels
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
 from hybridrl.models.vision import ImageTensors, digest
+from hybridrl.notify import notify
 from hybridrl.rollout.noise import stream_keys
 
 
@@ -54,6 +55,13 @@ class EnvironmentAgentLoop(AgentLoopBase):
             self.environments.entry(env_kwargs), self.rollout_config.agent.environment_timeout_s
         )
         try:
+            if "seed" in kwargs:
+                notify(
+                    "the data have a column 'seed', and row['seed'] of an environment is the seed of the session; put "
+                    "the one of the data into env_kwargs",
+                    "warning",
+                    once=True,
+                )
             first = await session.reset({**kwargs, "env_kwargs": env_kwargs, "seed": self.seed_of(kwargs)})
             first = await self._prepared(first)
             messages = with_row_images(kwargs["raw_prompt"], self.row_images(kwargs))
