@@ -72,7 +72,8 @@ def check_idle(config: RootConfig, others: Sequence[str] = ()) -> tuple[list[str
     found: dict[tuple[str, str, bool], Idle] = {}
     tree: dict[str, Any] | None = None
     own_data = value_at(config, "data.custom_cls.path") not in (..., None)  # such a class may read any setting of data
-    for item in conditional(type(config)):
+    root: type = type(config)
+    for item in conditional(root):
         if item.key in reported or (own_data and item.key.startswith("data.")):
             continue
         for condition, group in item.needs:

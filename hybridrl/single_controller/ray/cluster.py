@@ -181,6 +181,7 @@ def _shut_down_own_ray() -> None:
         ray.shutdown()
         return
     node = ray._private.worker.global_worker.node
+    assert node is not None  # its raylet runs
     kill, left = node.kill_all_processes, psutil.Process(raylet).children(recursive=True)
     node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     ray.shutdown()
