@@ -67,10 +67,10 @@ def _time_first(block: Tensor) -> Tensor:
 def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, decay: float) -> Tensor:
     """y_t = r_t + gamma V_{t+1} - V_t + decay y_{t+1} over response tokens, [B, T]; finite but undefined elsewhere.
 
-        t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values`, V
+    t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values`, V
     is 0. It is computed in float64, where small differences of large values are not lost. The rows are processed in
-    blocks that stay in the cache. Each block is transposed to put time first, so that
-        every step of the scan reads contiguous memory.
+    blocks that stay in the cache. Each block is transposed to put time first, so that every step of the scan reads
+    contiguous memory.
     """
     out = torch.empty_like(rewards)
     step = _ROWS if rewards.device.type == "cpu" else max(len(rewards), 1)
