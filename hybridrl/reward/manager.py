@@ -174,6 +174,11 @@ class RewardManager:
                     check_columns(self.pool, columns, has_truth, getattr(dataset, "left_out", ()))
                     check_read_columns(self.config, columns)
 
+    @property
+    def takes_ground_truth(self) -> bool:
+        """Whether any reward function gets the ground truth; waits until all have been loaded."""
+        return any(how.takes_ground_truth for _, how in self.pool.calls)
+
     def close(self) -> None:
         """End the pool's processes."""
         self.pool.close()

@@ -115,6 +115,12 @@ class Call:
             return None
         return (*self.columns, *self.optional, *(name for name in (PROMPT, *_TRL_NAMES) if name in self.arguments))
 
+    @property
+    def takes_ground_truth(self) -> bool:
+        """Whether the function gets the ground truth, under any name."""
+        own = {"ground_truth", "ground_truths"} & {*self.arguments, *self.columns, *self.optional}
+        return bool(own or self.truths)
+
     def reduced(self, value: Any) -> Any:
         """Return a sample, or a list of samples, with only what the function gets.
 

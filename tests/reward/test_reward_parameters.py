@@ -172,3 +172,24 @@ def test_what_a_process_reports_is_how_the_pool_checks(user_file) -> None:
         assert [one.score for one in pool.run(samples())] == [1.0, 0.0]
         with pytest.raises(RewardError, match="may be the response or the column 'response'"):
             pool.run(samples({"response": "r", "answer": "4"}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes"),
+    [
+        ("solution_str", False),
+        ("solution_str, question", False),
+        ("completions, question", False),
+        ("solution_str, ground_truth", True),
+        ("solution_str, ground_truth=None", True),
+        ("response, gt", True),
+        ("responses, ground_truths", True),
+        ("completions, ground_truth", True),
+        ("completions, **kwargs", False),  # TRL's form has no such argument; a column of that name is the data's
+        ("solution_str, **kwargs", True),
+    ],
+)
+def test_a_function_says_whether_it_gets_the_ground_truth(parameters: str, takes: bool) -> None:
+    """Only then is it told that rows have none."""
+    how = understand(function(parameters), "f", {}, "sample", "r.py", "reward_kwargs")
+    assert how.takes_ground_truth == takes

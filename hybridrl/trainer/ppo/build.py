@@ -152,7 +152,7 @@ def _with_data(
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files", processor)
     check_rows(train, config)
     reward.check(train, val)
-    if config.reward.runs_functions:
+    if config.reward.runs_functions and reward.takes_ground_truth:
         report_missing(train, "data.train_files")
         if val is not None:
             report_missing(val, "data.val_files")
