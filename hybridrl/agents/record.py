@@ -168,7 +168,7 @@ def _check_names(output: AgentLoopOutput) -> None:
     for name in [*taken(output.extra_fields, Writer.SESSION), *taken(parts)]:
         raise RolloutError(
             f"an agent loop returned the extra field {name!r} (extra_fields, or extra of a Verdict), which is the name "
-            "of a column that the run itself uses; give the field another name"
+            "of a column of the data, or of one that the run itself uses; give the field another name"
         )
 
 

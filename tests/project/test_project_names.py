@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # verl's column of training data
     **{f"data/preprocess/{name}.py": COLUMN for name in ("calculator", "colours", "geo3k", "gsm8k", "math")},
     **{f"data/preprocess/{name}.py": COLUMN for name in ("search_r1", "sort", "verifiers")},
-    **{f"reward/{name}.py": COLUMN for name in ("manager", "signature")},
+    **{f"{name}.py": COLUMN for name in ("protocol/bookkeeping", "reward/signature")},
     "trainer/ppo/samples.py": COLUMN,
     # forms of the KL divergence, of which losses for distillation are made
     "algorithms/kl.py": KL,

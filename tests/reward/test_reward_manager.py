@@ -295,7 +295,7 @@ def test_a_batched_function_serves_every_manager(manager_for, make_batch, user_f
 
 def test_the_batch_manager_settles_what_names_do_not(manager_for, make_batch, user_file, config):
     config.reward.reward_manager.name = "batch"
-    path = user_file("def mine(sources, texts, truths, infos, /): return [len(texts)] * len(texts)")
+    path = user_file("def mine(a, b, c, d, /): return [len(b)] * len(b)")
     assert manager_for(path)(make_batch(["a", "b"], **sort_columns("1", "2"))).sum(-1).tolist() == [2.0, 2.0]
 
 
