@@ -6,12 +6,13 @@ A run that is killed writes no end. The next start shows that the earlier one ha
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,20 @@ from hybridrl.observe import jsonl
 
 EVENTS = "events.jsonl"
 START, RESUME, END = "start", "resume", "end"
+_began: contextvars.ContextVar[datetime.datetime | None] = contextvars.ContextVar("began", default=None)
+
+
+@contextlib.contextmanager
+def beginning() -> Iterator[None]:
+    """A run begins with this context: the start event of the log that is opened in it has the time of now.
+
+    Processes start and models load before a run has its folder, and that is wall time of the run, too.
+    """
+    token = _began.set(_now())
+    try:
+        yield
+    finally:
+        _began.reset(token)
 
 
 class EventLog:
@@ -42,7 +57,7 @@ class EventLog:
         self._lock = threading.RLock()  # a signal handler may tell something while its thread writes
         self._listening = listening(lambda text, level: self.write(level, text))
 
-    def write(self, kind: str, text: str, **facts: Any) -> None:
+    def write(self, kind: str, text: str, at: datetime.datetime | None = None, **facts: Any) -> None:
         """Write one event.
 
         An event that cannot be written does not end the run: notices are on the standard error too, and the metrics
@@ -51,16 +66,17 @@ class EventLog:
         Args:
             kind: `start`, `resume`, `end`, or the level of a notice.
             text: what happened, for a reader.
+            at: when it happened; None: now.
             facts: further entries of the line.
         """
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        event = {"time": now, "step": self._step(), "kind": kind, "text": text, **facts}
+        time = (at or _now()).isoformat(timespec="seconds")
+        event = {"time": time, "step": self._step(), "kind": kind, "text": text, **facts}
         # RuntimeError: a signal handler that writes while its thread does; ValueError: the file is closed
         with self._lock, contextlib.suppress(OSError, RuntimeError, UserError, ValueError):
             self._file.write(event)
 
     def __enter__(self) -> EventLog:
-        self.write(START, "", command=sys.argv, host=platform.node(), pid=os.getpid())
+        self.write(START, "", _began.get(), command=sys.argv, host=platform.node(), pid=os.getpid())
         self._listening.__enter__()
         return self
 
@@ -116,6 +132,10 @@ def sessions(events: Sequence[Mapping[str, Any]]) -> list[Session]:
         last_step = max(resumed, *(event["step"] for event in part))
         found.append(Session(part[0], end, part[-1]["time"], resumed, last_step))
     return found
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _timestamp(time: str) -> float:

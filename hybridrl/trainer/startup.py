@@ -13,6 +13,7 @@ from hybridrl.config import CheckpointConfig, ModelConfig, OptimConfig, RayConfi
 from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.errors import ModelError, UserError
 from hybridrl.notify import notify
+from hybridrl.observe.events import beginning
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.single_controller.ray import ResourcePoolManager, init_ray, shutdown_ray
 from hybridrl.utils.child_processes import block_stop_signals
@@ -99,7 +100,8 @@ def workers_starting(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-workers") as background:
         starting = background.submit(start)
         try:
-            yield starting.result  # type: ignore[misc]
+            with beginning():
+                yield starting.result  # type: ignore[misc]
         finally:
             given_up.set()
             wait([starting])  # Ray cannot be shut down in the middle of its start

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from base64 import b64decode
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,7 +21,7 @@ from hybridrl.config.differences import differences
 from hybridrl.errors import UserError
 from hybridrl.notify import listening, notify
 from hybridrl.observe.dump import dump_generations
-from hybridrl.observe.events import END, RESUME, EventLog, read_events, sessions
+from hybridrl.observe.events import END, RESUME, EventLog, beginning, read_events, sessions
 from hybridrl.observe.figures import panel_chart, panels
 from hybridrl.observe.history import load_history
 from hybridrl.observe.report import write_report
@@ -42,6 +44,17 @@ def start(folder: Path, steps: range, end: str | None = None, resumed: bool = Fa
                 notify("entropy is <low>", "warning")
         if end is not None:
             events.write(END, end)
+
+
+def test_wall_time_counts_what_comes_before_the_folder(tmp_path: Path) -> None:
+    """Processes start and models load before a run has its folder; a later start in the same process has its own."""
+    with beginning():
+        began = datetime.datetime.now(datetime.UTC)
+        time.sleep(1.1)  # times are written in whole seconds
+        start(tmp_path, range(0, 3), "finished")
+    start(tmp_path, range(2, 4), "finished", resumed=True)
+    first, second = (datetime.datetime.fromisoformat(one.start["time"]) for one in sessions(read_events(tmp_path)))
+    assert first <= began < second
 
 
 def test_the_report_shows_the_settings_of_the_last_start(tmp_path: Path) -> None:
