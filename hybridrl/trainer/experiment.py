@@ -5,6 +5,7 @@ place does not, so that a resumed run notices an edited file, and takes a moved 
 """
 
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,7 +45,15 @@ _SETTINGS = (
 #: arguments of reward managers that say where and how fast, and not what, they score
 _WHERE = ("url", "max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "batch_size", "attempts")
 #: groups of settings that say how and where a run computes
-_NOT_PART = ("trainer.", "ray_kwargs.", "global_profiler.", "data.val_files", "placement.")
+_NOT_PART = (
+    "trainer.",
+    "data.output_path",
+    "data.path",
+    "ray_kwargs.",
+    "global_profiler.",
+    "data.val_files",
+    "placement.",
+)
 #: settings whose values are modules, also without a colon
 _MODULES = ("external_lib", "optimizer_impl", "class_path", "function_tool_path", "custom_cls.path", "module.path")
 #: settings whose `path` is a file or module of functions
@@ -80,6 +89,12 @@ def definition_of(config: ConfigNode) -> Definition:
         if files:
             found["code"][key] = _short_digest(_resolved(value, key, True, files))
     return found
+
+
+def code_of(config: ConfigNode) -> dict[str, str]:
+    """Return digests of the settings that name files, without the training data, that do not change with layout."""
+    found = definition_of(config)
+    return {key: found["values"][key] for key in found["code"] if key != DATA}
 
 
 def changed_keys(before: Definition, now: Definition) -> list[str]:
@@ -119,7 +134,7 @@ def _resolved(value: Any, key: str, exact: bool, files: list[Path]) -> Any:
 
 def _of_text(text: str, key: str, exact: bool, files: list[Path]) -> Any:
     path, _, name = text.partition(":") if ".py:" in text else (text, "", "")
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))  # pathlib's raises an error for a text such as ~~
     if file.suffix in _YAML and _is_file(file):
         files.append(file)
         return ["yaml", _of_yaml(file, key, exact, files)]

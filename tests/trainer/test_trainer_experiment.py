@@ -338,3 +338,86 @@ def test_another_program_gets_a_new_folder_where_none_is_named(place: Path) -> N
     config = load_config("sft_trainer", ["model.path=models/a", "data.train_files=[train.jsonl]"])
     settle_folder(config)
     assert config.trainer.default_local_dir == "checkpoints/hybridrl/default-2"
+
+
+@pytest.mark.parametrize(
+    ("tree", "word", "key"),
+    [
+        ("ppo_trainer", "reward.custom_reward_function.path=pkg://pack.inner", "reward.custom_reward_function.path"),
+        ("ppo_trainer", "reward.custom_reward_function.path=lib", "reward.custom_reward_function.path"),
+        ("ppo_trainer", "+reward.functions.a.path=pack/inner.py", "reward.functions"),
+        ("ppo_trainer", "+reward.functions.a={path: pack.inner, weight: 2}", "reward.functions"),
+        ("ppo_trainer", "reward.reward_manager.module.path=lib.py", "reward.reward_manager.module.path"),
+        ("ppo_trainer", "+reward.custom_reward_function.reward_kwargs.prompt=prices.txt", ".reward_kwargs"),
+        ("ppo_trainer", f"{ROLLOUT}.agent.default_agent_loop=pack.inner:Loop", ".default_agent_loop"),
+        ("ppo_trainer", f"{ROLLOUT}.agent.default_environment=lib:World", ".default_environment"),
+        ("ppo_trainer", f"{ROLLOUT}.agent.function=lib.py:agent", ".agent.function"),
+        ("ppo_trainer", f"'{ROLLOUT}.agent.command=python lib.py --fast'", ".agent.command"),
+        ("ppo_trainer", f"{ROLLOUT}.multi_turn.function_tool_path=lib", ".function_tool_path"),
+        ("ppo_trainer", "data.custom_cls.path=lib.py", "data.custom_cls.path"),
+        ("ppo_trainer", "data.sampler.class_path=pack/inner.py", "data.sampler.class_path"),
+        ("ppo_trainer", "actor_rollout_ref.model.external_lib='json,pack.inner'", ".external_lib"),
+        ("ppo_trainer", "actor_rollout_ref.actor.optim.optimizer_impl=lib.py", ".optimizer_impl"),
+        ("sft_trainer", "model.external_lib=lib", "model.external_lib"),
+        ("sft_trainer", "data.custom_cls.path=lib.py", "data.custom_cls.path"),
+        ("rm_trainer", "optim.optimizer_impl=pack.inner", "optim.optimizer_impl"),
+        ("generation", "actor_rollout_ref.model.external_lib=lib", "actor_rollout_ref.model.external_lib"),
+    ],
+)
+def test_every_way_of_naming_code_is_compared_by_content(place: Path, tree: str, word: str, key: str) -> None:
+    config = load_config(tree, [word.strip("'") if "command" in word else word])
+    first = definition_of(config)
+    assert changed_keys(first, definition_of(config)) == [] and any(name.endswith(key) for name in first["code"])
+    for file in ("lib.py", "pack/inner.py", "prices.txt"):
+        Path(file).write_text(Path(file).read_text() + "OTHER = 1\n")
+    changed = changed_keys(first, definition_of(config))
+    assert any(name.endswith(key) for name in changed), changed
+
+
+def test_code_that_another_python_parses_otherwise_is_the_same(place: Path) -> None:
+    """Either the bytes or the syntax trees are equal; of a record of another version, only the bytes are."""
+    config = load_config("ppo_trainer", words())
+    first = definition_of(config)
+    other = {"values": {**first["values"], "reward.custom_reward_function.path": "0"}, "code": first["code"]}
+    assert changed_keys(other, first) == []
+
+
+def test_data_are_compared_in_order_and_folders_with_all_their_files(place: Path) -> None:
+    """Also what only a dataset class of one's own can read."""
+    (place / "shards").mkdir()
+    (place / "shards/a.bin").write_text("a")
+    shutil.copy("train.jsonl", "copy.jsonl")
+
+    def record(files: str) -> dict[str, dict[str, str]]:
+        return definition_of(load_config("ppo_trainer", [f"data.train_files={files}"]))
+
+    first = record("[train.jsonl,shards,s3://bucket/rows]")
+    assert changed_keys(first, record("[copy.jsonl,shards,s3://bucket/rows]")) == []
+    assert changed_keys(first, record("[shards,train.jsonl,s3://bucket/rows]")) == ["data.train_files"]
+    assert changed_keys(first, record("[train.jsonl,shards,s3://bucket/others]")) == ["data.train_files"]
+    (place / "shards/a.bin").write_text("b")
+    assert changed_keys(first, record("[train.jsonl,shards,s3://bucket/rows]")) == ["data.train_files"]
+
+
+def test_responses_of_other_code_are_not_taken_for_finished(place: Path) -> None:
+    """Generation compares the settings of its output by itself; those include what user code they name."""
+    from hybridrl.trainer.generation.run_generation import _settings
+
+    def settings(*more: str) -> dict[str, object]:
+        return _settings(load_config("generation", ["data.path=[train.jsonl]", "data.output_path=out.parquet", *more]))
+
+    plain = settings()
+    assert not any(name.startswith("content of") for name in plain), "outputs of earlier versions are as they were"
+    first = settings("data.custom_cls.path=lib.py")
+    assert first == settings("data.custom_cls.path=lib.py")
+    replace("lib.py", "4", "5")()
+    second = settings("data.custom_cls.path=lib.py")
+    assert [name for name in first if first[name] != second[name]] == ["content of data.custom_cls.path"]
+
+
+@pytest.mark.parametrize("text", ["~~ be kind ~~", "~nobody/x.py", "a" * 5000, "a.b:c.d"])
+def test_texts_that_look_like_paths_are_texts(place: Path, text: str) -> None:
+    config = load_config("ppo_trainer", words())
+    config.data.system_prompt = text
+    config.reward.custom_reward_function.reward_kwargs = {"text": text, "number": {1: float("nan")}}
+    assert changed_keys(definition_of(config), definition_of(config)) == []
