@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from hybridrl.checkpoint.files import digest, sha256
+from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.differences import leaves
 from hybridrl.config.schema.node import ConfigNode, declared
 from hybridrl.data.files import contents
@@ -72,9 +73,8 @@ def definition_of(config: ConfigNode) -> Definition:
         what the first is computed from.
     """
     found: Definition = {"values": {}, "code": {}}
-    tree = as_dict(config)
-    idle = () if tree.get("reward", {}).get("reward_model", {}).get("enable") else (_MODEL,)
-    for key, value in leaves(tree, set(declared(type(config)))):
+    idle = () if isinstance(config, PPOTrainerConfig) and config.reward.reward_model.enable else (_MODEL,)
+    for key, value in leaves(as_dict(config), set(declared(type(config)))):
         if key == DATA:
             found["values"][key] = found["code"][key] = digest(contents(value))[:12]
             continue
