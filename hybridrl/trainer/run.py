@@ -21,20 +21,13 @@ from hybridrl.observe.tracking import Tracking
 from hybridrl.programs import STOPPED, Outcome
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.background_save import BackgroundSave, Writers
+from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, definition_of
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.interrupt import StopRequest
 from hybridrl.trainer.phases import PhaseTimer, take_spans
-from hybridrl.trainer.settings_change import (
-    Change,
-    changed_code,
-    check_same_experiment,
-    code_digests,
-    find_changes,
-    record_changes,
-)
+from hybridrl.trainer.settings_change import Change, check_same_experiment, compare, record_changes
 from hybridrl.utils.files import check_writable
 
-STATE_FILE = "trainer.json"
 _BETWEEN_STEPS = ("save_checkpoint", "data")
 
 
@@ -93,7 +86,7 @@ class TrainingRun:
         self._looked = False
         self._found: Path | None = None
         self._changes: list[Change] = []
-        self._code: dict[str, str] = {}
+        self._definition: Definition = {}
         self._stop = StopRequest(self.folder)
         self._cleanup = ExitStack()
 
@@ -229,20 +222,25 @@ class TrainingRun:
         once.
 
         Raises:
-            CheckpointError: see `RunStore.find`, or with `resume_mode=auto` the model, the data or the algorithm are
-                not those that the run began with.
+            CheckpointError: see `RunStore.find`, or with `resume_mode=auto` the model, the data, the reward, the
+                environment or the algorithm are not those that the run began with.
             UserError: a folder for samples cannot be written.
         """
         if self._looked:
             return
         self._check_dump_folders()
-        self._code = code_digests(self.config)
+        self._definition = definition_of(self.config)
         self._found = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
         self._looked = True
         if self._found is None:
             return
-        saved = load_json(self._found / STATE_FILE).get("code", {})
-        self._changes = [*find_changes(self._found.parent, self.config), *changed_code(saved, self._code)]
+        saved = load_json(self._found / STATE_FILE).get(EXPERIMENT)
+        if saved is None:
+            notify(
+                f"{self._found} was saved by an earlier version, which did not record what its data, reward, tools and "
+                "code were: whether they are the same is not checked in this start"
+            )
+        self._changes = compare(self._found.parent, self.config, saved, self._definition)
         if self.trainer.resume_mode == "auto":
             check_same_experiment(self.folder, self._changes)
         if self._changes:
@@ -319,7 +317,7 @@ class TrainingRun:
             self.complete_save()
             unfinished = self.store.begin(self.step)
             try:
-                state = {"step": self.step, "code": self._code, "state": write(unfinished.folder)}
+                state = {"step": self.step, EXPERIMENT: self._definition, "state": write(unfinished.folder)}
                 save_json(unfinished.folder / STATE_FILE, state)
             except BaseException as error:
                 unfinished.abort(error)

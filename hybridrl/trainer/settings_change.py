@@ -9,14 +9,13 @@ import functools
 import operator
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from hybridrl.checkpoint.files import sha256
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.convert import show
 from hybridrl.config.differences import leaves
@@ -24,12 +23,10 @@ from hybridrl.config.schema.node import ConfigNode, declared, default_tree
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes
 from hybridrl.observe.run_folder import as_dict as written
+from hybridrl.trainer.experiment import Definition, changed_keys, definition_of
 from hybridrl.trainer.open_settings import idle_settings, names_model, open_mappings
 from hybridrl.utils.files import write_text
 
-_CODE = (".py", ".pkl")
-#: settings that name a text which decides about rewards as code does
-_TEXTS = ("reward.reward_model.judge.template",)
 _HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 _PATHS = (
     "actor_rollout_ref.model.path",
@@ -45,20 +42,35 @@ _EXPERIMENT = ("algorithm.adv_estimator", *_LOSSES, *_DISTILLATION)
 _PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "rm": "main_rm"}
 
 
+class OtherExperimentError(CheckpointError):
+    """A folder holds a run of another experiment; `reason` says so without the remedies."""
+
+    def __init__(self, reason: str, remedies: str) -> None:
+        super().__init__(f"{reason}{remedies}")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Change:
-    """A setting with its value before and now."""
+    """A setting with its value before and now.
+
+    Attributes:
+        redefines: whether what it names has another content; None: contents were not compared.
+    """
 
     key: str
     was: Any
     now: Any
+    redefines: bool | None = None
 
     def __str__(self) -> str:
         return f"{self.key} was {show(self.was)}, now {show(self.now)}"
 
     @property
     def is_another_experiment(self) -> bool:
-        """Whether the run would go on with another model, other data or another algorithm."""
+        """Whether the run would go on with another model, other data, another algorithm, reward or environment."""
+        if self.redefines is not None:
+            return self.redefines
         if self.key in _PATHS or names_model(self.key):
             return _absolute(self.was) != _absolute(self.now)
         return self.key in _EXPERIMENT
@@ -71,7 +83,8 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
     Those of roles and teachers are compared one by one.
 
     Raises:
-        CheckpointError: the folder holds a run of another program, or its settings cannot be read.
+        OtherExperimentError: the folder holds a run of another program.
+        CheckpointError: its settings cannot be read.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -90,8 +103,9 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
     tree = yaml.safe_load(yaml.safe_dump(written(config)))
     found, wanted = _program_of(groups), _program_of(tree)
     if found != wanted:
-        raise CheckpointError(
-            f"{folder} holds a run of {found}, and this is {wanted}: set trainer.default_local_dir to another folder"
+        raise OtherExperimentError(
+            f"{folder} holds a run of {found}, and this is {wanted}",
+            ": set trainer.default_local_dir to another folder",
         )
     now = dict(leaves(tree, set(declared(type(config)))))
     open_mappings(earlier, now)
@@ -103,7 +117,7 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
         Change(key, earlier[key], value)
         for key, value in now.items()
         if key in earlier and earlier[key] != value and key not in _HOW_TO_RESUME
-        if not key.startswith(tuple(idle))
+        if not key.startswith(tuple(idle)) or key == "reward.reward_model.enable"
     ]
     return [change for change in changes if not _only_follows(change, earlier, now, type(config))]
 
@@ -113,39 +127,48 @@ def _program_of(groups: Collection[str]) -> str:
     return next((program for group, program in _PROGRAMS.items() if group in groups), "main_sft")
 
 
-def code_digests(config: ConfigNode) -> dict[str, str]:
-    """Hash the files of the user's code (.py, .pkl), and of texts that act like code, that settings name, by key."""
-    found = {}
-    for key, value in leaves(written(config), set()):
-        for path in value if isinstance(value, list) else [value]:
-            is_code = isinstance(path, str) and (path.endswith(_CODE) or key in _TEXTS)
-            if is_code and Path(path).expanduser().is_file():
-                found[key] = sha256(Path(path).expanduser())[:12]
-    return found
+def compare(folder: Path, config: ConfigNode, before: Definition | None, now: Definition | None = None) -> list[Change]:
+    """Compare the settings of `config`, and the contents of files that they name, with those of the run in `folder`.
 
+    Args:
+        before: what its checkpoint has recorded (see `hybridrl.trainer.experiment`); None: an earlier version saved it.
+        now: the same of `config`; None: it is computed.
 
-def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """Compare two results of `code_digests`; a file that is named now and was not then is a change of its setting."""
-    return [
-        Change(f"content of {key}", before[key], digest)
-        for key, digest in now.items()
-        if key in before and before[key] != digest
-    ]
+    Raises:
+        CheckpointError: see `find_changes`.
+    """
+    changes = find_changes(folder, config)
+    if before is None:
+        return changes
+    now = definition_of(config) if now is None else now
+    redefined = changed_keys(before, now)
+    compared = set(redefined) | (set(before["values"]) & set(now["values"]))
+    changes = [replace(one, redefines=one.key in redefined) if one.key in compared else one for one in changes]
+    by_value = {change.key for change in changes}
+    contents: dict[tuple[str | None, str | None], Change] = {}  # settings that follow another one have its content
+    for key in redefined:
+        pair = (before["code"].get(key), now["code"].get(key))
+        if pair == (None, None) and key not in by_value:
+            pair = (before["values"].get(key), now["values"].get(key))
+        if pair != (None, None):
+            contents.setdefault(pair, Change(f"content of {key}", *pair, redefines=True))
+    return [*changes, *contents.values()]
 
 
 def check_same_experiment(folder: Path, changes: list[Change]) -> None:
     """Refuse to continue a run as another experiment.
 
     Raises:
-        CheckpointError: the model, the data or the algorithm are others; names the settings and the remedies.
+        OtherExperimentError: the model, the data, the reward, the environment or the algorithm are others; names the
+            settings and the remedies.
     """
     others = [str(change) for change in changes if change.is_another_experiment]
     if others:
-        raise CheckpointError(
-            f"trainer.resume_mode=auto would continue the run in {folder} as another experiment: {'; '.join(others)}. "
-            "Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
+        raise OtherExperimentError(
+            f"trainer.resume_mode=auto would continue the run in {folder} as another experiment: {'; '.join(others)}",
+            ". Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
             "trainer.resume_mode=disable to start over in this one. To continue that run with the new values on "
-            "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N"
+            "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N",
         )
 
 

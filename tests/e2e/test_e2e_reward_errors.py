@@ -72,6 +72,12 @@ def test_an_error_leaves_the_last_step_and_the_batch_and_a_resumed_run_repeats_t
     assert untouched.wait() == 0, untouched.output[-4000:]
     for expected, found in zip(steps(tmp_path / "whole"), (first, second, third), strict=True):
         assert found["critic/score/mean"] == expected["critic/score/mean"]
+    reward = tmp_path / "reward.py"
+    reward.write_text(reward.read_text().replace('{"score": len(solution_str)', '{"score": -len(solution_str)'))
+    other = start(*words)
+    assert other.wait() == 2, other.output[-4000:]
+    assert "as another experiment: content of reward.functions was" in " ".join(other.output.split())
+    assert "nothing was trained" not in other.output
 
 
 def test_a_validation_that_fails_is_repeated_by_a_resumed_run(

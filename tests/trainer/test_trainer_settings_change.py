@@ -8,13 +8,7 @@ import yaml
 from hybridrl.config import load_config
 from hybridrl.errors import CheckpointError
 from hybridrl.observe.run_folder import write_run_info
-from hybridrl.trainer.settings_change import (
-    changed_code,
-    check_same_experiment,
-    code_digests,
-    find_changes,
-    record_changes,
-)
+from hybridrl.trainer.settings_change import check_same_experiment, find_changes, record_changes
 
 WORDS = [
     "actor_rollout_ref.model.path=models/a",
@@ -156,35 +150,6 @@ def test_each_change_is_recorded_once_next_to_the_first_settings(folder: Path) -
     write_run_info(folder, changed)  # starting over
     assert not (folder / "config_changes.yaml").exists()
     assert yaml.safe_load((folder / "config.yaml").read_text())["actor_rollout_ref"]["actor"]["optim"]["lr"] == 3e-6
-
-
-def test_a_reward_file_with_another_content_is_a_change(folder: Path) -> None:
-    (folder / "reward.py").write_text("def compute_score(solution_str): return 0.0\n")
-    (folder / "short.pkl").write_bytes(b"1")
-    words = [
-        f"reward.custom_reward_function.path={folder / 'reward.py'}",
-        f"+reward.functions.short.path={folder / 'short.pkl'}",
-    ]
-    config = load_config("ppo_trainer", [*WORDS, *words])
-    before = code_digests(config)
-    assert sorted(before) == ["reward.custom_reward_function.path", "reward.functions.short.path"]
-    assert changed_code(before, code_digests(config)) == []
-    (folder / "short.pkl").write_bytes(b"2")
-    (change,) = changed_code(before, code_digests(config))
-    assert change.key == "content of reward.functions.short.path" and change.was != change.now
-    assert not change.is_another_experiment
-    assert changed_code({}, before) == [], "saved by a version that did not record them"
-
-
-def test_another_question_of_a_judge_is_a_change(folder: Path) -> None:
-    template, model = folder / "question.txt", "reward.reward_model"
-    template.write_text("{{ response }}")
-    words = [f"{model}.enable=True", f"{model}.judge.enable=True", f"{model}.judge.template={template}"]
-    config = load_config("ppo_trainer", [*WORDS, *words])
-    before = code_digests(config)
-    template.write_text("Is this good? {{ response }}")
-    (change,) = changed_code(before, code_digests(config))
-    assert change.key == f"content of {model}.judge.template"
 
 
 def test_a_run_of_another_program_is_refused(folder: Path) -> None:

@@ -14,6 +14,7 @@ from hybridrl.models.loading import check_weights
 from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
+from hybridrl.trainer.experiment import code_of
 from hybridrl.trainer.generation.output import Output, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
 from hybridrl.trainer.generation.report import Report
@@ -97,6 +98,7 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
         "model.custom_chat_template": model.custom_chat_template,
         "model.override_config": model.override_config,
         **({"rollout.openai": openai} if is_endpoint(rollout.name) else {}),
+        **{f"content of {key}": content for key, content in code_of(config).items()},
     }
 
 

@@ -10,6 +10,7 @@ from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
+from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.startup import workers_starting
 
@@ -49,6 +50,7 @@ def started_trainer(
     """
     validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
+    settle_folder(config)
     manager = resource_pools(config)
 
     def spawn() -> dict[str, RayWorkerGroup]:

@@ -390,6 +390,7 @@ class RayPPOTrainer:
             if self.run.outcome.checkpoint is not None:
                 error.add_note(
                     f"step {step}, the last complete one, is kept in {self.run.outcome.checkpoint}; to go on from "
-                    "there, run the same command again once the reward function works"
+                    "there, run the same command again once the reward function works; if its code was changed for "
+                    f"that, add trainer.resume_mode=resume_path trainer.resume_from_path={self.run.outcome.checkpoint}"
                 )
             raise

@@ -9,6 +9,7 @@ from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def run_supervised(config: SupervisedConfig) -> Outcome:
 def _started_trainer(config: SupervisedConfig) -> Iterator["SupervisedTrainer"]:
     """Start everything that `fit` needs; the workers end with the block."""
     validate(config)
+    settle_folder(config)
     placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]
     manager = ResourcePoolManager(
