@@ -21,13 +21,12 @@ from hybridrl.weight_sync.messages import Checkpoint
 
 LIMIT_S = 120  # of a call; `stuck_timeout_s` is 300
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8, ignore_eos=True)
-#: method and arguments; each calls into the engine's processes
+#: method and arguments, besides `generate` and `pause`; each calls into the engine's processes
 CALLS = {
     "begin_update": (),
     "requirements": (Checkpoint({}, {}),),
     "end_update": (1,),
     "call": ("hybridrl_note_process",),
-    "generate": (Request("pending", [6, 7, 8], SAMPLED),),
 }
 
 
@@ -49,9 +48,11 @@ def all_fail(actor: ray.actor.ActorHandle, engine: list[psutil.Process], victim:
     """Make every call while the engine's processes are stopped, so that it is inside, and kill one of them."""
     for process in engine:
         process.suspend()
-    pending = {name: getattr(actor, name).remote(*arguments) for name, arguments in CALLS.items()}
+    pending = {"generate": actor.generate.remote(Request("pending", [6, 7, 8], SAMPLED))}
     time.sleep(1)
     pending["pause"] = actor.pause.remote()  # it waits for the request, which has to be inside
+    time.sleep(1)
+    pending |= {name: getattr(actor, name).remote(*arguments) for name, arguments in CALLS.items()}
     assert not ray.wait(list(pending.values()), timeout=3)[0]
     victim.kill()
     for name, call in pending.items():
