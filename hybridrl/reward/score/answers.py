@@ -229,7 +229,7 @@ def _with_unit(text: str) -> tuple[str, str]:
         not unit
         or _NO_UNITS & set(unit)
         or any(map(_is_product, unit))
-        or not re.fullmatch(r"[+-]?[\d.,/ ]+|.*[})]", match["value"].strip())
+        or not re.fullmatch(r"[+-]?[\d.,/^ ]+|.*[})]", match["value"].strip())
     ):
         return text, ""
     name = " ".join(unit)
