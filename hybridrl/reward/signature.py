@@ -311,7 +311,7 @@ class Free:
         proper = "ground_truth" if form == "sample" else "ground_truths"
         return () if len(found) != 1 or {proper, "ground_truth"} & set(self.names) else found
 
-    def besides(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    def besides(self, names: Sequence[str]) -> dict[str, Any]:
         """The fields of a `Call` for parameters that are columns of the data: all but these."""
         return {
             "columns": tuple(name for name in self.required if name not in names),
