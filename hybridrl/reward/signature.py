@@ -16,10 +16,21 @@ Form = Literal["sample", "batch"]
 SAMPLE_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _BATCH_KNOWN = (*BATCH_NAMES, "responses")
+#: how verl's own scorers (geo3k, math_verify) call the response
+_VERL_TEXTS = ("predict_str", "model_output")
 #: other names that users write for an argument, by form; a column of the data of such a name comes first, if there is
 #: one, and makes the name of a response ambiguous
 _TEXTS: dict[Form, tuple[str, ...]] = {
-    "sample": ("response", "solution", "prediction", "output", "response_str", "solution_text", "response_text"),
+    "sample": (
+        "response",
+        "solution",
+        "prediction",
+        "output",
+        "response_str",
+        "solution_text",
+        "response_text",
+        *_VERL_TEXTS,
+    ),
     "batch": ("solutions", "predictions", "outputs", "response_strs"),
 }
 _TRUTHS: dict[Form, tuple[str, ...]] = {
@@ -257,7 +268,11 @@ def understand(
     bound = {*kwargs, *_bound(call)}  # they have values, which no column of the data replaces
     required = [key for key, p in named.items() if p.default is p.empty and key not in bound]
     others = [key for key, p in named.items() if p.default is not p.empty and key not in bound]
-    if form == "batch" and (single := [key for key in _TEXTS["sample"] if key in required]):
+    if (
+        form == "batch"
+        and "completions" not in named
+        and (single := [key for key in _TEXTS["sample"] if key in required])
+    ):
         raise RewardError(
             f"{source}: {name} has the parameter {single[0]!r}, and reward.reward_manager.name=batch calls functions "
             f"once with lists: call it solution_strs for a list, or solution_str for one response. {EXPECTED}."

@@ -167,6 +167,59 @@ def points(source: str, text: str, truth: str) -> bool:
     return (found["score"] if isinstance(found, dict) else found) > 0.5
 
 
+#: answers that differ by the word, the power or the base behind one number
+DIFFERENT = [
+    ("10_2", "10_3"),
+    ("101_{2}", "101_{3}"),
+    ("3 cm^2", "3 cm^3"),
+    ("5\\text{ m}^2", "5\\text{ m}^3"),
+    ("10^3 m", "10^3 km"),
+    ("5 AM", "5 PM"),
+    ("12 noon", "12 midnight"),
+    ("5 north", "5 south"),
+    ("5 degrees Celsius", "5 degrees Fahrenheit"),
+    ("3 xy", "3"),
+    ("3 ab", "3"),
+    ("3", "3 abc"),
+    ("5 squared", "5"),
+    ("2 cubed", "2"),
+    ("5 factorial", "5"),
+    ("5 less than", "5"),
+    ("5 below zero", "5"),
+    ("3 tens", "3"),
+]
+#: forms in which models write the same answer
+WRITTEN = [
+    ("\\text{6 hours}", "6"),
+    ("\\text{(B)}", "B"),
+    ("€5", "5"),
+    ("5€", "5"),
+    ("£1,250", "1250"),
+    ("18 cm³", "18"),
+    ("18 m²", "18"),
+    ("x² + 1", "x^2+1"),
+    ("√2", "\\sqrt{2}"),
+    ("3√12", "6\\sqrt{3}"),
+    ("√(x+1)", "\\sqrt{x+1}"),
+    ("x ≤ 5", "x \\le 5"),
+    ("5 men", "5"),
+    ("5 PM", "5"),
+    ("101_2", "101_2"),
+    ("60 mph", "60 miles per hour"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reference"), DIFFERENT)
+def test_words_powers_and_bases_make_another_answer(answer: str, reference: str) -> None:
+    assert not same_answer(answer, reference) and not same_answer(reference, answer)
+    assert same_answer(answer, answer)
+
+
+@pytest.mark.parametrize(("answer", "reference"), WRITTEN)
+def test_forms_in_which_models_write(answer: str, reference: str) -> None:
+    assert same_answer(answer, reference)
+
+
 @pytest.mark.parametrize(("answer", "reference"), RIGHT)
 def test_right_answers(answer: str, reference: str) -> None:
     assert same_answer(answer, reference)

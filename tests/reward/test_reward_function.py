@@ -11,7 +11,7 @@ import torch
 from hybridrl.reward import RewardError
 from hybridrl.reward.function import RewardFunction, load
 from hybridrl.reward.results import BadScore, check_score, check_scores
-from hybridrl.reward.signature import Sample
+from hybridrl.reward.signature import Sample, understand
 
 
 def nested(levels: int) -> list:
@@ -67,6 +67,22 @@ def test_ways_to_write_it_for_a_batch(user_file, source):
     loaded = load(RewardFunction(user_file(source)))
     assert loaded.form == "batch"
     assert loaded.batch(SAMPLES) == [(s.solution_str, s.ground_truth) for s in SAMPLES]
+
+
+@pytest.mark.parametrize("name", ["predict_str", "model_output"])
+def test_the_names_of_verls_own_scorers(user_file, name):
+    path = user_file(f"def compute_score({name}: str, ground_truth: str) -> float: return [{name}, ground_truth]")
+    assert call_one(path) == ["text 1", "truth 1"]
+
+
+@pytest.mark.parametrize("form", ["sample", "batch"])
+def test_a_column_of_trls_functions_may_be_called_solution(form):
+    def accuracy_reward(completions, solution, **kwargs): ...
+
+    call = understand(accuracy_reward, "accuracy_reward", {}, form, "source", "reward_kwargs")
+    rows = [Sample("source", f"text {i}", None, {}, columns={"solution": f"truth {i}"}) for i in range(2)]
+    values = call.values(rows)
+    assert (values["completions"], values["solution"]) == (["text 0", "text 1"], ["truth 0", "truth 1"])
 
 
 def test_the_manager_decides_where_names_do_not(user_file):

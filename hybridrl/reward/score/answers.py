@@ -32,6 +32,10 @@ _SIGNS = _FULL_WIDTH | {
     0x2009: " ",
     0x202F: " ",
 }
+#: what mathematics without LaTeX is written with; not in `_SIGNS`, since a grader of plain numbers would see a 2 in m^2
+_WRITTEN = {0x00B2: "^2", 0x00B3: "^3", 0x2264: r"\le ", 0x2265: r"\ge ", 0x20AC: "", 0x00A3: "", 0x20B9: ""}
+_ROOT = re.compile(r"\u221a\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))")
+_WHOLE_TEXT = re.compile(r"\\(?:text|mbox|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _DASH = re.compile(r"(?<![\w)\]}])[\u2012\u2013\u2014](?=\s*[\d.\\(A-Za-z])")
 _PERCENT = re.compile(
     r"^(?P<value>.*?[\d})])\s*(?:\\?%|(?:\\(?:text|mbox|mathrm)\{\s*)?(?:percent|per cent)\}?)\s*\.?$"
@@ -48,9 +52,20 @@ _UNITS = re.compile(
 _SIZES = re.compile(r"\d.*\b(?:hundred|thousand|million|billion|trillion|dozen|score|half|quarter|third|tenth)")
 _WORDS = (
     "hundred thousand million billion trillion dozen score half quarter third tenth and or not to if else pi times "
-    "plus minus over mod log ln sin cos tan cot sec csc exp sqrt max gcd lcm infinity th"
+    "plus minus over mod log ln sin cos tan cot sec csc exp sqrt max gcd lcm infinity th "
+    "squared cubed factorial less more than fewer off below above choose remainder base root tens dozens hundreds "
+    "thousands millions billions"
 )
 _NO_UNITS = frozenset(_WORDS.split())
+#: words that are products of variables, not units: 3xy, 2ab, 4mn
+_VARIABLES = re.compile(r"[abc]{2,3}|[xyz]{2,3}|[pqrst]{2}|mn|nm|st|uv|vw")
+#: of two answers with one word each of such a group, the words are the same, or the answers differ
+_OPPOSITES = tuple(
+    frozenset(group.split())
+    for group in ("am pm noon midnight", "north south east west", "left right", "celsius fahrenheit kelvin")
+)
+#: the base that a number is written in
+_BASE = re.compile(r"\d_\s*\{?\s*(\d+)\s*\}?$")
 #: names of one unit, for answers and references that both have one
 _SAME_UNIT = {
     name: names.split()[0]
@@ -115,8 +130,10 @@ def signs(text: str) -> str:
 
 
 def unify(text: str) -> str:
-    r"""`signs` of a text, without `$` and `**`."""
-    text = signs(text).strip()
+    r"""`signs` of a text, powers and roots in LaTeX, without `$`, `\text{}` around all of it, and `**`."""
+    text = _ROOT.sub(r"\\sqrt{\1\2}", signs(text).translate(_WRITTEN)).strip()
+    whole = _WHOLE_TEXT.fullmatch(text)
+    text = text if whole is None else whole[1].strip()
     return text.replace("\\$", "").replace("$", "").strip().strip("*").strip()
 
 
@@ -182,6 +199,8 @@ def _shares(value: str) -> tuple[str, str]:
 
 def _same_value(answer: str, reference: str) -> bool:
     """`same_answer` of unified texts, percentages aside."""
+    if _contradict(answer, reference):
+        return False
     (answer, unit), (reference, other) = _with_unit(answer), _with_unit(reference)
     if unit and other and unit != other and {unit, other} <= set(_SAME_UNIT.values()):
         return False
@@ -206,13 +225,42 @@ def _with_unit(text: str) -> tuple[str, str]:
     if match is None:
         return text, "degree" if re.search(r"\^\s*\{?\\circ\}?$", text) else ""
     unit = re.sub(r"\\(?:text|mbox|textbf|mathrm|textrm)\{|[{}^\d.]", " ", match["unit"]).lower().split()
-    if not unit or _NO_UNITS & set(unit) or not re.fullmatch(r"[+-]?[\d.,/ ]+|.*[})]", match["value"].strip()):
+    if (
+        not unit
+        or _NO_UNITS & set(unit)
+        or any(map(_is_product, unit))
+        or not re.fullmatch(r"[+-]?[\d.,/^ ]+|.*[})]", match["value"].strip())
+    ):
         return text, ""
     name = " ".join(unit)
     name = _SAME_UNIT.get(name, name)
     if len(match["unit"].strip()) == 1:  # it may be a variable
         return text, name if name in _SAME_UNIT else ""
     return match["value"].strip(), name
+
+
+def _is_product(word: str) -> bool:
+    return _VARIABLES.fullmatch(word) is not None and word not in _SAME_UNIT
+
+
+def _contradict(answer: str, reference: str) -> bool:
+    """Whether both texts name a base, a power of a unit, or one of some opposites, and not the same one; and whether
+    one is a number, and the other a multiple of variables.
+    """
+    bases = [_BASE.search(text) for text in (answer, reference)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return True
+    units = [_UNITS.fullmatch(text) for text in (answer, reference)]
+    if units[0] is None or units[1] is None:
+        return any(
+            match is not None and _NUMBER.fullmatch(other) and any(map(_is_product, match["unit"].lower().split()))
+            for match, other in zip(units, (reference, answer), strict=True)
+        )
+    powers = [re.findall(r"\^\s*\{?(\d)", match["unit"]) for match in units if match is not None]
+    if all(powers) and powers[0] != powers[1]:
+        return True
+    words = [set(re.findall(r"[a-z]+", match["unit"].lower())) for match in units if match is not None]
+    return any(words[0] & group and words[1] & group and words[0] & group != words[1] & group for group in _OPPOSITES)
 
 
 def _improper(text: str) -> str:
