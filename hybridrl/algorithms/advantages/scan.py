@@ -68,8 +68,8 @@ def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float
     """y_t = r_t + gamma V_{t+1} - V_t + decay y_{t+1} over response tokens, [B, T]; finite but undefined elsewhere.
 
     t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values`, V
-    is 0. It is computed in float64, where small differences of large values are not lost. The rows are processed in
-    blocks that stay in the cache. Each block is transposed to put time first, so that every step of the scan reads
+    is 0. With values it is computed in float64, where small differences of large values are not lost. The rows are
+    processed in blocks that stay in the cache. Each block is transposed to put time first, so that every step of the scan reads
     contiguous memory.
     """
     out = torch.empty_like(rewards)
@@ -79,10 +79,10 @@ def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float
         m = mask[block]
         # If no row has a hole, everything after its last token is already zero and the mask is not needed.
         holes = bool((m[:, 1:] & ~m[:, :-1]).any())
-        terms = keep(rewards[block], m).double()
+        terms = keep(rewards[block], m)
         if values is not None:
             v = keep(values[block], m).double()
-            terms -= v
+            terms = terms.double() - v
             if holes:
                 # The value of the next response token is a scan too: v_t on a response token, else the later value.
                 upcoming = reverse_scan(_time_first(v), _time_first((~m).to(v.dtype))).t()
