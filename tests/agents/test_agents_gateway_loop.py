@@ -216,6 +216,7 @@ def test_only_an_agent_that_gives_up_on_its_length_counts_as_cut(rollout: Any) -
 def test_what_an_agent_returns_after_its_server_was_lost_is_no_score(rollout: Any) -> None:
     gateway, process = rollout[0]._agents.gateways["gateway_agent"], rollout[0].server.process
     before = process.process
+    rollout[1].calls.clear()  # those of other tests
     lost = threading.Thread(target=_kill_once_used, args=(rollout[1], before.pid))
     lost.start()
     batch = generated(rollout, ["shrugs"], mark=str(before.pid))

@@ -70,7 +70,6 @@ def test_defaults_are_never_named(root: str) -> None:
     "words",
     [
         [f"{ACTOR}.ppo_micro_batch_size=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"],
-        [f"{MODEL}.lora.rank=4", f"{MODEL}.lora_rank=2"],
     ],
 )
 def test_two_values_for_one_setting_are_refused_with_both(words: list[str]) -> None:
@@ -78,6 +77,12 @@ def test_two_values_for_one_setting_are_refused_with_both(words: list[str]) -> N
         compose_config("ppo_trainer", words)
     assert all(word.lstrip("+") in str(caught.value) for word in words)
     compose_config("ppo_trainer", [words[0], words[0]])
+
+
+def test_a_weak_old_name_gives_way_and_both_are_named() -> None:
+    composed = compose_config("ppo_trainer", [f"{MODEL}.lora.rank=4", f"{MODEL}.lora_rank=2"])
+    assert composed.config.actor_rollout_ref.model.lora_rank == 2
+    assert any(f"{MODEL}.lora_rank=2 replaces {MODEL}.lora.rank=4" in notice for notice in composed.notices)
 
 
 @pytest.mark.parametrize("words", [["data.seed=1", "data.seed=2"], ["data.seed=1", "++data.seed=2"]])

@@ -21,7 +21,6 @@ class MegatronConfig(EngineConfig):
         None,
         "model chunks per stage, in an interleaved schedule (VPP); null: one, not interleaved",
         ge=2,
-        needs=above(".pipeline_model_parallel_size", 1),
     )
     context_parallel_size: int = key(1, "ranks that share each sequence (CP)", ge=1)
     expert_model_parallel_size: int = key(1, "ranks that share the experts of each layer (EP)", ge=1)

@@ -201,7 +201,7 @@ class KeyBook:
 
         Two values for one setting are a fault, with one exception: of two words of a command line that write the same
         key, the later one counts, because scripts put the words of their user (`"$@"`) after their own. A notice names
-        both.
+        both. It does so, too, for a weak old name, which verl's own trees write next to the present one.
 
         Args:
             assignments: in the order in which they were written.
@@ -226,8 +226,9 @@ class KeyBook:
         for item, single in weak:
             if single.key not in places:
                 self._sort_in(single, out)
-            elif item.origin == COMMAND_LINE:
-                self._note(item, single, places, out)
+            elif item.origin == COMMAND_LINE and not _alike(places[single.key][1].value, single.value):
+                written = places[single.key][0]
+                out.replaced.append(f"{written.key}={show(written.value)} replaces {item.key}={show(item.value)}")
         return out
 
     def conflicts(self, assignments: Iterable[Assignment]) -> list[str]:
