@@ -69,8 +69,8 @@ def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float
 
     t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values`, V
     is 0. With values it is computed in float64, where small differences of large values are not lost. The rows are
-    processed in blocks that stay in the cache. Each block is transposed to put time first, so that every step of the scan reads
-    contiguous memory.
+    processed in blocks that stay in the cache. Each block is transposed to put time first, so that every step of the
+    scan reads contiguous memory.
     """
     out = torch.empty_like(rewards)
     step = _ROWS if rewards.device.type == "cpu" else max(len(rewards), 1)
