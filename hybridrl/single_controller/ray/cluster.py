@@ -180,8 +180,7 @@ def _shut_down_own_ray() -> None:
     if raylet is None or signal.SIGTERM not in _blocked_in(raylet):
         ray.shutdown()
         return
-    node = ray._private.worker.global_worker.node
-    assert node is not None  # its raylet runs
+    node: Any = ray._private.worker.global_worker.node
     kill, left = node.kill_all_processes, psutil.Process(raylet).children(recursive=True)
     node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     ray.shutdown()
