@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from hybridrl.errors import ModelError
@@ -35,7 +35,7 @@ def check_surplus(model: Any, unexpected: Iterable[str], source: str | Path) -> 
     """Refuse weights of which the model would use only a part.
 
     Buffers that are computed, heads of other kinds of model and layers that predict further tokens (which are named)
-    are no part of the model that is trained.
+    are no part of the model that is trained. Layers that `model.override_config` takes away are named, too.
 
     Args:
         model: what was loaded.
@@ -58,7 +58,7 @@ def check_surplus(model: Any, unexpected: Iterable[str], source: str | Path) -> 
             "Name a model whose images are read here (docs/vision.md), or save its language model by itself "
             "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)) and name that folder"
         )
-    if surplus:
+    if surplus and not tell_shortened(surplus, model.config, source):
         raise ModelError(
             f"{source} has {len(surplus)} tensors that {type(model).__name__} has no place for ({_first(surplus)}); "
             f"it would compute something else without them.{_layers(surplus, model.config)} Name the model that the "
@@ -71,6 +71,28 @@ def check_surplus(model: Any, unexpected: Iterable[str], source: str | Path) -> 
             "saved",
             once=True,
         )
+
+
+def tell_shortened(surplus: Sequence[str], config: PreTrainedConfig, source: str | Path) -> bool:
+    """Tell, and return, whether all tensors are of layers that the user's settings took away.
+
+    These are layers that the model's own config.json has and `config` has not (`model.override_config`).
+    """
+    try:
+        shipped = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config().num_hidden_layers
+    except (OSError, ValueError, AttributeError):  # code of its own, or no number of layers
+        return False
+    used = int(config.get_text_config().num_hidden_layers)
+    layers = [_LAYER.search(name) for name in surplus]
+    if not all(layer is not None and used <= int(layer["layer"]) < shipped for layer in layers):
+        return False
+    notify(
+        f"{source}: model.override_config sets num_hidden_layers={used}, so {len(surplus)} tensors of further layers "
+        f"({_first(list(surplus))}) are neither used nor saved",
+        "warning",
+        once=True,
+    )
+    return True
 
 
 def is_replaceable(name: str) -> bool:

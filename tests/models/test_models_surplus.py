@@ -29,15 +29,19 @@ def changed(model: Path, target: Path, more: dict[str, torch.Tensor] | None = No
 
 @pytest.mark.parametrize("way", ["load", "open"])
 @pytest.mark.parametrize("kind", KINDS_TRIED)
-def test_more_layers_than_the_configuration(kind: str, way: str, micro_model: Path, tmp_path: Path) -> None:
+def test_more_layers_than_the_configuration(
+    kind: str, way: str, micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     layers = AutoConfig.from_pretrained(micro_model).num_hidden_layers
     assert layers > 1
     folder = changed(micro_model, tmp_path / "m", num_hidden_layers=1, layer_types=["full_attention"])
     with pytest.raises(ModelError, match=rf"has {layers} layers|files have {layers} layers.*num_hidden_layers=1"):
         getattr(KINDS[kind], way)(folder, load_model_config(folder), torch.float32, False)
-    with pytest.raises(ModelError, match="num_hidden_layers=1"):
-        config = load_model_config(micro_model, override={"num_hidden_layers": 1})
-        getattr(KINDS[kind], way)(micro_model, config, torch.float32, False)
+    # What the user's settings take away is left out, and told.
+    own = changed(micro_model, tmp_path / "own")
+    config = load_model_config(own, override={"num_hidden_layers": 1})
+    getattr(KINDS[kind], way)(own, config, torch.float32, False)
+    assert "sets num_hidden_layers=1, so" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("kind", KINDS_TRIED)

@@ -25,7 +25,7 @@ from hybridrl.engine.saved_boxes import Source
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, count, whole
 from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights, checked_source
-from hybridrl.models.surplus import is_further
+from hybridrl.models.surplus import is_further, tell_shortened
 from hybridrl.models.value import HEAD_NAME
 from hybridrl.utils import device
 
@@ -228,7 +228,7 @@ def _check_unused(weights: WeightMap, source: Source) -> None:
         and not is_known(f"model.{name}")  # saved without its head
         and not any(re.search(pattern, name) for pattern in weights.family.unused)
     )
-    if surplus:
+    if surplus and not tell_shortened(surplus, weights.config, source.where):
         raise ModelError(
             f"{source.where} has {len(surplus)} tensors that the table of {type(weights.family).__name__} does not "
             f"name, the first {surplus[0]}; the model would compute something else without them. Use strategy=fsdp2, "
