@@ -44,7 +44,8 @@ def test_what_is_trained_on_is_what_was_sampled(started, engine, model, name) ->
             assert fields["rollout_log_probs"][row, place : place + count].tolist() == pytest.approx(made.log_probs)
             place, turns = place + count, turns + 1
             if place < length:
-                answer = f"{len(tokenizer.decode(made.token_ids))} characters"
+                read = tokenizer.decode(made.token_ids, skip_special_tokens=True)  # tools get no special tokens
+                answer = f"{len(read)} characters"
                 behind = FAMILIES[name].behind.replace("ANSWER", answer)
                 ended = tokenizer.decode(made.token_ids[-1:]) == FAMILIES[name].end
                 text = behind if ended else FAMILIES[name].end + behind
