@@ -33,6 +33,8 @@ def settle_folder(config: PPOTrainerConfig | SupervisedConfig) -> None:
         return
     except OtherExperimentError as error:
         if not _is_default(trainer):
+            if error.is_another_model:  # the checkpoint itself says in which sizes (`RunStore.find`)
+                return
             raise
         reason = error.reason
     for number in itertools.count(2):

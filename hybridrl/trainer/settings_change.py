@@ -43,11 +43,18 @@ _PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "rm": "main_rm"
 
 
 class OtherExperimentError(CheckpointError):
-    """A folder holds a run of another experiment; `reason` says so without the remedies."""
+    """A folder holds a run of another experiment.
 
-    def __init__(self, reason: str, remedies: str) -> None:
+    Args:
+        reason: says so without the remedies.
+        remedies: what to do.
+        is_another_model: whether it is of another model.
+    """
+
+    def __init__(self, reason: str, remedies: str, is_another_model: bool = False) -> None:
         super().__init__(f"{reason}{remedies}")
         self.reason = reason
+        self.is_another_model = is_another_model
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,7 @@ def check_same_experiment(folder: Path, changes: list[Change]) -> None:
             ". Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
             "trainer.resume_mode=disable to start over in this one. To continue that run with the new values on "
             "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N",
+            any(one.is_another_experiment and (one.key in _PATHS[:-1] or names_model(one.key)) for one in changes),
         )
 
 
