@@ -21,7 +21,7 @@ from hybridrl.weight_sync.messages import Checkpoint
 
 LIMIT_S = 120  # of a call; `stuck_timeout_s` is 300
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8, ignore_eos=True)
-#: method and arguments, besides `generate` and `pause`; each calls into the engine's processes
+#: method and arguments, besides `generate`; each calls into the engine's processes
 CALLS = {
     "begin_update": (),
     "requirements": (Checkpoint({}, {}),),
@@ -50,10 +50,10 @@ def all_fail(actor: ray.actor.ActorHandle, engine: list[psutil.Process], victim:
         process.suspend()
     pending = {"generate": actor.generate.remote(Request("pending", [6, 7, 8], SAMPLED))}
     time.sleep(1)
-    pending["pause"] = actor.pause.remote()  # it waits for the request, which has to be inside
-    time.sleep(1)
+    ray.get(actor.pause.remote(), timeout=LIMIT_S)  # vLLM aborts without its core
     pending |= {name: getattr(actor, name).remote(*arguments) for name, arguments in CALLS.items()}
-    assert not ray.wait(list(pending.values()), timeout=3)[0]
+    ended = ray.wait(list(pending.values()), num_returns=len(pending), timeout=3)[0]
+    assert not [name for name, call in pending.items() if call in ended]
     victim.kill()
     for name, call in pending.items():
         with pytest.raises(ActorDiedError):
