@@ -31,6 +31,11 @@ _MODEL, _JUDGE = "reward.reward_model.", "reward.reward_model.judge."
 #: settings that take part by their values, as keys or as what keys begin with
 _SETTINGS = (
     "data.custom_cls.",
+    *(f"data.{name}" for name in ("apply_chat_template_kwargs", "system_prompt", "last_assistant_turn")),
+    *(f"data.{name}_key" for name in ("prompt", "response", "messages", "tools", "enable_thinking", "ground_truth")),
+    *(f"data.{name}_key" for name in ("chosen", "rejected", "margin", "reward_fn", "image", "video")),
+    "actor_rollout_ref.model.custom_chat_template",
+    "model.custom_chat_template",
     "reward.custom_reward_function.",
     "reward.functions",
     "reward.reward_manager.",

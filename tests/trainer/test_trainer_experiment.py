@@ -149,6 +149,11 @@ def test_another_reward_changes_nothing_and_can_be_accepted(place: Path, steps: 
         (f"{ROLLOUT}.multi_turn.tool_config_path=null", "tool_config_path"),
         (f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent", "default_agent_loop"),
         ("actor_rollout_ref.model.external_lib=null", "external_lib"),
+        ("actor_rollout_ref.model.custom_chat_template='{{ messages[0].content }}!'", "custom_chat_template"),
+        ("+data.apply_chat_template_kwargs.enable_thinking=False", "apply_chat_template_kwargs"),
+        ("data.prompt_key=question", "data.prompt_key"),
+        ("data.system_prompt=Be_brief", "data.system_prompt"),
+        ("data.last_assistant_turn=ground_truth", "data.last_assistant_turn"),
     ],
 )
 def test_another_setting_is_another_experiment(place: Path, word: str, key: str) -> None:
