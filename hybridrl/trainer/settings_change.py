@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.convert import show
 from hybridrl.config.differences import leaves
+from hybridrl.config.places import absolute_value, same_place
 from hybridrl.config.schema.node import ConfigNode, declared, default_tree
 from hybridrl.errors import CheckpointError, UserError
-from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes
-from hybridrl.observe.run_folder import as_dict as written
+from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes, settings_of
 from hybridrl.trainer.experiment import Definition, changed_keys, definition_of
 from hybridrl.trainer.open_settings import idle_settings, names_model, open_mappings
 from hybridrl.utils.files import write_text
@@ -102,12 +102,14 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
         earlier = dict(leaves(first, set(declared(type(config)))))
         for entry in read_changes(folder):
             earlier |= {key: change["now"] for key, change in entry["changes"].items()}
+        # earlier versions wrote paths as they were given
+        earlier = {key: absolute_value(type(config), key, value) for key, value in earlier.items()}
     except (OSError, UserError, yaml.YAMLError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} or {CHANGES} next to it cannot be read ({type(error).__name__}: {error}), so it is unknown "
             "whether this run continues that one; remove both to continue with the settings of now"
         ) from error
-    tree = yaml.safe_load(yaml.safe_dump(written(config)))
+    tree = yaml.safe_load(yaml.safe_dump(settings_of(config)))
     found, wanted = _program_of(groups), _program_of(tree)
     if found != wanted:
         raise OtherExperimentError(
@@ -201,7 +203,8 @@ def _only_follows(change: Change, earlier: Mapping[str, Any], now: Mapping[str, 
     if "${" not in str(raw):
         return False
     return all(
-        _resolved(change.key, raw, values) == value for values, value in ((earlier, change.was), (now, change.now))
+        same_place(_resolved(change.key, raw, values), value)
+        for values, value in ((earlier, change.was), (now, change.now))
     )
 
 

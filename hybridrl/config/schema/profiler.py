@@ -35,7 +35,9 @@ class GlobalProfilerConfig(ConfigNode):
         later=("npu", "precision_debugger"),
     )
     steps: list[int] | None = key(None, "steps that are profiled, from 1")
-    save_path: str = key("outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"))
+    save_path: str = key(
+        "outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"), place="output"
+    )
     global_tool_config: ToolsConfig = group(ToolsConfig)
 
 

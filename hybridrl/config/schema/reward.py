@@ -28,7 +28,9 @@ class CustomRewardConfig(ConfigNode):
     """`reward.custom_reward_function`."""
 
     path: str | None = key(
-        None, "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source"
+        None,
+        "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source",
+        place="code",
     )
     name: str | None = key(
         None, "its name; null: compute_score, compute_reward, or the only function of the file", needs=is_set(".path")
@@ -47,7 +49,7 @@ class RewardPartConfig(CustomRewardConfig):
 class RewardModuleConfig(ConfigNode):
     """`reward.reward_manager.module`: the location of a user's own manager."""
 
-    path: str | None = key(None, "Python file that holds the manager class")
+    path: str | None = key(None, "Python file that holds the manager class", place="code")
     name: str | None = key(None, "name of the class")
 
 
@@ -211,7 +213,9 @@ class ScoringConfig(ConfigNode):
 class ParseConfig(ConfigNode):
     """`reward.reward_model.judge.parse`: the function that reads a judge's answer."""
 
-    path: str | None = key(None, "Python file with the function; null: the number after the last `Score:`")
+    path: str | None = key(
+        None, "Python file with the function; null: the number after the last `Score:`", place="code"
+    )
     name: str | None = key(
         None,
         "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be",
@@ -235,6 +239,7 @@ class JudgeConfig(ConfigNode):
         None,
         "file with the question, a Jinja template of prompt, messages, response, ground_truth, data_source and "
         "extra_info; null: a question that asks for a score from 0 to 10",
+        place="file",
     )
     system_prompt: str | None = key(None, "text of a system message before the question")
     parse: ParseConfig = group(ParseConfig)

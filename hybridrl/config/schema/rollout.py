@@ -126,6 +126,7 @@ class PrometheusConfig(ConfigNode):
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
         "Prometheus' configuration file; other jobs in it are kept",
         needs=on(".enable"),
+        place="output",
     )
     served_model_name: str | None = key(
         None,
@@ -161,10 +162,12 @@ class MultiTurnConfig(ConfigNode):
 
     enable: bool = key(False, "answer prompts by the loop tool_agent, unless agent.default_agent_loop names another")
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS)
-    tool_config_path: str | None = key(None, "YAML file with tools; null: none")
-    function_tool_path: str | None = key(None, "Python file or module with functions marked @function_tool; null: none")
+    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file")
+    function_tool_path: str | None = key(
+        None, "Python file or module with functions marked @function_tool; null: none", place="code"
+    )
     interaction_config_path: str | None = key(
-        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none"
+        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none", place="file"
     )
     turn_rewards: bool = key(
         False,
@@ -206,7 +209,9 @@ class AgentConfig(ConfigNode):
         "else single_turn_agent",
     )
     agent_loop_config_path: str | None = key(
-        None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
+        None,
+        "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none",
+        place="file",
     )
     num_workers: int | None = key(
         None,
@@ -226,7 +231,7 @@ class AgentConfig(ConfigNode):
         "or module:Class; null: the only one of environment_config_path",
     )
     environment_config_path: str | None = key(
-        None, "YAML file with environments, {environments: [{name, class_name, config}]}; null: none"
+        None, "YAML file with environments, {environments: [{name, class_name, config}]}; null: none", place="file"
     )
     environment_timeout_s: float = key(
         60.0, "seconds that reset or step of an environment may take; then its session has no verdict", gt=0
@@ -238,6 +243,7 @@ class AgentConfig(ConfigNode):
         None,
         "gateway_agent: the agent, a function (base_url, api_key, row) as module:function or FILE.py:function, async "
         "or not; null: agent.command",
+        place="code",
     )
     command: str | None = key(
         None,
@@ -261,6 +267,7 @@ class AgentConfig(ConfigNode):
         None,
         "gateway agents: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; "
         "null: none is written",
+        place="output",
     )
     retries: int = key(
         1, "times that a failed session is run again at once, next to the others; not after a time limit", ge=0
