@@ -4,6 +4,7 @@ A setting says so itself (`key(..., place=...)`). `config.yaml` in a run's folde
 the same from another folder.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -22,38 +23,30 @@ _COMMAND = "actor_rollout_ref.rollout.agent.command"
 _CODE_FILES = (".py", ".pkl")
 #: mappings of groups by a name that the user chooses
 _NAMED_BY_USERS = ("reward.functions.", "roles.", "distillation.teacher_models.")
-
-
-def places(root: type) -> dict[str, Place]:
-    """Return the settings of a configuration that name something, by key; see `hybridrl.settings.Place`.
-
-    Those in mappings whose keys the user chooses have `*` for that key, as in `reward.functions.*.path`.
-    """
-    found = _places_in(root)
-    if "reward.functions" in declared(root):
-        found |= _places_in(RewardPartConfig, "reward.functions.*.")
-        found |= _places_in(TeacherModelConfig, "distillation.teacher_models.*.")
-        for name, spec in ROLES.items():
-            if spec.settings is not None and not spec.path:
-                found |= _places_in(spec.settings, f"roles.{name}.")
-    return found
-
-
-@functools.cache
-def _declared_places(root: type) -> dict[str, Place]:
-    return {name: field.metadata["place"] for name, field in declared(root).items() if field.metadata.get("place")}
-
-
-def _places_in(root: type, prefix: str = "") -> dict[str, Place]:
-    return {f"{prefix}{name}": place for name, place in _declared_places(root).items()}
+_SCHEMAS = {"reward.functions.": RewardPartConfig, "distillation.teacher_models.": TeacherModelConfig}
 
 
 def place_of(root: type, key: str) -> Place | None:
     """Return what the setting called `key` names; None: nothing."""
-    known = places(root)
-    parts = key.split(".")
-    starred = (".".join([*parts[:2], "*", *parts[3:]]), key)
-    return next((known[name] for name in starred if name in known), None)
+    field = _fields(root).get(key)
+    if field is None and key.startswith(_NAMED_BY_USERS):
+        field = _named_by_user(key)
+    return None if field is None else field.metadata.get("place")
+
+
+def _named_by_user(key: str) -> "dataclasses.Field[Any] | None":
+    """The setting in a group that has a name of the user's, such as `reward.functions.NAME.path`."""
+    prefix = next(prefix for prefix in _NAMED_BY_USERS if key.startswith(prefix))
+    name, _, inner = key.removeprefix(prefix).partition(".")
+    schema: type | None = _SCHEMAS.get(prefix)
+    if schema is None:
+        schema = ROLES[name].settings if name in ROLES else None
+    return None if schema is None else _fields(schema).get(inner)
+
+
+@functools.cache
+def _fields(root: type) -> dict[str, "dataclasses.Field[Any]"]:
+    return declared(root)
 
 
 def with_absolute_places(tree: Mapping[str, Any], root: type) -> dict[str, Any]:
@@ -63,11 +56,11 @@ def with_absolute_places(tree: Mapping[str, Any], root: type) -> dict[str, Any]:
         tree: plain nested values.
         root: the type of the configuration.
     """
-    fields = declared(root)
+    fields = _fields(root)
     renamed: dict[str, str] = {}
 
     def below(inner: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found = {}
+        found: dict[str, Any] = {}
         for name, value in inner.items():
             key = f"{prefix}{name}"
             if isinstance(value, Mapping) and key not in fields:
@@ -95,7 +88,7 @@ def absolute_value(root: type, key: str, value: Any) -> Any:
         return [absolute_value(root, key, item) for item in value]
     if not isinstance(value, str) or not value or "://" in value or len(value) > 4096 or "\0" in value:
         return value
-    field = declared(root).get(key)
+    field = _fields(root).get(key)
     place = place_of(root, key)
     if place is not None:
         is_default = field is not None and not field.metadata.get("follows") and value == default_of(field)

@@ -2,6 +2,7 @@
 
 import ast
 import dis
+import functools
 import hashlib
 import pickle
 import re
@@ -24,7 +25,14 @@ _LIBRARY = ("hybridrl", "verl")
 #: words in a source whose code may read docstrings
 _READ_DOCSTRINGS = (b"__doc__", b"getdoc", b"get_json_schema", b"docstring", b"verifiers")
 #: decorators that do not
-_PLAIN_DECORATORS = ("property", "cached_property", "setter", "staticmethod", "classmethod", "abstractmethod")
+_PLAIN_DECORATORS: tuple[str, ...] = (
+    "property",
+    "cached_property",
+    "setter",
+    "staticmethod",
+    "classmethod",
+    "abstractmethod",
+)
 _PLAIN_DECORATORS += ("cache", "lru_cache", "wraps", "overload", "override", "contextmanager", "dataclass")
 #: of `open`
 _WRITING_MODES = ("w", "a", "x", "wb", "ab", "xb", "wt", "at", "w+", "a+", "r+", "w+b", "r+b")
@@ -88,6 +96,7 @@ def _local_folders() -> list[Path]:
     return [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(root) for root in roots)]
 
 
+@functools.cache
 def _installed_folders() -> list[Path]:
     """The folders of the standard library and of installed packages."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -239,8 +248,8 @@ class _Shape:
         return name, "" if file is None else digest_of_file(file, self._exact)
 
 
-_OF_CLASSES = ("__dict__", "__weakref__", "__module__", "__firstlineno__", "__slotnames__", "__static_attributes__")
-_OF_CLASSES += ("__doc__",)
+_OF_CLASSES: tuple[str, ...] = ("__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__")
+_OF_CLASSES += ("__slotnames__", "__static_attributes__")
 _HAS_DOCSTRING = 0x4000000  # of `co_flags`, since Python 3.13
 
 

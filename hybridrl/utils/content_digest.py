@@ -21,7 +21,13 @@ _BLOCKS = 50_000
 _MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "additional_chat_templates/*")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.npz")
 #: what training leaves next to a model, and nothing reads
-_NOT_OF_MODELS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth")
+_NOT_OF_MODELS: tuple[str, ...] = (
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "rng_state.pth",
+)
 _NOT_OF_MODELS += (
     "trainer_state.json",
     "requirements.txt",

@@ -116,9 +116,21 @@ class _Reader:
                 names = [alias.name for alias in node.names if alias.name != "*"] or [""]
                 yield from ((node.level, ".".join(filter(None, (node.module, name)))) for name in names)
             elif isinstance(node, ast.Call) and _last(node.func) in _IMPORTERS:
-                given = [*node.args, *(word.value for word in node.keywords if word.arg == "name")]
-                if given and isinstance(name := self.value(given[0]), str):
-                    yield len(name) - len(name.lstrip(".")), name.lstrip(".")
+                yield from self._imported(node)
+
+    def _imported(self, node: ast.Call) -> Iterator[tuple[int, str]]:
+        """What `import_module(name, package)` or `__import__(name)` imports."""
+        words = {word.arg: word.value for word in node.keywords}
+        given = [self.value(value) for value in (*node.args[:1], *filter(None, [words.get("name")]))]
+        package = [self.value(value) for value in (*node.args[1:2], *filter(None, [words.get("package")]))]
+        if not given or not isinstance(given[0], str):
+            return
+        name = given[0].lstrip(".")
+        level = len(given[0]) - len(name)
+        if level and package and isinstance(package[0], str):  # by name, and not `__package__`
+            parts = package[0].split(".")
+            level, name = 0, ".".join([*parts[: len(parts) - level + 1], name])
+        yield level, name
 
     def written(self) -> Iterator[str | Path]:
         """Yield the names of files that the code writes."""
