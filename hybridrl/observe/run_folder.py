@@ -17,15 +17,16 @@ import yaml
 
 from hybridrl.config import as_dict as config_as_dict
 from hybridrl.config.places import with_absolute_places
+from hybridrl.config.repeat import CONFIG as CONFIG
+from hybridrl.config.repeat import STARTED_IN
+from hybridrl.config.repeat import VERSIONS as VERSIONS
 from hybridrl.config.schema.node import ConfigNode
 from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import plain
 from hybridrl.utils.files import write_text
 from hybridrl.version import __version__
 
-CONFIG = "config.yaml"
 CHANGES = "config_changes.yaml"
-VERSIONS = "versions.json"
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def versions() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "host": platform.node(),
         "command": sys.argv,
+        STARTED_IN: os.getcwd(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "packages": dict(sorted(_packages().items(), key=lambda item: item[0].lower())),
     }
