@@ -1,4 +1,4 @@
-"""Adjustments to the site of mkdocs.yml: the pages are written for a reader of the repository and for the site alike."""
+"""Adjustments to the site of mkdocs.yml: pages are written for a reader of the repository and for the site alike."""
 
 from __future__ import annotations
 
