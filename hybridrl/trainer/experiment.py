@@ -127,10 +127,14 @@ def complete_models(definition: Definition, config: ConfigNode) -> Definition:
     return {**definition, "models": now}
 
 
-def code_of(config: ConfigNode) -> dict[str, str]:
-    """Return digests of the settings that name files, without data and models, that do not change with layout."""
+def contents_of(config: ConfigNode) -> dict[str, str]:
+    """Return what models and files hold that settings name, without the training data, by setting.
+
+    The result does not change with the layout of code, or with the place of files.
+    """
     found = definition_of(config)
-    return {key: found["values"][key] for key in found["code"] if key != DATA}
+    models = {key: identities[0] for key, identities in found["models"].items()}
+    return models | {key: found["values"][key] for key in found["code"] if key != DATA}
 
 
 def changed_keys(before: Definition, now: Definition) -> list[str]:
