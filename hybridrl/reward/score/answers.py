@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import re
 from decimal import Decimal
 
@@ -9,9 +10,13 @@ from hybridrl.reward.score.work_limit import limited_work
 
 _LIMIT_S = 10.0  # seconds of processor time for parsing and comparing two expressions
 _LONGEST = 500  # characters; no reference answer is longer, and a parser is not linear
+_EXPONENT_DIGITS = 3  # more than these make a power astronomic
 _HUGE_POWER = re.compile(
     r"(\^|\*\*)\s*[\{\(]?\s*-?\d{4,}|(\^|\*\*)[^+\-=,]*(\^|\*\*)[^+\-=,]*(\^|\*\*)|\d{3,}\s*!|!\s*!"
+    r"|\([\d\s^{}+*.]*\^[\d\s^{}+*.]*(?:\\right)?\)\s*!|binom\s*\{\s*\d{4,}\s*\}\s*\{\s*\d{4,}"
 )
+#: an exponent that is a power of whole numbers
+_TOWER = re.compile(r"(?:\^|\*\*)\s*[\{\(]*\s*(\d+)\s*(?:\^|\*\*)\s*[\{\(]*\s*(\d+)")
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SIGNS = _FULL_WIDTH | {
@@ -197,6 +202,13 @@ def _shares(value: str) -> tuple[str, str]:
     return value, f"\\frac{{{value}}}{{100}}"
 
 
+def _is_astronomic(answer: str) -> bool:
+    """Whether an answer would compute a number of thousands of digits, which a computer algebra system writes out."""
+    towers = ((int(base), int(exponent)) for base, exponent in _TOWER.findall(answer))
+    is_huge = any(exponent * math.log10(max(base, 1)) >= _EXPONENT_DIGITS for base, exponent in towers)
+    return is_huge or _HUGE_POWER.search(answer) is not None
+
+
 def _same_value(answer: str, reference: str) -> bool:
     """`same_answer` of unified texts, percentages aside."""
     if _contradict(answer, reference):
@@ -214,7 +226,7 @@ def _same_value(answer: str, reference: str) -> bool:
         return True
     if ("~" in ours) != ("~" in theirs) or {_brackets(ours), _brackets(theirs)} == {"set", "ordered"}:
         return False
-    if _HUGE_POWER.search(answer):
+    if _is_astronomic(answer):
         return False
     return _verify(answer, reference)
 
