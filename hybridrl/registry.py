@@ -485,7 +485,7 @@ TOOL_PARSERS = Registry(
     "format of tool calls",
     "actor_rollout_ref.rollout.multi_turn.format",
     ("register_tool_parser",),
-    "agents/parsers/*.py",
+    "chat/parsers/*.py",
     Facts,
     RolloutError,
 )

@@ -8,13 +8,13 @@ from typing import Any
 from hybridrl.agents.entries import class_of, entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateways_of
-from hybridrl.agents.images import ImageReader, SeenImages
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
-from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.tools.load import close_tools, load_tools
-from hybridrl.agents.turns import Turns
+from hybridrl.chat.images import ImageReader, SeenImages
+from hybridrl.chat.parsers.base import ToolParser, tool_parser_of
+from hybridrl.chat.turns import Turns
 from hybridrl.config import PPOTrainerConfig, RolloutConfig
 from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from hybridrl.agents.turns import Turns
+from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.config.checks.agents import check_connections
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.serve import RunServer
 from hybridrl.utils.agent_host import KEY, Job, Program, Result, agent_result, framed
 from hybridrl.utils.files import check_writable
 from hybridrl.utils.plain_results import HEADER, LARGEST, MalformedMessage, decode_result

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, TypeVar
 
 from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
-from hybridrl.agents.images import SeenImages
 from hybridrl.agents.interactions.load import Interactions
-from hybridrl.agents.log import SessionLog
-from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
-from hybridrl.agents.turns import Turns
+from hybridrl.chat.images import SeenImages
+from hybridrl.chat.log import SessionLog
+from hybridrl.chat.parsers.base import ToolParser
+from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message

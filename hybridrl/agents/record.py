@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.agents.images import SeenImages, generated_in, tensors_of
 from hybridrl.agents.loop import AgentLoopOutput
+from hybridrl.chat.images import SeenImages, generated_in, tensors_of
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.bookkeeping import Writer, taken
 from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG

@@ -48,7 +48,7 @@ class GenerationClient(Protocol):
         """End these requests; their `generate` returns the tokens generated so far. Unknown ids are ignored."""
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Replica -> statistics, as `hybridrl.rollout.server.prometheus` takes them."""
+        """Replica -> statistics, as `hybridrl.serve.prometheus` takes them."""
 
     async def health(self) -> str | None:
         """What is wrong, or None."""

@@ -6,8 +6,7 @@ Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
@@ -20,20 +19,9 @@ from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    from hybridrl.rollout.server import Access, ServerProcess
-
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _OBJECTS = ("uid", "sample", MULTI_MODAL_INPUTS)
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
-
-
-@dataclass(frozen=True)
-class RunServer:
-    """The server of a run, and how clients reach it."""
-
-    process: "ServerProcess"
-    access: "Access"
 
 
 class Rollout(ABC):
@@ -43,7 +31,7 @@ class Rollout(ABC):
         version: number of training steps of those weights; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
-        server: serves it over HTTP; None where it is not served.
+        server: the `hybridrl.serve.RunServer` that serves it over HTTP; None where it is not served.
         on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
             `generate` generates others. A rollout that returns all responses at once does not call it.
     """
@@ -52,7 +40,7 @@ class Rollout(ABC):
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
-    server: RunServer | None = None
+    server: Any = None
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:

@@ -1,5 +1,7 @@
 """Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
 
+import importlib.util
+
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.engine.capabilities import GeneratesInPlace, require
@@ -12,10 +14,10 @@ from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.server import check_installed
 from hybridrl.utils import device
 
 _KEY = "actor_rollout_ref.rollout"
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 #: settings that only engines with weights of their own read
 ENGINE_KEYS = (
     "tensor_model_parallel_size",
@@ -82,13 +84,23 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
                 f"({name}) cannot be served; set rollout.name to {' or '.join(InferenceEngines.automatic())}, or leave "
                 "them off"
             )
-        check_installed()
+        check_server_packages()
     return name
 
 
 def is_served(rollout: RolloutConfig) -> bool:
     """Whether replicas are reached over HTTP: their API, or their metrics."""
     return rollout.server.enable or rollout.prometheus.enable
+
+
+def check_server_packages() -> None:
+    """Refuse to serve where the packages that `hybridrl.serve` imports are missing."""
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.server and .prometheus need {', '.join(missing)}, which the engines bring and "
+            "this environment lacks: bash scripts/install.sh auto server"
+        )
 
 
 def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:

@@ -20,12 +20,12 @@ from template_families import BROKEN, ENDS, FAMILIES, MARKS, write_model
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
-from hybridrl.rollout.server.images import Prompt
-from hybridrl.rollout.server.replies import Reply
-from hybridrl.rollout.server.schema import SessionSettings
-from hybridrl.rollout.server.sessions import Session
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
+from hybridrl.serve.images import Prompt
+from hybridrl.serve.replies import Reply
+from hybridrl.serve.schema import SessionSettings
+from hybridrl.serve.sessions import Session
 
 TOOLS: Any = [{"type": "function", "function": ECHO}]
 DATA_URL = "data:image/png;base64,AAAA"

@@ -30,8 +30,8 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.trace import read_trace, trajectories_of
+from hybridrl.serve import RunServer
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.utils.agent_host import Job, Program
 from hybridrl.verdict import NoVerdict, Reason, Verdict

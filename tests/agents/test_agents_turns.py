@@ -7,7 +7,7 @@ from template_families import BROKEN, ENDS, FAMILIES, write_model
 from transformers import AutoTokenizer
 
 from hybridrl.agents import FunctionCall
-from hybridrl.agents.turns import Turns, answers_of
+from hybridrl.chat.turns import Turns, answers_of
 from hybridrl.errors import RolloutError
 
 ECHO = {"type": "function", "function": {"name": "echo", "description": "", "parameters": {"type": "object"}}}

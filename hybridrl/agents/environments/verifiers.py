@@ -12,7 +12,7 @@ from hybridrl.agents.environments.install import python_of
 from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.server.schema import TOO_LONG
+from hybridrl.serve.schema import TOO_LONG
 from hybridrl.utils import clock
 from hybridrl.utils.agent_host import Job, Result
 from hybridrl.verdict import NoVerdict, Verdict

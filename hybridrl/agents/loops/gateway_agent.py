@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridrl.agents.gateway import AgentFailed
-from hybridrl.agents.images import tensors_of, with_data_urls
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from hybridrl.chat.images import tensors_of, with_data_urls
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify

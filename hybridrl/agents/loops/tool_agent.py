@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridrl.agents.images import images_in
 from hybridrl.agents.interactions.session import InteractionSession
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from hybridrl.agents.parsers.base import Call, FunctionCall, Parsed
 from hybridrl.agents.tools.load import selected_tools
 from hybridrl.agents.tools.session import ToolResult, ToolSession
-from hybridrl.agents.turns import answers_of
+from hybridrl.chat.images import images_in
+from hybridrl.chat.parsers.base import Call, FunctionCall, Parsed
+from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.protocol.bookkeeping import taken

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.agents.images import ImageReader
-from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.agents.side import CallTimeoutError, Side
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.chat.images import ImageReader
+from hybridrl.chat.parsers.base import FunctionCall
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors

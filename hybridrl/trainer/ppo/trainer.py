@@ -26,7 +26,7 @@ from hybridrl.observe.traces.sender import check_backend
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.reward import RewardManager
-from hybridrl.rollout.start import start_rollout
+from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.memory import as_metrics
 from hybridrl.trainer.ppo.forecast import check_before_loading
