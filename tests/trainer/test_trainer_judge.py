@@ -109,6 +109,7 @@ def test_a_question_that_is_too_long_is_no_verdict(ray_session, words: list[str]
         f"{MODEL}.rollout.max_model_len=9",
         "algorithm.missing.infra=raise",
         "data.val_files=[]",
+        "data.val_max_samples=-1",
         "trainer.test_freq=-1",
     ]
     named = r"too long.*may have 9 tokens \(reward\.reward_model\.rollout\.max_model_len"
