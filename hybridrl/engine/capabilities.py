@@ -1,4 +1,4 @@
-"""What some training engines can do and others cannot. Whoever needs it asks at start-up, by `require`."""
+"""Optional capabilities of training engines. A caller that needs one checks for it at start-up with `require`."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ class ExportsShards(ABC):
 
     @property
     def training_layout(self) -> Layout | None:
-        """How the model lies on all ranks. Engines are placed by it next to the ranks whose shards they need.
+        """Return the layout of the model on all ranks; None: inference engines are placed rank after rank.
 
-        None: they are placed rank after rank.
+        With a layout, inference engines are placed next to the ranks whose shards they need.
         """
         return None
 

@@ -269,18 +269,18 @@ class FSDPEngine(
 
     # ------------------------------------------------------------------ computing
 
-    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
+    def forward_only(self, layouts: Sequence[Layout], request: Wanted) -> list[dict[str, torch.Tensor]]:
         self.module.eval()
-        self._fuses_all(wanted)  # before what a micro-batch sets
+        self._fuses_all(request)  # before what a micro-batch sets
         with torch.no_grad():
-            computed = [self._inferred(layout, wanted) for layout in layouts]
+            computed = [self._inferred(layout, request) for layout in layouts]
         if self._sharded:
             self._sharded.reshard()
         return computed
 
-    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(self, layouts: Sequence[Layout], request: Wanted, share_of_loss: ShareOfLoss) -> None:
         ranks = distributed.get_world_size()
-        self._fuses_all(wanted)
+        self._fuses_all(request)
         self.module.train()
         if self._router_loss is not None:
             self._router_loss.begin(layouts, self.geometry.dp_group)
@@ -289,7 +289,7 @@ class FSDPEngine(
                 self._sharded.before_backward(last=number == len(layouts) - 1)
             with self._attention_for(layout), self._replaying(layout):  # also while layers are computed again
                 with contextlib.nullcontext() if self._router_loss is None else self._router_loss.watching():
-                    computed = self._forward(layout, wanted)
+                    computed = self._forward(layout, request)
                 loss = share_of_loss(number, computed)
                 if self._router_loss is not None:
                     loss = loss + self._router_loss.share(layout)
@@ -312,15 +312,15 @@ class FSDPEngine(
             return contextlib.nullcontext()
         return self._routing.replayed(layout.experts.to(device.current_device(), non_blocking=True))
 
-    def _inferred(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _inferred(self, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of a micro-batch without gradients; `routed_experts` of its real tokens, in main memory."""
         with self._attention_for(layout), self._replaying(layout):
-            if ROUTED_EXPERTS not in wanted.outputs:
-                return self._forward(layout, wanted)
-            with self._routing.recorded() as chosen:
-                computed = self._forward(layout, wanted)
+            if ROUTED_EXPERTS not in request.outputs:
+                return self._forward(layout, request)
+            with self._routing.recorded() as experts_by_layer:
+                computed = self._forward(layout, request)
         assert layout.origins is not None  # checked when routing was set up
-        experts = torch.stack(chosen, dim=1).cpu()
+        experts = torch.stack(experts_by_layer, dim=1).cpu()
         return {**computed, ROUTED_EXPERTS: experts[layout.origins >= 0]}
 
     def update_metrics(self) -> dict[str, Metric]:
@@ -349,17 +349,17 @@ class FSDPEngine(
             self._tell_idle(reason)
         return reason is None
 
-    def _fuses_all(self, wanted: Wanted) -> bool:
-        """Whether what is wanted is computed without logits; collective where it is asked first."""
+    def _fuses_all(self, request: Wanted) -> bool:
+        """Whether the request is computed without logits. The first call is collective."""
         if not self._fuses or not self.has_plain_head:
             return False
-        others = [function.other for function in self._functions(wanted)]
+        others = [function.other for function in self._functions(request)]
         return all(other is None or other.has_plain_head for other in others)
 
-    def _functions(self, wanted: Wanted) -> list[LogitsFunction]:
-        """What else than statistics of tokens is to be computed of logits."""
-        found: list[LogitsFunction] = [FullKL(self.reference)] if "ref_kl" in wanted.outputs else []
-        return found if wanted.function is None else [*found, wanted.function]
+    def _functions(self, request: Wanted) -> list[LogitsFunction]:
+        """Return the functions of logits that the request needs besides the statistics of tokens."""
+        functions: list[LogitsFunction] = [FullKL(self.reference)] if "ref_kl" in request.outputs else []
+        return functions if request.function is None else [*functions, request.function]
 
     def follows_paths(self) -> bool:
         return self._follows_paths
@@ -376,10 +376,10 @@ class FSDPEngine(
             )
         return not problems
 
-    def _forward(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _forward(self, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
         part, owned = self._own_part(layout)
         part = part.to(device.current_device())
-        computed = self._compute(part, wanted)
+        computed = self._compute(part, request)
         if self._sequences is not None:
             computed = self._sequences.join(computed, owned)
         return part.of_rows(computed) if isinstance(part, TreeLayout) else computed
@@ -391,9 +391,9 @@ class FSDPEngine(
         part, owned = self._sequences.split(layout)
         return layout.part(part) if isinstance(layout, TreeLayout) else part, owned
 
-    def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _compute(self, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
-        functions = self._functions(wanted)
+        functions = self._functions(request)
 
         def of_other(read: Callable[[FSDPEngine, Layout], Any], function: LogitsFunction) -> Any:
             if function.other is None:
@@ -401,17 +401,17 @@ class FSDPEngine(
             with self.without_adapter() if function.other is self else contextlib.nullcontext():
                 return read(function.other, layout)
 
-        if self._fuses_all(wanted):
+        if self._fuses_all(request):
             compared = [(function, of_other(FSDPEngine.hidden, function)) for function in functions]
-            return self._fusing.outputs(layout, wanted.temperature, wanted.outputs, compared)
+            return self._fusing.outputs(layout, request.temperature, request.outputs, compared)
         others = [of_other(FSDPEngine.response_logits, function) for function in functions]
         logits = self._logits(layout)
-        found = compute_outputs(
-            logits, layout, wanted.temperature, wanted.outputs, bool(functions), self.engine_config.most_tokens
+        outputs = compute_outputs(
+            logits, layout, request.temperature, request.outputs, bool(functions), self.engine_config.most_tokens
         )
         for function, other in zip(functions, others, strict=True):
-            found |= function(logits, layout.inputs or {}, wanted.temperature, other)
-        return found
+            outputs |= function(logits, layout.inputs or {}, request.temperature, other)
+        return outputs
 
     def _logits(self, layout: Layout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
@@ -448,12 +448,12 @@ class FSDPEngine(
 
     @torch.no_grad()
     def hidden(self, layout: Layout) -> Hidden:
-        """What `response_logits` would be computed from."""
+        """Return the inputs of the output layer from which `response_logits` would be computed."""
         with self._attention_for(layout):
-            found = self._fusing.hidden(layout, copies=self._sharded is not None)
+            hidden = self._fusing.hidden(layout, copies=self._sharded is not None)
         if self._sharded:
             self._sharded.reshard()
-        return found
+        return hidden
 
     # ------------------------------------------------------------------ stepping
 
@@ -562,7 +562,7 @@ class FSDPEngine(
         return ShardedLayout() if self._sharded is None else self._sharded.layout
 
     def _shard(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-        """What this rank holds of a tensor of the module."""
+        """Return this rank's box of a tensor of the module, and its elements."""
         if not isinstance(tensor, DTensor):
             return whole(tuple(tensor.shape)), tensor
         assert self._sharded is not None

@@ -136,7 +136,7 @@ class _Offloaded:
 
 
 class Offload:
-    """What of an engine is in main memory between its uses.
+    """Offloading of an engine's weights and optimizer state to main memory between its uses.
 
     Args:
         masters: master weights that only updates need.

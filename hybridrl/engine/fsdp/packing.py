@@ -31,10 +31,10 @@ def check_attention(model: Any, engine: Any) -> None:
     Raises:
         ModelError: the message names both keys.
     """
-    chosen = str(model.override_config.get("attn_implementation", ""))
-    if attention.is_flash_attention(chosen) and loading.DTYPES.get(engine.dtype) is torch.float32:
+    implementation = str(model.override_config.get("attn_implementation", ""))
+    if attention.is_flash_attention(implementation) and loading.DTYPES.get(engine.dtype) is torch.float32:
         raise ModelError(
-            f"model.override_config.attn_implementation={chosen} computes half precision only, and "
+            f"model.override_config.attn_implementation={implementation} computes half precision only, and "
             f"fsdp_config.dtype={engine.dtype}; set that to bfloat16, or remove the attention"
         )
 
@@ -48,8 +48,8 @@ def check_windows(module: nn.Module, compute: Callable[[Layout], Any]) -> None:
         ModelError: it names the layer and the setting.
     """
     config: Any = module.config
-    chosen, found = str(config._attn_implementation), list[str]()
-    if not (attention.is_flash_attention(chosen) and attention.has_window(config)):
+    implementation, masked_layers = str(config._attn_implementation), list[str]()
+    if not (attention.is_flash_attention(implementation) and attention.has_window(config)):
         return
 
     def ask(
@@ -62,26 +62,26 @@ def check_windows(module: nn.Module, compute: Callable[[Layout], Any]) -> None:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         if attention_mask is not None and sliding_window is None:
-            found.append(type(layer).__name__)
+            masked_layers.append(type(layer).__name__)
         return attention.zeros(query, value), None
 
     AttentionInterface.register(_ASKING, ask)
     AttentionMaskInterface.register(_ASKING, attention.mask_of_window)
     with with_attention(module, _ASKING):
         _states(module, compute, _layout(torch.arange(_LENGTH), None))
-    if found:
+    if masked_layers:
         raise ModelError(
-            f"{found[0]} applies its sliding window by the mask alone, which {chosen} does not read; set "
-            "model.override_config.attn_implementation=sdpa"
+            f"{masked_layers[0]} applies its sliding window by the mask alone, which {implementation} does not read; "
+            "set model.override_config.attn_implementation=sdpa"
         )
 
 
 def may_pack(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
     """Whether the model's configuration and its attention let sequences share a row; on a GPU, tell why not."""
-    chosen = str(config._attn_implementation)
+    implementation = str(config._attn_implementation)
     reason = attention.why_not_packed(config)
-    if reason is None and not attention.takes_boundaries(chosen):
-        reason = attention.why_not_varlen(config) or f"its attention is {chosen}, in {dtype}"
+    if reason is None and not attention.takes_boundaries(implementation):
+        reason = attention.why_not_varlen(config) or f"its attention is {implementation}, in {dtype}"
     if reason is not None and device.is_gpu():
         _tell(path, reason)
     return reason is None
@@ -101,10 +101,10 @@ def keeps_rows_apart(path: str, module: nn.Module, compute: Callable[[Layout], A
     first, second = ids.split(_LENGTH)
     with attention.trial() as problems:
         together = _states(module, compute, _layout(ids, [_LENGTH, _LENGTH]))
-        apart = torch.cat([_states(module, compute, _layout(one, None)) for one in (first, second)])
+        apart = torch.cat([_states(module, compute, _layout(row, None)) for row in (first, second)])
     rounding, difference = (
-        float((one - other).norm() / other.norm())
-        for one, other in zip(together.split(_LENGTH), apart.split(_LENGTH), strict=True)
+        float((packed - alone).norm() / alone.norm())
+        for packed, alone in zip(together.split(_LENGTH), apart.split(_LENGTH), strict=True)
     )
     if not problems and difference > torch.finfo(dtype).eps ** 0.5 + 4 * rounding:
         problems.append("in a packed row its results depend on the sequences before")
@@ -120,15 +120,15 @@ def _layout(ids: torch.Tensor, lengths: list[int] | None) -> Layout:
 
 
 def _states(module: nn.Module, compute: Callable[[Layout], Any], layout: Layout) -> torch.Tensor:
-    """What the output layer gets, `[N, H]`. That of a new critic is zero, so its outputs would tell nothing."""
-    found: list[torch.Tensor] = []
+    """Return the inputs of the output layer, `[N, H]`; outputs would show nothing, as a new critic's layer is zero."""
+    states: list[torch.Tensor] = []
     head: nn.Module = module.get_output_embeddings()  # type: ignore[operator]
-    hook = head.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0].float()))
+    hook = head.register_forward_pre_hook(lambda _, arguments: states.append(arguments[0].float()))
     try:
         compute(layout.to(device.current_device()))
     finally:
         hook.remove()
-    return found[0]
+    return states[0]
 
 
 def _tell(path: str, reason: str) -> None:

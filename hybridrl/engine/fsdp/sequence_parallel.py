@@ -33,15 +33,15 @@ def check_sequence_parallel(size: int, ranks: int, model: Any, config: PreTraine
         ModelError: it names the key at fault and the values that fit.
     """
     if ranks % size:
-        fitting = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
+        fitting = ", ".join(str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0)
         raise ModelError(f"{KEY}={size} does not divide the {ranks} ranks; sizes that fit: {fitting}")
     if not model.use_remove_padding:
         raise ModelError(f"{KEY}={size} splits packed rows: it needs model.use_remove_padding=True, which is False")
-    chosen = model.override_config.get("attn_implementation", attention.VARLEN)
-    if chosen != attention.VARLEN:
+    implementation = model.override_config.get("attn_implementation", attention.VARLEN)
+    if implementation != attention.VARLEN:
         raise ModelError(
             f"{KEY}={size} needs the attention that exchanges heads, {attention.VARLEN}, and "
-            f"model.override_config.attn_implementation is {chosen}; remove it"
+            f"model.override_config.attn_implementation is {implementation}; remove it"
         )
     reason = attention.why_not_packed(config) or attention.why_not_varlen(config)
     if reason is not None:
@@ -83,7 +83,7 @@ class SequenceParallel:
             selected=layout.selected[owned] - begin,
             labels=layout.labels[owned],
             lengths=[*lengths, missing] if missing else lengths,
-            inputs=None if layout.inputs is None else {name: one[owned] for name, one in layout.inputs.items()},
+            inputs=None if layout.inputs is None else {name: tensor[owned] for name, tensor in layout.inputs.items()},
         )
         return part, owned
 

@@ -27,7 +27,7 @@ class Weights(Protocol):
     """Weights that are read one after the other, such as `StoredWeights`."""
 
     def specs(self) -> Specs:
-        """What `tensors` yields, without reading it."""
+        """Return the specs of the tensors that `tensors` yields, without reading them."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, by its name in the module that is filled."""
@@ -176,7 +176,7 @@ class ShardedModule:
 
     @property
     def layout(self) -> ShardedLayout:
-        """How the parameters lie on all ranks."""
+        """Return the layout of the parameters on all ranks."""
         return ShardedLayout(self.mesh.size(-1), self.mesh.size(0) if self.replicated else 1)
 
     @property
@@ -212,9 +212,9 @@ class ShardedModule:
         policy = getattr(engine, "wrap_policy", None)
         least = getattr(policy, "min_num_params", 0) or 0
         if least:
-            found: list[Any] = []
-            _collect_by_size(module, least, found, {id(part) for part in apart})
-            return [unit for unit in found if unit is not module]
+            selected: list[Any] = []
+            _collect_by_size(module, least, selected, {id(part) for part in apart})
+            return [unit for unit in selected if unit is not module]
         classes = decoder_layer_classes(module, getattr(policy, "transformer_layer_cls_to_wrap", None))
         units = [m for m in module.modules() if type(m).__name__ in classes]
         if not units:
@@ -230,10 +230,10 @@ def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: s
     """Append modules with at least `least` parameters outside of units below them; return how many remain."""
     if id(module) in skipped:
         return 0
-    left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    left += sum(_collect_by_size(child, least, units, skipped) for child in module.children())
-    if left < least or isinstance(module, nn.ModuleList):
-        return left
+    remaining = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    remaining += sum(_collect_by_size(child, least, units, skipped) for child in module.children())
+    if remaining < least or isinstance(module, nn.ModuleList):
+        return remaining
     units.append(module)
     return 0
 
