@@ -37,15 +37,15 @@ class Copy:
 
 def _merged(sizes: Iterable[int], strides: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return sizes and strides without dimensions of size 1, and with dimensions joined that lie next to each other."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
             continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
         else:
-            found.append((size, stride))
-    return tuple(found)
+            merged.append((size, stride))
+    return tuple(merged)
 
 
 def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,12 +143,12 @@ class LoadRecorder(TorchDispatchMode):
 
     def required(self) -> dict[str, Boxes]:
         """Return the boxes of each checkpoint tensor that this process holds once loaded. Equal boxes count once."""
-        return {name: tuple(found) for name, found in self._required.items()}
+        return {name: tuple(boxes) for name, boxes in self._required.items()}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        seen = self._required.keys() | self.unplanned.keys()
-        self.skipped = tuple(name for name in self._tensors if name not in seen)
+        recorded = self._required.keys() | self.unplanned.keys()
+        self.skipped = tuple(name for name in self._tensors if name not in recorded)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Most operations of an update have nothing to do with the sources, which are all without memory.
@@ -168,9 +168,9 @@ class LoadRecorder(TorchDispatchMode):
             return (changed[0] if len(changed) == 1 else changed) if func._schema.returns else None
         out = func(*args, **(kwargs or {}))
         if names:
-            known = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor) and _storage(leaf) not in known:
+                if isinstance(leaf, torch.Tensor) and _storage(leaf) not in storages:
                     self._derive(leaf, func, names)
         return out
 
@@ -302,15 +302,15 @@ class LoadReplay(LoadRecorder):
     def faults(self) -> list[str]:
         """Return what went wrong, each as a sentence: tensors that were not loaded, or not as they were sent."""
         missing = sorted({name for name, _ in +self._left})
-        found = []
+        faults = []
         if missing:
-            found.append(
+            faults.append(
                 f"tensors that were not loaded as they were recorded ({len(missing)}): {', '.join(missing[:3])}"
             )
         if self.wrong:
             wrong = sorted(set(self.wrong))
-            found.append(f"tensors that differ from those of training ({len(wrong)}): {', '.join(wrong[:3])}")
-        return found
+            faults.append(f"tensors that differ from those of training ({len(wrong)}): {', '.join(wrong[:3])}")
+        return faults
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.is_meta:

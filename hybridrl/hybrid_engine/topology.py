@@ -32,12 +32,12 @@ class Coordinates:
 
 
 class Layout(ABC):
-    """How a model lies on devices."""
+    """Layout of a model on devices."""
 
     @property
     @abstractmethod
     def devices(self) -> int:
-        """How many devices hold it, all copies together."""
+        """Number of devices that hold the model, all copies together."""
 
     @abstractmethod
     def coordinates(self, device: int) -> Coordinates:
@@ -93,7 +93,7 @@ class ParallelLayout(Layout):
     @property
     @abstractmethod
     def sizes(self) -> Coordinates:
-        """How many there are: pipeline stages, parts of tensors, groups of experts, parts of an expert."""
+        """Numbers of pipeline stages, parts of tensors, groups of experts, and parts of an expert."""
 
     @property
     @abstractmethod
