@@ -74,7 +74,7 @@ class WeightReceiver:
         changes = bucket.changes[self.rank]
         sizes = arriving(messages, changes)
         parts = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        group.receive([(part, one.source) for part, one in zip(parts, messages, strict=True) if part.numel()])
+        group.receive([(part, message.source) for part, message in zip(parts, messages, strict=True) if part.numel()])
         for part, message in zip(parts, messages, strict=True):
             self._pieces.complete(message, changes[message.source], part, data)
         return data
@@ -186,8 +186,8 @@ class ShardReceiver:
         if bucket.digests:
             for (name, box), value in bucket.digests[self.receiver.rank].items():
                 digests.setdefault(name, {})[box] = value
-        for name, found in parts.items():
-            replay.arrive(name, found, digests.get(name))
+        for name, pieces in parts.items():
+            replay.arrive(name, pieces, digests.get(name))
         with replay:
             self._load((name, replay.tensor(name)) for name in bucket.names if name in parts)
         replay.keep_the_rest()

@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one rank sent.
+    """Report of one rank's transfer.
 
     Attributes:
         bytes: of the weights. Streamed, each parameter counts once, and a rank that sends nothing itself has 0. By a
@@ -271,8 +271,8 @@ class CudaIpcTransport(RankTransport):
 
     def _drain(self) -> None:
         super()._drain()
-        lost = {rank for target in self._lost for rank in target.ranks}
-        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost)):
+        lost_ranks = {rank for target in self._lost for rank in target.ranks}
+        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost_ranks)):
             for export in self._exports:
                 if export is not None:
                     export.reclaim()
@@ -383,10 +383,10 @@ def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targe
     """
     started = time.perf_counter()
     sends = distributed.get_rank() == 0
-    held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
+    host_tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
     if not sends:
         return TransferReport(0, time.perf_counter() - started, 0)
-    shared = ray.put(held)
+    shared = ray.put(host_tensors)
     for answer in [target.replica.load_adapter.remote(config, shared) for target in targets]:
         try:
             ray.get(answer)
@@ -394,7 +394,7 @@ def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targe
             raise
         except RayError:  # the replica is gone; the process that started it notices too
             continue
-    sent = sum(tensor.nbytes for tensor in held.values())
+    sent = sum(tensor.nbytes for tensor in host_tensors.values())
     return TransferReport(sent, time.perf_counter() - started, 1)
 
 
