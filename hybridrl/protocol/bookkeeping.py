@@ -72,9 +72,9 @@ def register_column(name: str, writer: Writer | str) -> None:
     Raises:
         ValueError: somebody else writes a column of that name.
     """
-    known = _COLUMNS.setdefault(name, Writer(writer))
-    if known is not Writer(writer):
-        raise ValueError(f"register_column({name!r}, {str(writer)!r}): the {known} writes a column of that name")
+    registered = _COLUMNS.setdefault(name, Writer(writer))
+    if registered is not Writer(writer):
+        raise ValueError(f"register_column({name!r}, {str(writer)!r}): the {registered} writes a column of that name")
 
 
 def columns(*writers: Writer) -> frozenset[str]:
