@@ -41,7 +41,7 @@ def assigned_gpus() -> str:
 
 
 class Answer(NamedTuple):
-    """What is returned with a method's result. It is small enough never to be put into the object store.
+    """Metadata that is returned with a method's result. It is too small to be put into the object store.
 
     `started` is a time of day: ranks of several machines have no other clock in common.
     """
