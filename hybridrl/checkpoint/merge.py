@@ -143,7 +143,7 @@ def _origin(
 
 
 def _settings(run: Path, folder: str) -> Any:
-    """The settings of the model that a run saved into a folder of this name; None if the run does not tell.
+    """The settings of the model that a run saved into a folder of this name; None if it did not save them.
 
     Args:
         run: its `config.yaml`.

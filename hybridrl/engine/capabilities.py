@@ -76,7 +76,7 @@ class ReplaysRouting(ABC):
             engine: the settings that the engine reads.
 
         Raises:
-            ModelError: the message says what is in the way.
+            ModelError: the model or a setting prevents replay; the message names it.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class HasAdapters(ABC):
 
 
 class KeepsFourBits(ABC):  # noqa: B024 (it says that a setting acts)
-    """The engine keeps frozen layers in 4 bits if `model.load_in_4bit` says so."""
+    """Capability to keep frozen layers in 4 bits (`model.load_in_4bit`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class ExportsShards(ABC):
 
     @abstractmethod
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        """This rank's part of everything that a checkpoint holds. Ranks need not iterate together.
+        """Yield this rank's part of each tensor of a checkpoint. Ranks need not iterate together.
 
         Several shards may be parts of one tensor; they do not overlap. A rank that has no part of a tensor leaves it
         out. Tied parameters are exported once.
@@ -145,7 +145,7 @@ class ExportsShards(ABC):
 
     @property
     def copy_of_model(self) -> int:
-        """Which copy of the model this rank's shards belong to, if several groups of ranks train whole copies."""
+        """Number of the model copy that this rank's shards belong to, if several groups of ranks train whole copies."""
         return 0
 
     @property

@@ -34,10 +34,10 @@ class BatchImages:
     """The images of a batch's rows (`multi_modal_inputs`).
 
     A placeholder is a token with the model's id of images or videos that was not generated: a policy may sample it.
-    Where images come after the prompt, as those of tools do, the batch says which tokens are theirs.
+    Where images come after the prompt, as those of tools do, the batch has a mask of their tokens.
 
     Args:
-        batch: with `multi_modal_inputs`; where the sampler says what it saw, `image_digest`; where images may come
+        batch: with `multi_modal_inputs`; where the sampler records its images, `image_digest`; where images may come
             after the prompt, `image_mask` [B, S].
         config: of the model.
 

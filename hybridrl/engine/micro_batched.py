@@ -283,7 +283,7 @@ class MicroBatchedEngine(Engine):
         """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each.
 
         Args:
-            tree: what `_may_be_tree` says.
+            tree: the result of `_may_be_tree`.
         """
         if micro.max_tokens is not None:
             micro = replace(micro, max_tokens=micro.max_tokens * self.geometry.cp_size)

@@ -81,7 +81,7 @@ class Layout:
 
 
 class BatchPlan:
-    """Which rows of a batch form which micro-batch, and where the tokens of each row are.
+    """Plan of a batch's micro-batches: the rows of each, and the places of each row's tokens.
 
     Rows without response tokens (padding of the batch) are in no micro-batch.
 
@@ -131,7 +131,7 @@ class BatchPlan:
             self.balance(len(self.groups))
 
     def balance(self, count: int) -> None:
-        """Cut packed rows anew into `count` micro-batches of about the same work, within both limits.
+        """Re-split packed rows into `count` micro-batches of about the same work, within both limits.
 
         There are fewer if there are fewer rows. Padded rows stay as they are, because rows of other lengths would be
         padded more.
@@ -304,7 +304,7 @@ class BatchPlan:
 
 
 def dummy_layout() -> Layout:
-    """The smallest micro-batch that takes part in every collective of forward and backward."""
+    """Return the smallest micro-batch that runs every collective of forward and backward."""
     zero = torch.zeros(1, dtype=torch.int64)
     padding = torch.full((2,), -1)
     return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding)

@@ -122,7 +122,7 @@ class PrefixPlan(BatchPlan):
         return sum(self._cost(n) - self._cost(shared) for n, shared in zip(order.lengths, order.shared, strict=True))
 
     def balance(self, count: int) -> None:
-        """Cut the rows anew into at most `count` micro-batches, of which the most expensive one costs less.
+        """Re-split the rows into at most `count` micro-batches, so that the most expensive one costs less.
 
         This cuts families of rows, so tokens may be computed twice. It is done where the largest micro-batch gets
         smaller by more than what is computed in addition.

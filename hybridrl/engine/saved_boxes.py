@@ -47,7 +47,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """All of them."""
+        """Names of all tensors."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -210,9 +210,9 @@ class SavedBoxes(ScatteredBoxes):
 
 
 def _places(file: Any) -> dict[str, tuple[str, tuple[int, ...] | None, tuple[int, ...]]]:
-    """Of each entry of a file: its tensor's name and shape, and where it begins.
+    """Return the tensor name, tensor shape and start of each entry of a file.
 
-    Shards of `torch.distributed.checkpoint` tell no shape; it is where the last of them ends.
+    Shards of `torch.distributed.checkpoint` have no shape; it follows from the end of the last one.
     """
     metadata = file.metadata()
     if _METADATA in metadata:

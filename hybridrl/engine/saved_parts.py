@@ -7,7 +7,7 @@ The folder of a checkpoint:
     extra/      schedule.json, and rng_<rank>.json of every rank
     hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
 
-An engine says by `Parts` what its tensors are.
+An engine describes its tensors with `Parts`.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Within the context, parameters are on the device; what is offloaded leaves it again after it.
+        """Within the context, parameters are on the device; offloaded ones return to main memory afterwards.
 
         Args:
             optimizer: the weights will be updated, so the optimizer's state and master weights are needed, too.

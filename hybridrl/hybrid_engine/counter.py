@@ -37,7 +37,7 @@ class ReceivedBytes(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All bytes received."""
+        """Return the sum of all bytes received."""
         return self.by_operation.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

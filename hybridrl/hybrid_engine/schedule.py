@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.box.elements * self.dtype.itemsize
 
     def view(self, data: torch.Tensor, origin: int = 0) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.end - self.begin
 
 

@@ -29,7 +29,7 @@ class Box:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Its size per dimension."""
+        """Size of the box per dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:

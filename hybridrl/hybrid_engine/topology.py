@@ -1,8 +1,9 @@
-"""Layouts: how many devices share a model, and which part of it each of them holds.
+"""Layouts: the number of devices that share a model, and the part that each of them holds.
 
-A layout has `devices` devices, numbered from 0. `coordinates(device)` says which part of the model a device holds;
-devices with equal coordinates hold the same bytes. Rank orders are those of the engines: FSDP2's mesh is (replicate,
-shard), and Megatron-core numbers ranks with tensor parallelism fastest, then context, data and pipeline parallelism.
+A layout has `devices` devices, numbered from 0. `coordinates(device)` identifies the part of the model that a device
+holds; devices with equal coordinates hold the same bytes. Rank orders are those of the engines: FSDP2's mesh is
+(replicate, shard), and Megatron-core numbers ranks with tensor parallelism fastest, then context, data and pipeline
+parallelism.
 """
 
 from __future__ import annotations

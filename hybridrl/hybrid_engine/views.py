@@ -1,4 +1,4 @@
-"""Which box of a module's tensor each tensor of its checkpoint is, where the module keeps several in one.
+"""Views: the box of a module's tensor that each checkpoint tensor is, where the module stores several in one.
 
 The conversion to the form of checkpoints is run once with tensors that have a shape and no memory. What it splits,
 squeezes or copies stays traceable to the elements that it came from.

@@ -57,7 +57,7 @@ def size_of(change: Change, piece: Piece) -> int:
 
 
 def _parts(change: Change, piece: Piece) -> tuple[int, int]:
-    """Bytes of what tells the places of the elements, and of the elements."""
+    """Return the bytes of the elements' positions, and those of the elements."""
     if change.form == "same":
         return 0, 0
     if change.form == "whole":
@@ -196,7 +196,7 @@ class SentPieces:
         return self._previous[key]
 
     def end(self, replicas: Sequence[str]) -> None:
-        """All pieces of these replicas have been sent: forget who has got them from another rank meanwhile."""
+        """End a transfer to these replicas: forget receivers that got a piece from another rank in between."""
         self._previous = {}
         self._last |= dict.fromkeys(replicas, self._transfer)
         self._last = {name: at for name, at in self._last.items() if self._transfer - at < _REMEMBERED}

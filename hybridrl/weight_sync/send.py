@@ -105,7 +105,7 @@ class Transport(ABC):
         self._slot = (self._slot + 1) % _SLOTS
 
     def message(self, where: Any, content: tuple[Entry, ...], target: Target) -> Bucket | ShardBucket:
-        """Return what an engine is told of a bucket; `where` is what it needs to find the bytes."""
+        """Return the message to an engine about a bucket; `where` locates the bytes."""
         return Bucket(self.kind, where, content)
 
     def finish(self) -> None:
@@ -340,7 +340,7 @@ class BroadcastTransport(Transport):
 def why_no_ipc() -> str | None:
     """Return why engines cannot open the memory of the trainer's GPUs, or None if they can.
 
-    All ranks call this together. The first call tries it, and tells if it fails.
+    All ranks call this together. The first call tries it, and warns if it fails.
     """
     reasons = [reason for reason in distributed.all_gather_object(device.why_not_shared()) if reason]
     if reasons and distributed.get_rank() == 0:
@@ -405,7 +405,7 @@ def stream(
 
     Args:
         weights: name and whole value of each parameter; every rank iterates to the end.
-        transports: empty on a rank that only takes part in gathering.
+        transports: empty on a rank that only gathers.
         total_bytes: size of all weights together.
         bucket_bytes: maximum size of a bucket, unless a single parameter is larger.
     """

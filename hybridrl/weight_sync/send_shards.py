@@ -55,7 +55,7 @@ class _Training:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As plans have them: a scalar has one dimension."""
+        """Shapes for a plan, in which a scalar has one dimension."""
         return {name: shape or (1,) for name, shape in self.checkpoint.shapes.items()}
 
 
@@ -73,7 +73,7 @@ class Content(NamedTuple):
     changes: dict[int, dict[int, tuple[Change, ...]]] | None = None
 
     def bucket(self, kind: TransportKind, where: Any, size: int, devices: Sequence[int]) -> ShardBucket:
-        """Return what an engine on these devices is told."""
+        """Return the message to an engine on these devices."""
         messages = tuple(tuple(self.round.received_by(number)) for number in devices)
         digests = tuple(self.digests.get(number, {}) for number in devices) if self.digests else ()
         changes = () if self.changes is None else tuple(self.changes.get(number, {}) for number in devices)
@@ -223,7 +223,7 @@ class ShardSender:
         return _Training(checkpoint, boxes_by_rank, [part[2] for part in gathered], [part[3] for part in gathered])
 
     def _ask(self, targets: Sequence[Target]) -> None:
-        """Ask engines that were not asked yet what their processes need. One that is gone meanwhile is left out."""
+        """Request the requirements of engines that are new. Engines that have ended in between are left out."""
         training = self._gathered
         if len(self._needs) > _MOST_REQUIREMENTS:  # most are of engines that were restarted; others are asked again
             self._needs = {}

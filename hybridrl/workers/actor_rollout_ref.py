@@ -133,7 +133,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @contextmanager
     def _with_teacher(self, distillation: Distillation | None) -> Iterator[None]:
-        """Within the context, the engine computes what distillation reads; of a teacher in this process, its logits."""
+        """Within the context, the engine computes distillation's inputs; a teacher in this process gives its logits."""
         if distillation is None:
             yield
             return
@@ -199,7 +199,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Whether these engines get their weights by a plan (`rollout.checkpoint_engine.method`).
 
         Raises:
-            RolloutError: it was asked for, and cannot be done.
+            RolloutError: a plan is required by the setting, and cannot be made.
         """
         method = self.config.rollout.checkpoint_engine.method
         if method == "streamed":

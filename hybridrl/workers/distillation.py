@@ -33,7 +33,7 @@ def check_distillation(config: PPOTrainerConfig) -> None:
     """Refuse a loss that the training engines of policy and teachers cannot compute, or that cannot be called.
 
     Raises:
-        ModelError: naming the key that asks for it.
+        ModelError: naming the key.
         AlgorithmError: the policy loss needs a preliminary pass over the whole mini-batch.
     """
     settings = config.distillation

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NotComputed:
-    """In place of a forecast: why there is none. A worker returns it, because one that raises an error ends its group.
+    """Reason why there is no forecast. A worker returns it, because one that raises an error ends its group.
 
     Attributes:
         reason: type and message of the error.

@@ -42,7 +42,7 @@ def check_kl_form(config: PPOTrainerConfig) -> None:
     """Refuse the KL over the vocabulary with training engines that cannot compute it.
 
     Raises:
-        ModelError: naming the key that asks for it.
+        ModelError: naming the key.
     """
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     asking = {
@@ -62,7 +62,7 @@ def check_router_replay(config: PPOTrainerConfig) -> None:
     Whether the rollout records the experts (R3) is checked with the rollout, by `resolve_rollout`.
 
     Raises:
-        ModelError: naming the key that asks for it.
+        ModelError: naming the key.
     """
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
     actor = policy.actor
@@ -123,7 +123,7 @@ class CountedLossFn(Protocol):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss that a run's settings ask for.
+    """Policy loss of a run's settings.
 
     Attributes:
         mode: its registered name: `policy_loss.loss_mode`, or `bypass_mode` if the rollout correction selects that.

@@ -1,4 +1,4 @@
-"""The teachers' worker: it says how likely its teachers find the policy's tokens, or which tokens they would choose."""
+"""Worker of the teachers: it computes their log-probabilities of the policy's tokens, or their most likely tokens."""
 
 import contextlib
 from collections.abc import Iterator

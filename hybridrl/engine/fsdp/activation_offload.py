@@ -115,7 +115,7 @@ class _SavedInput:
             self._back = target, self._copy(target, self._host)
 
     def take(self) -> torch.Tensor:
-        """The tensor on the device; the inputs of the layer before are fetched meanwhile."""
+        """Return the tensor on the device, and start to fetch the inputs of the layer before."""
         self._check()
         self.fetch()
         for saved in _alive(self._before):

@@ -54,7 +54,7 @@ class AdaptedWeights:
 
 
 def attach(module: nn.Module, model: Any, dtype: torch.dtype) -> lora.Adapter:
-    """Attach the adapter of a `ModelConfig`, and tell what has none; see `lora.attach`."""
+    """Attach the adapter of a `ModelConfig`, and warn of modules without one; see `lora.attach`."""
     adapter = lora.attach(module, model, dtype)
     if lora.has_fused_experts(module) and distributed.get_rank() == 0:
         notify(f"{model.path}: the weights of experts stay frozen and get no adapter", once=True)

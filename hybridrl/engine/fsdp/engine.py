@@ -34,7 +34,7 @@ from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
 from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
-from hybridrl.engine.fsdp.offload import Offload, tell_unused_policy
+from hybridrl.engine.fsdp.offload import Offload, warn_unused_policy
 from hybridrl.engine.fsdp.packing import check_attention, check_windows, keeps_rows_apart, may_pack
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
@@ -182,7 +182,7 @@ class FSDPEngine(
             self._sharded.fill(source.open)
             self.module = self._sharded.module
         else:
-            tell_unused_policy(engine)
+            warn_unused_policy(engine)
             self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
@@ -236,17 +236,17 @@ class FSDPEngine(
         return bool(self.engine_config.optimizer_offload) or self._steps_in_main_memory
 
     def _may_fuse(self) -> bool:
-        """Whether to compute without logits where the head allows it (`use_fused_kernels`); tell why not."""
+        """Whether to compute without logits where the head allows it (`use_fused_kernels`); warn if not."""
         fused = bool(self.model_config.use_fused_kernels)
         if self.model_type == "language_model":
             return fused
         if fused:
-            self._tell_idle("a value model has no logits")
+            self._warn_idle("a value model has no logits")
         if self.engine_config.most_tokens is not None:
-            self._tell_idle("a value model has no logits", "entropy_from_logits_with_chunking")
+            self._warn_idle("a value model has no logits", "entropy_from_logits_with_chunking")
         return False
 
-    def _tell_idle(self, reason: str, setting: str = "model.use_fused_kernels") -> None:
+    def _warn_idle(self, reason: str, setting: str = "model.use_fused_kernels") -> None:
         if distributed.get_rank() == 0:
             notify(f"{self.model_config.path}: {setting} has no effect, because {reason}")
 
@@ -342,11 +342,14 @@ class FSDPEngine(
 
     @functools.cached_property
     def has_plain_head(self) -> bool:
-        """Whether logits are a linear layer's output or a known change of it, by a trial; tell why not. Collective."""
+        """Whether logits are a linear layer's output or a supported change of it. Collective.
+
+        A trial decides; a warning gives the reason if they are not.
+        """
         layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         reason = self._fusing.why_not(layout.to(device.current_device()))
         if reason is not None:
-            self._tell_idle(reason)
+            self._warn_idle(reason)
         return reason is None
 
     def _fuses_all(self, request: Wanted) -> bool:
@@ -366,7 +369,7 @@ class FSDPEngine(
 
     @functools.cached_property
     def _follows_paths(self) -> bool:
-        """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; tell why not."""
+        """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; warn if not."""
         layout, _ = self._own_part(small_tree())
         with attention.trial() as problems:
             self.response_logits(layout.to(device.current_device()))
@@ -385,7 +388,7 @@ class FSDPEngine(
         return part.of_rows(computed) if isinstance(part, TreeLayout) else computed
 
     def _own_part(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
-        """This rank's tokens of a micro-batch, and which of its outputs they are."""
+        """Return this rank's tokens of a micro-batch, and the mask of its outputs."""
         if self._sequences is None:
             return layout, torch.ones_like(layout.selected, dtype=torch.bool)
         part, owned = self._sequences.split(layout)

@@ -93,7 +93,7 @@ class Exported:
         return {name: self.tensor(name, None) for name in names}
 
     def views(self) -> dict[str, View]:
-        """Which box of the module's tensors each tensor of its checkpoint is.
+        """Map each tensor of the checkpoint to a box of one of the module's tensors.
 
         Raises:
             ModelError: one is computed from the module's tensors and is no part of them.

@@ -121,7 +121,7 @@ class Fusing:
 
     @torch.no_grad()
     def why_not(self, layout: Layout) -> str | None:
-        """Why the model has to compute logits, tried on the first token; None if it need not. Collective."""
+        """Return why the model has to compute logits, tried on the first token; None if it need not. Collective."""
         if not self._head.is_linear:
             return "its output layer is not a plain linear layer"
         changed = "it changes its logits after its output layer"

@@ -1,4 +1,4 @@
-"""Whether the attention of an engine computes what the model says, and packs sequences (`model.use_remove_padding`)."""
+"""Checks that an engine's attention computes the model's own, and packs sequences (`model.use_remove_padding`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_attention(model: Any, engine: Any) -> None:
 def check_windows(module: nn.Module, compute: Callable[[Layout], Any]) -> None:
     """Refuse flash attention where a model applies its sliding window by the mask alone, which it does not read.
 
-    Layers are asked what they pass on, in a forward pass that computes no attention. Collective.
+    A forward pass without attention shows which arguments the layers pass to it. Collective.
 
     Raises:
         ModelError: it names the layer and the setting.
@@ -77,21 +77,21 @@ def check_windows(module: nn.Module, compute: Callable[[Layout], Any]) -> None:
 
 
 def may_pack(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether the model's configuration and its attention let sequences share a row; on a GPU, tell why not."""
+    """Whether the model's configuration and its attention let sequences share a row; on a GPU, warn if not."""
     implementation = str(config._attn_implementation)
     reason = attention.why_not_packed(config)
     if reason is None and not attention.takes_boundaries(implementation):
         reason = attention.why_not_varlen(config) or f"its attention is {implementation}, in {dtype}"
     if reason is not None and device.is_gpu():
-        _tell(path, reason)
+        _warn_unpacked(path, reason)
     return reason is None
 
 
 def keeps_rows_apart(path: str, module: nn.Module, compute: Callable[[Layout], Any], dtype: torch.dtype) -> bool:
-    """Whether a model computes two rows in one as it does each alone, tried on short rows; tell why not. Collective.
+    """Whether a model computes two rows in one as it does each alone, tried on short rows; warn if not. Collective.
 
-    Code may fail to tell its attention where sequences begin, or ignore the positions of tokens. The first row has
-    nothing before it, so its difference is that of rounding.
+    Code may fail to pass the boundaries of sequences to its attention, or ignore the positions of tokens. The first
+    row has nothing before it, so its difference is that of rounding.
 
     Args:
         compute: a forward pass of the module, without gradients.
@@ -109,7 +109,7 @@ def keeps_rows_apart(path: str, module: nn.Module, compute: Callable[[Layout], A
     if not problems and difference > torch.finfo(dtype).eps ** 0.5 + 4 * rounding:
         problems.append("in a packed row its results depend on the sequences before")
     if distributed.all_reduce_max(len(problems)):
-        _tell(path, problems[0] if problems else "another rank found that they cannot be")
+        _warn_unpacked(path, problems[0] if problems else "another rank found that they cannot be")
         return False
     return True
 
@@ -131,7 +131,7 @@ def _states(module: nn.Module, compute: Callable[[Layout], Any], layout: Layout)
     return states[0]
 
 
-def _tell(path: str, reason: str) -> None:
+def _warn_unpacked(path: str, reason: str) -> None:
     if distributed.get_rank() == 0:
         notify(
             f"sequences of {path} are padded to the longest of their micro-batch and not packed "

@@ -1,4 +1,4 @@
-"""Which experts tokens use: recorded in one pass, replayed in another (`actor.router_replay`).
+"""Router replay: the experts of tokens are recorded in one pass and replayed in another (`actor.router_replay`).
 
 Shapes: T tokens of a micro-batch (padding included), L layers with experts, E experts, K experts per token.
 """
@@ -21,14 +21,14 @@ from hybridrl.models.routers import experts_of, routers_of, try_router, why_no_r
 
 
 def check_routing(model: Any, engine: Any) -> None:
-    """Refuse a model without routers, and settings with which tokens cannot be told apart.
+    """Refuse a model without routers, and settings that cannot be combined with replay.
 
     Args:
         model: a `ModelConfig`.
         engine: an `FSDPConfig`.
 
     Raises:
-        ModelError: the message says what is in the way.
+        ModelError: the model or a setting prevents replay; the message names it.
     """
     if model.share_prefixes:
         problem: str | None = "model.share_prefixes=True computes tokens once that rows share; set it to False"
@@ -51,7 +51,7 @@ def check_routing(model: Any, engine: Any) -> None:
 
 
 def _why_not_one_topk(config: PreTrainedConfig) -> str | None:
-    """Why a model's routers do not choose by one `torch.topk`; None if they do, or if that cannot be tried."""
+    """Return why a model's routers do not choose by one `torch.topk`; None if they do, or if that cannot be tried."""
     experts, top_k = experts_of(config)
     with _Choice(experts, top_k, None) as choice:
         trial = try_router(config, 3)

@@ -67,7 +67,7 @@ class SequenceParallel:
         self.geometry = Geometry(rank // size, world // size, dp_group, cp_rank=self.rank, cp_size=size)
 
     def split(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
-        """This rank's tokens of a micro-batch of one row, and which of the N outputs they are, `[N]`.
+        """Return this rank's tokens of a micro-batch of one row, and the mask of the N outputs that are theirs, `[N]`.
 
         The row is padded to a multiple of the ranks by a sequence of its own. The boundaries stay those of the whole
         row.
@@ -93,12 +93,12 @@ class SequenceParallel:
         return pad(flat, [0, -len(flat) % self.size])[begin:end]
 
     def _place(self, length: int) -> tuple[int, int]:
-        """Where this rank's tokens of a row begin and end."""
+        """Return the begin and the end of this rank's tokens in a row."""
         own = -(-length // self.size)
         return self.rank * own, (self.rank + 1) * own
 
     def join(self, computed: dict[str, torch.Tensor], owned: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All N outputs on every rank, from those that each computed."""
+        """Gather all N outputs on every rank."""
         names = sorted(computed)
         # A row for each number of a token. Integers are tokens of a vocabulary, which float32 holds exactly.
         parts = [computed[name].flatten(1).T if computed[name].dim() > 1 else computed[name][None] for name in names]

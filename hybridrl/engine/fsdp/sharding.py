@@ -181,7 +181,7 @@ class ShardedModule:
 
     @property
     def replica(self) -> int:
-        """Which of the replicas this rank's shards belong to."""
+        """Number of the replica that this rank's shards belong to."""
         return int(self.mesh.get_local_rank(0)) if self.replicated else 0
 
     def box(self, tensor: DTensor) -> Box:
@@ -239,7 +239,7 @@ def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: s
 
 
 def _announced(source: Weights | None) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """On every rank the name of the next tensor, in the order in which rank 0 reads them, and there its value.
+    """Yield on every rank the name of the next tensor in rank 0's order, and on rank 0 its value.
 
     Raises:
         ModelError: on every rank, if rank 0 cannot read one.

@@ -34,9 +34,9 @@ def check_sharing(model: Any, engine: Any) -> None:
 
 
 def sharing_of(model: Any, engine: Any, config: PreTrainedConfig) -> bool | None:
-    """`MicroBatchedEngine.shares_prefixes` of these settings and this model.
+    """Return `MicroBatchedEngine.shares_prefixes` for these settings and this model.
 
-    Where `share_prefixes=True` asks for what the model cannot do, a notice says why.
+    A notice gives the reason if `share_prefixes=True` is set and the model does not support it.
 
     Args:
         model: a `ModelConfig`.

@@ -190,7 +190,7 @@ def _may_be_none(facts: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_without_engine(overrides: Mapping[str, Any]) -> None:
-    """Refuse what only Transformer Engine does if results depend on it, and tell what else has no effect."""
+    """Refuse settings that only Transformer Engine supports if results depend on them, and warn of the others."""
     needing = [name for name in overrides.get("recompute_modules") or () if name in _RECOMPUTED_BY_ENGINE]
     if needing:
         raise ModelError(
@@ -269,7 +269,7 @@ def transformer_config(plan: Blueprint, sizes: ParallelSizes, sequence_parallel:
         # Weights are loaded right after, so nothing is drawn at random.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         "calculate_per_token_loss": True,  # gradients are summed, not averaged: the loss is normalised already
-        # Interleaved stages exchange tensors of one shape: with two stages, the messages that tell shapes get mixed.
+        # Interleaved stages exchange tensors of one shape: with two stages, the messages with the shapes get mixed.
         "variable_seq_lengths": not interleaved,
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,

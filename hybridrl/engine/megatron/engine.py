@@ -112,7 +112,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         import_parallel_state()
         self.dtype = build.dtype_of(engine)
         if distributed.get_rank() == 0:
-            _tell_without_effect(model)
+            _warn_without_effect(model)
         trains = self.optim_config is not None
         plan = build.plan_of(model, engine, self.model_type, trains)
         self.config = plan.hf_config
@@ -162,7 +162,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         return Schedule(self.state, settings, arranger, outputs)
 
     def _may_pack(self) -> bool:
-        """Whether attention can keep the sequences of a packed row apart; on a GPU, tell why not."""
+        """Whether attention can keep the sequences of a packed row apart; on a GPU, warn if not."""
         reason = why_not_packed(self.sizes, self.dtype, self.config) if device.is_gpu() else None
         if reason and distributed.get_rank() == 0:
             notify(
@@ -374,7 +374,7 @@ def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: s
     other._check_chunks(what)
 
 
-def _tell_without_effect(model: Any) -> None:
+def _warn_without_effect(model: Any) -> None:
     """Name the settings of a model that Megatron-core does not read."""
     names = ("share_prefixes", "enable_activation_offload", "use_liger")
     keys = [f"model.{name}" for name in names if getattr(model, name)]

@@ -172,7 +172,7 @@ class _Stage:
         settings = request.engine
         config = build.transformer_config(self._plan, self._sizes, settings.sequence_parallel, build.dtype_of(settings))
         config.deallocate_pipeline_outputs = self._kind == "cuda"
-        config.variable_seq_lengths = False  # which stages would tell each other
+        config.variable_seq_lengths = False  # else stages would send their shapes to each other
         if target.engine:
             config.bias_activation_fusion = self._plan.facts.get("bias_activation_fusion", True)
         self._chunks = build.build_chunks(self._plan, config, state)
@@ -232,7 +232,7 @@ class _Stage:
             self._state.release_buffers()
 
     def _layouts(self, micro: MicroBatching, response: int, training: bool) -> list[Layout]:
-        """So many of the largest micro-batch that a rank has as many at once as it ever has."""
+        """Return copies of the largest micro-batch, as many as a rank holds at most at once."""
         work, sizes, packed = self._request.work, self._sizes, self._request.target.packed
         length = work.prompt + work.response
         shard = work.rows * sizes.tp * sizes.pp * sizes.cp  # rows of all ranks with the same part of a batch

@@ -1,4 +1,4 @@
-"""A process that computes forecasts of Megatron engines, and ends when nobody has asked for some time.
+"""A process that computes forecasts of Megatron engines, and ends after some time without requests.
 
 It sees no GPU, so it takes nothing of a device's memory, and it has no process group, so it can be any rank of any
 layout.

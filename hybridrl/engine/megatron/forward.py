@@ -56,7 +56,7 @@ class RankLayout:
     inputs: Mapping[str, torch.Tensor]
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of `[N, ...]`, the response tokens that this rank predicts."""
+        """Select from `[N, ...]` the response tokens that this rank predicts."""
         return tensor if self.owned is None else tensor[self.owned]
 
 
@@ -129,7 +129,7 @@ class Arranger:
         return [layout.input_ids.shape[1]] if layout.lengths is None else layout.lengths
 
     def _padded_lengths(self, layout: Layout, width: int | None = None) -> list[int]:
-        """Of each sequence of a row, and of a further one of padding if the row needs it."""
+        """Return the padded length of each sequence of a row, and of a sequence of padding if the row needs one."""
         sizes, multiple = self.state.sizes, self._row_multiple
         each = 2 * sizes.cp if sizes.cp > 1 else 1
         lengths = [_up(length, each) for length in self._real_lengths(layout)]
@@ -185,7 +185,7 @@ def packed_parameters(layout: RankLayout, where: torch.device | None = None) -> 
 
 
 def why_not_fused(chunk: Any) -> str | None:
-    """Why log-probabilities have to be computed from whole logits of the model's last chunk; None if they need not."""
+    """Return why log-probabilities need whole logits of the model's last chunk; None if they do not."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     head = chunk.output_layer
@@ -197,7 +197,7 @@ def why_not_fused(chunk: Any) -> str | None:
 
 
 def why_not_packed(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedConfig) -> str | None:
-    """Why attention on this process's GPU cannot keep the sequences of a packed row apart; None if it can."""
+    """Return why attention on this process's GPU cannot keep the sequences of a packed row apart; None if it can."""
     if build.has_transformer_engine():
         return (
             f"the kernels of Transformer Engine do not compute packed sequences in {dtype}"

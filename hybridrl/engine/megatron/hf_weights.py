@@ -71,7 +71,7 @@ class InMemory(Source):
 
 
 class SafetensorsFiles(Source):
-    """The safetensors files of a folder. Only what is asked for is read."""
+    """Safetensors files of a folder. Tensors are read on demand."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))

@@ -368,13 +368,13 @@ class Entry:
 
 
 class WeightMap:
-    """Which parts of which Hugging Face tensors each parameter of this rank holds.
+    """Map from each parameter of this rank to the parts of Hugging Face tensors that it holds.
 
     Args:
         family: the model's family.
         config: its Hugging Face configuration.
         chunks: this rank's parts of the model, one per virtual pipeline stage.
-        ranks: this rank's place; None: what Megatron's parallel state says.
+        ranks: this rank's place; None: from Megatron's parallel state.
         model_type: `language_model` or `value_model`, whose head stands in place of the vocabulary's.
 
     Attributes:
@@ -382,7 +382,7 @@ class WeightMap:
         embedding_names, output_names: Hugging Face names of the embedding and of a language model's output layer.
 
     Raises:
-        ModelError: a parameter has no rule, or cannot be cut as the layout asks.
+        ModelError: a parameter has no rule, or cannot be cut as the layout requires.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Megatron-core's parameters and gradients are views of flat buffers, and master weights may be views of parameters. So
 not tensors are replaced here, but the memory of their storages is released, and every view is valid again after it
-was allocated anew.
+was allocated again.
 
 Master weights and optimizer state arrive while the first micro-batches are computed. Their memory is there from the
 beginning of an update, their values after `Offload.wait_for_state`.

@@ -76,7 +76,7 @@ class _Placed(TorchFunctionMode):
 
 
 class _Unsent(TorchDispatchMode):
-    """Collectives return at once, and the tokens that go to experts are as many as values would tell."""
+    """Mode in which collectives return at once, and experts get as many tokens as with real values."""
 
     def __init__(self, experts_per_token: int) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ class Part(NamedTuple):
         return cls(first, max(0, min(share, vocabulary - first)), group, vocabulary)
 
     def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which labels are in this part, and where in it; those that are not have some place."""
+        """Return a mask of the labels in this part, and their places in it; other labels get an arbitrary place."""
         local = labels - self.first
         return (local >= 0) & (local < self.size), local.clamp(0, max(self.size - 1, 0))
 

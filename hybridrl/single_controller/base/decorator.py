@@ -76,7 +76,7 @@ def _restore_mode(name: str) -> DispatchMode:
 
 
 class Execute(enum.Enum):
-    """Which ranks run the method: all, or rank 0 alone."""
+    """Ranks that run the method: all, or rank 0 alone."""
 
     ALL = 0
     RANK_ZERO = 1

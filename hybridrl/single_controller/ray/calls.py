@@ -102,7 +102,7 @@ class Call:
             _IN_FLIGHT.add(self)
 
     def is_dropped(self) -> bool:
-        """Return whether no object that could ask for the outputs is left."""
+        """Whether no object is left that could read the outputs."""
         return self._holder is None or self._holder() is None
 
     def wait(self, timeout_s: float | None = None) -> None:

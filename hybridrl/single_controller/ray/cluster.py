@@ -191,7 +191,7 @@ def _shut_down_own_ray() -> None:
 
 
 def _blocked_in(pid: int) -> set[int]:
-    """Return the signals that a process has blocked; none where the system does not tell."""
+    """Return the signals that a process has blocked; none where the system does not report them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("SigBlk:"):

@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """Where a rank runs. `seconds` is the duration of its constructor."""
+    """Location of a rank. `seconds` is the duration of its constructor."""
 
     seconds: float
     rank: int

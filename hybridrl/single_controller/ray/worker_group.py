@@ -437,7 +437,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._shared.infos[rank] if self._shared.infos else None
 
     def describe_rank(self, rank: int) -> str:
-        """Return one line that says where a rank runs."""
+        """Return one line with the location of a rank."""
         info = self.info(rank)
         if info is None:
             return f"  rank {rank}: not up yet ({self.name_prefix})"

@@ -110,7 +110,7 @@ def head_size(config: PreTrainedConfig) -> int:
 
 
 def window_kwargs(windows: list[int]) -> dict[str, Any]:
-    """Return what Megatron's `TransformerConfig` says about sliding windows, of which a model has one size."""
+    """Return the fields of Megatron's `TransformerConfig` for sliding windows; a model has one size of window."""
     if not any(windows):
         return {}
     # Megatron counts the tokens before a token, without itself.

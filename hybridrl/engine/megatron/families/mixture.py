@@ -19,7 +19,7 @@ from hybridrl.engine.megatron.mapping import Kind, Replicated, RowParallel, Stac
 
 
 def expert_kwargs(experts: int, per_token: int, width: int, layers: list[bool]) -> dict[str, Any]:
-    """Return what Megatron's `TransformerConfig` says about experts.
+    """Return the fields of Megatron's `TransformerConfig` for experts.
 
     Args:
         experts: how many a layer has.
