@@ -259,14 +259,14 @@ class LoadReplay(LoadRecorder):
     ) -> None:
         super().__init__(None, shapes, dtypes)
         self._whole = frozenset(unplanned)
-        self._left = Counter({use: number for use, number in uses.items() if use[0] not in self._whole})
+        self._remaining = Counter({use: number for use, number in uses.items() if use[0] not in self._whole})
         self._by_name: dict[str, list[Box]] = defaultdict(list)
-        for name, box in self._left:
+        for name, box in self._remaining:
             self._by_name[name].append(box)
         self.wrong: list[str] = []
         self._arrived: dict[str, list[Part]] = {}
         self._digests: dict[str, Mapping[Box, int]] = {}
-        self._kept: set[str] = set()
+        self._cloned: set[str] = set()
 
     def arrive(self, name: str, parts: Sequence[Part], digests: Mapping[Box, int] | None = None) -> None:
         """Take the parts of a tensor.
@@ -295,13 +295,13 @@ class LoadReplay(LoadRecorder):
     def keep_the_rest(self) -> None:
         """Copy what has arrived and still waits for the rest of its layer."""
         for name, parts in self._arrived.items():
-            if name not in self._kept:
+            if name not in self._cloned:
                 self._arrived[name] = [(box, part.clone()) for box, part in parts]
-                self._kept.add(name)
+                self._cloned.add(name)
 
     def faults(self) -> list[str]:
         """Return what went wrong, each as a sentence: tensors that were not loaded, or not as they were sent."""
-        missing = sorted({name for name, _ in +self._left})
+        missing = sorted({name for name, _ in +self._remaining})
         faults = []
         if missing:
             faults.append(
@@ -325,10 +325,10 @@ class LoadReplay(LoadRecorder):
             self._give_up({name}, f"the loader copies {tuple(source.shape)} elements once more, or other ones")
             return
         self._write(target, name, box)
-        self._left[name, box] -= 1
-        if not any(self._left[name, other] > 0 for other in self._by_name[name]):
+        self._remaining[name, box] -= 1
+        if not any(self._remaining[name, other] > 0 for other in self._by_name[name]):
             del self._arrived[name], self._digests[name]
-            self._kept.discard(name)
+            self._cloned.discard(name)
 
     def _write(self, target: torch.Tensor, name: str, box: Box) -> None:
         parts = self._arrived[name]

@@ -84,7 +84,7 @@ class Transport(ABC):
         self.capacity = 0
         self._slot = 0
         self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
-        self._lost: list[Target] = []  # processes that ended meanwhile
+        self._dead_targets: list[Target] = []  # processes that ended meanwhile
 
     def reserve(self, size: int) -> torch.Tensor:
         """Return at least `size` bytes to write the next bucket into. Waits until no engine reads them any more."""
@@ -129,7 +129,7 @@ class Transport(ABC):
             except RayTaskError:
                 raise
             except RayError:  # the replica is gone; the process that started it notices too
-                self._lost.append(target)
+                self._dead_targets.append(target)
 
     def _load(self, where: Any, content: Any) -> list[Any]:
         """Tell every engine where the bucket is; `content` is that of `send`."""
@@ -271,7 +271,7 @@ class CudaIpcTransport(RankTransport):
 
     def _drain(self) -> None:
         super()._drain()
-        lost_ranks = {rank for target in self._lost for rank in target.ranks}
+        lost_ranks = {rank for target in self._dead_targets for rank in target.ranks}
         if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost_ranks)):
             for export in self._exports:
                 if export is not None:
@@ -291,7 +291,7 @@ class BroadcastTransport(Transport):
     """
 
     kind: TransportKind = "broadcast"
-    _kept: ClassVar[tuple[str, StandaloneGroup] | None] = None
+    _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[Target]) -> None:
         super().__init__(targets)
@@ -300,9 +300,9 @@ class BroadcastTransport(Transport):
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._kept is None or self._kept[0] != self._members:
+        if self._cached_group is None or self._cached_group[0] != self._members:
             group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
-            type(self)._kept = self._members, group
+            type(self)._cached_group = self._members, group
 
     def _open(self, size: int) -> None:
         here = device.current_device()
@@ -314,8 +314,8 @@ class BroadcastTransport(Transport):
     def _announce(self, slot: int, content: tuple[Entry, ...]) -> list[Any]:
         if self._failed:
             return []
-        assert self._kept is not None
-        group = self._kept[1]
+        assert self._cached_group is not None
+        group = self._cached_group[1]
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
@@ -329,7 +329,7 @@ class BroadcastTransport(Transport):
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
-            type(self)._kept, self._failed = None, True
+            type(self)._cached_group, self._failed = None, True
         return acks
 
     def close(self) -> None:

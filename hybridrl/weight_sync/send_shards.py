@@ -391,7 +391,7 @@ class PointToPointTransport(Transport):
     """
 
     kind: TransportKind = "point_to_point"
-    _kept: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
+    _cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[Target], sent: SentPieces | None = None) -> None:
         self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
@@ -406,9 +406,9 @@ class PointToPointTransport(Transport):
         self._parts: list[tuple[Message, torch.Tensor]] = []
         self._size = self._ranks + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._kept is None or self._kept[0] != self._members:
-            type(self)._kept = None
-            type(self)._kept = self._group()
+        if self._cached_group is None or self._cached_group[0] != self._members:
+            type(self)._cached_group = None
+            type(self)._cached_group = self._group()
 
     def _group(self) -> tuple[str, str, StandaloneGroup]:
         here = device.current_device()
@@ -443,8 +443,8 @@ class PointToPointTransport(Transport):
     def _announce(self, slot: int, content: Content) -> list[Any]:
         if self._failed:
             return []
-        assert self._kept is not None
-        _, host, group = self._kept
+        assert self._cached_group is not None
+        _, host, group = self._cached_group
         membership = (host, group.port, self._size, self._members)
         if self._before is not None:
             content = content._replace(changes=self._all_changes())
@@ -469,7 +469,7 @@ class PointToPointTransport(Transport):
                 notify(f"a transfer of weights failed, its engines are restarted: {failures[0]}", "warning")
                 for target in self.targets:
                     ray.kill(target.replica)
-            type(self)._kept, self._failed = None, True
+            type(self)._cached_group, self._failed = None, True
         return acks
 
     def _all_changes(self) -> dict[int, dict[int, tuple[Change, ...]]]:

@@ -75,7 +75,7 @@ class Routing:
     def __init__(self, module: nn.Module, config: PreTrainedConfig) -> None:
         self._experts, self._top_k = experts_of(config)
         self._dtype = torch.uint8 if self._experts <= 256 else torch.int16
-        self._chosen: list[torch.Tensor] | None = None
+        self._recorded: list[torch.Tensor] | None = None
         self._replayed: torch.Tensor | None = None
         for layer, router in enumerate(routers_of(module)):
             router.forward = functools.partial(self._route, type(router).__name__, router.forward, layer)
@@ -83,11 +83,11 @@ class Routing:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[torch.Tensor]]:
         """Within the context, each layer adds the experts that it uses, integers `[T, K]`."""
-        self._chosen = []
+        self._recorded = []
         try:
-            yield self._chosen
+            yield self._recorded
         finally:
-            self._chosen = None
+            self._recorded = None
 
     @contextlib.contextmanager
     def replayed(self, experts: torch.Tensor) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Routing:
             self._replayed = None
 
     def _route(self, name: str, forward: Callable[..., Any], layer: int, *arguments: Any, **named: Any) -> Any:
-        if self._chosen is None and self._replayed is None:
+        if self._recorded is None and self._replayed is None:
             return forward(*arguments, **named)
         replayed = None if self._replayed is None else self._replayed[:, layer].long()
         with _Choice(self._experts, self._top_k, replayed) as choice:
@@ -109,8 +109,8 @@ class Routing:
                 f"{name} does not choose {self._top_k} of {self._experts} experts by one torch.topk, so its choice "
                 "cannot be recorded and replayed; set actor_rollout_ref.actor.router_replay.mode=disabled"
             )
-        if self._chosen is not None:
-            self._chosen.append(choice.chosen[0].to(self._dtype))
+        if self._recorded is not None:
+            self._recorded.append(choice.chosen[0].to(self._dtype))
         return output
 
 
