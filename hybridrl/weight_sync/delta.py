@@ -37,7 +37,7 @@ _REMEMBERED = 8
 
 
 class Change(NamedTuple):
-    """How a piece travels.
+    """Form in which a piece travels.
 
     Attributes:
         form: see the module.
@@ -57,7 +57,7 @@ def size_of(change: Change, piece: Piece) -> int:
 
 
 def _parts(change: Change, piece: Piece) -> tuple[int, int]:
-    """Bytes of what tells the places of the elements, and of the elements."""
+    """Return the bytes of the elements' positions, and those of the elements."""
     if change.form == "same":
         return 0, 0
     if change.form == "whole":
@@ -146,7 +146,7 @@ class _Sent:
 
 
 class SentPieces:
-    """What a rank has sent, in main memory. A piece that several processes get is kept once."""
+    """Pieces that a rank has sent, in main memory. A piece that several processes get is kept once."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, Box], _Sent] = {}
@@ -196,16 +196,16 @@ class SentPieces:
         return self._previous[key]
 
     def end(self, replicas: Sequence[str]) -> None:
-        """All pieces of these replicas have been sent: forget who has got them from another rank meanwhile."""
+        """End a transfer to these replicas: forget receivers that got a piece from another rank in between."""
         self._previous = {}
         self._last |= dict.fromkeys(replicas, self._transfer)
         self._last = {name: at for name, at in self._last.items() if self._transfer - at < _REMEMBERED}
-        kept = {}
+        remaining = {}
         for key, sent in self._sent.items():
             sent.receivers = {who: at for who, at in sent.receivers.items() if self._last.get(who[0]) == at}
             if sent.receivers:
-                kept[key] = sent
-        self._sent = kept
+                remaining[key] = sent
+        self._sent = remaining
 
     def forget(self) -> None:
         """A transfer has failed: the next one sends everything."""
@@ -213,11 +213,11 @@ class SentPieces:
 
 
 class ReceivedPieces:
-    """What a process of an engine was sent last, in main memory."""
+    """Pieces that a process of an engine received last, in main memory."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[str, Box], torch.Tensor] = {}
-        self._seen: set[tuple[str, Box]] = set()
+        self._arrived: set[tuple[str, Box]] = set()
 
     def complete(self, message: Message, changes: Sequence[Change], data: torch.Tensor, bucket: torch.Tensor) -> None:
         """Write a message in full into the bucket.
@@ -244,14 +244,14 @@ class ReceivedPieces:
             size = size_of(change, piece)
             decode(target, change, data[offset : offset + size], piece)
             offset += size
-            self._seen.add(key)
+            self._arrived.add(key)
             if change != SAME:
                 self._pieces[key] = target.to("cpu", copy=True)
 
     def end(self) -> None:
         """The transfer is complete: forget what it did not bring."""
-        self._pieces = {key: value for key, value in self._pieces.items() if key in self._seen}
-        self._seen = set()
+        self._pieces = {key: value for key, value in self._pieces.items() if key in self._arrived}
+        self._arrived = set()
 
 
 def arriving(messages: Sequence[Message], changes: Mapping[int, Sequence[Change]]) -> list[int]:

@@ -64,7 +64,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What one process of an engine needs of a checkpoint.
+    """Requirement of one process of an engine: the parts of a checkpoint that it needs.
 
     Attributes:
         boxes: of each tensor, in the order of the checkpoint.

@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one rank sent.
+    """Report of one rank's transfer.
 
     Attributes:
         bytes: of the weights. Streamed, each parameter counts once, and a rank that sends nothing itself has 0. By a
@@ -84,7 +84,7 @@ class Transport(ABC):
         self.capacity = 0
         self._slot = 0
         self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
-        self._lost: list[Target] = []  # processes that ended meanwhile
+        self._dead_targets: list[Target] = []  # processes that ended meanwhile
 
     def reserve(self, size: int) -> torch.Tensor:
         """Return at least `size` bytes to write the next bucket into. Waits until no engine reads them any more."""
@@ -105,7 +105,7 @@ class Transport(ABC):
         self._slot = (self._slot + 1) % _SLOTS
 
     def message(self, where: Any, content: tuple[Entry, ...], target: Target) -> Bucket | ShardBucket:
-        """Return what an engine is told of a bucket; `where` is what it needs to find the bytes."""
+        """Return the message to an engine about a bucket; `where` locates the bytes."""
         return Bucket(self.kind, where, content)
 
     def finish(self) -> None:
@@ -129,7 +129,7 @@ class Transport(ABC):
             except RayTaskError:
                 raise
             except RayError:  # the replica is gone; the process that started it notices too
-                self._lost.append(target)
+                self._dead_targets.append(target)
 
     def _load(self, where: Any, content: Any) -> list[Any]:
         """Tell every engine where the bucket is; `content` is that of `send`."""
@@ -271,8 +271,8 @@ class CudaIpcTransport(RankTransport):
 
     def _drain(self) -> None:
         super()._drain()
-        lost = {rank for target in self._lost for rank in target.ranks}
-        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost)):
+        lost_ranks = {rank for target in self._dead_targets for rank in target.ranks}
+        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost_ranks)):
             for export in self._exports:
                 if export is not None:
                     export.reclaim()
@@ -291,7 +291,7 @@ class BroadcastTransport(Transport):
     """
 
     kind: TransportKind = "broadcast"
-    _kept: ClassVar[tuple[str, StandaloneGroup] | None] = None
+    _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[Target]) -> None:
         super().__init__(targets)
@@ -300,9 +300,9 @@ class BroadcastTransport(Transport):
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._kept is None or self._kept[0] != self._members:
+        if self._cached_group is None or self._cached_group[0] != self._members:
             group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
-            type(self)._kept = self._members, group
+            type(self)._cached_group = self._members, group
 
     def _open(self, size: int) -> None:
         here = device.current_device()
@@ -314,8 +314,8 @@ class BroadcastTransport(Transport):
     def _announce(self, slot: int, content: tuple[Entry, ...]) -> list[Any]:
         if self._failed:
             return []
-        assert self._kept is not None
-        group = self._kept[1]
+        assert self._cached_group is not None
+        group = self._cached_group[1]
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
@@ -329,7 +329,7 @@ class BroadcastTransport(Transport):
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
-            type(self)._kept, self._failed = None, True
+            type(self)._cached_group, self._failed = None, True
         return acks
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class BroadcastTransport(Transport):
 def why_no_ipc() -> str | None:
     """Return why engines cannot open the memory of the trainer's GPUs, or None if they can.
 
-    All ranks call this together. The first call tries it, and tells if it fails.
+    All ranks call this together. The first call tries it, and warns if it fails.
     """
     reasons = [reason for reason in distributed.all_gather_object(device.why_not_shared()) if reason]
     if reasons and distributed.get_rank() == 0:
@@ -383,10 +383,10 @@ def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targe
     """
     started = time.perf_counter()
     sends = distributed.get_rank() == 0
-    held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
+    host_tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
     if not sends:
         return TransferReport(0, time.perf_counter() - started, 0)
-    shared = ray.put(held)
+    shared = ray.put(host_tensors)
     for answer in [target.replica.load_adapter.remote(config, shared) for target in targets]:
         try:
             ray.get(answer)
@@ -394,7 +394,7 @@ def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targe
             raise
         except RayError:  # the replica is gone; the process that started it notices too
             continue
-    sent = sum(tensor.nbytes for tensor in held.values())
+    sent = sum(tensor.nbytes for tensor in host_tensors.values())
     return TransferReport(sent, time.perf_counter() - started, 1)
 
 
@@ -405,7 +405,7 @@ def stream(
 
     Args:
         weights: name and whole value of each parameter; every rank iterates to the end.
-        transports: empty on a rank that only takes part in gathering.
+        transports: empty on a rank that only gathers.
         total_bytes: size of all weights together.
         bucket_bytes: maximum size of a bucket, unless a single parameter is larger.
     """

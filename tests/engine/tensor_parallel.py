@@ -127,26 +127,26 @@ class TensorParallelEngine(MicroBatchedEngine):
         dist.recv(hidden, self.stages[0])
         return hidden
 
-    def _outputs(self, hidden: torch.Tensor, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _outputs(self, hidden: torch.Tensor, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
         logits = hidden.reshape(-1, HIDDEN)[layout.selected] @ self.parameters["head"].T
-        return compute_outputs(logits.float(), layout, wanted.temperature, wanted.outputs)
+        return compute_outputs(logits.float(), layout, request.temperature, request.outputs)
 
-    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]] | None:
+    def forward_only(self, layouts: Sequence[Layout], request: Wanted) -> list[dict[str, torch.Tensor]] | None:
         outputs = []
         with torch.no_grad():
             for layout in layouts:
                 hidden = self._hidden(layout) if self._is_first else self._received(layout)
                 if self._is_last:
-                    outputs.append(self._outputs(hidden, layout, wanted))
+                    outputs.append(self._outputs(hidden, layout, request))
                 else:
                     dist.send(hidden, self.stages[-1])
         return outputs if self._is_last else None
 
-    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(self, layouts: Sequence[Layout], request: Wanted, share_of_loss: ShareOfLoss) -> None:
         for number, layout in enumerate(layouts):
             hidden = self._hidden(layout) if self._is_first else self._received(layout).requires_grad_()
             if self._is_last:
-                share_of_loss(number, self._outputs(hidden, layout, wanted)).backward()
+                share_of_loss(number, self._outputs(hidden, layout, request)).backward()
                 if not self._is_first:
                     assert hidden.grad is not None
                     dist.send(hidden.grad, self.stages[0])

@@ -95,7 +95,7 @@ def response_logits(
     """The head's outputs at the positions that predict the N response tokens: `[N, V]`, of a value head `[N, 1]`.
 
     Args:
-        takes_boundaries: whether the model's attention is told where packed sequences begin.
+        takes_boundaries: whether the model's attention gets the boundaries of packed sequences.
         sequence_group: the ranks that share the packed row, of which `layout` has this rank's tokens.
     """
     options: dict[str, Any] = {}

@@ -136,7 +136,7 @@ class _Offloaded:
 
 
 class Offload:
-    """What of an engine is in main memory between its uses.
+    """Offloading of an engine's weights and optimizer state to main memory between its uses.
 
     Args:
         masters: master weights that only updates need.
@@ -213,7 +213,7 @@ class Offload:
             device.empty_cache()
 
 
-def tell_unused_policy(engine: Any) -> None:
+def warn_unused_policy(engine: Any) -> None:
     """Tell that `offload_policy` of an `FSDPConfig`, which is a setting of FSDP2, has no effect on one rank."""
     if engine.offload_policy:
         notify(
@@ -261,7 +261,7 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rebuilt(tensor: torch.Tensor, replaced: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor of the same kind, made of other plain parts, which are asked for in the order of `_plain_parts`."""
+    """Return a tensor of the same kind, made of other plain parts in the order of `_plain_parts`."""
     if not is_traceable_wrapper_subclass(tensor):
         return replaced(tensor)
     names, context = tensor.__tensor_flatten__()

@@ -57,7 +57,7 @@ class RouterLoss:
     Shares of it add up like those of the policy loss, so that its gradient does not depend on which rank computes a
     micro-batch, nor on packing or padding. A token that rows share counts as often as without sharing. The loss itself
     is no mean over tokens: it is a product of two of them. So it does depend on how the update is cut into
-    micro-batches, as in any implementation that sees one at a time: smaller ones ask for balance within fewer tokens.
+    micro-batches, as in any implementation that sees one at a time: smaller ones enforce balance within fewer tokens.
 
     Args:
         module: the model.

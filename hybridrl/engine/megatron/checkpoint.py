@@ -101,8 +101,8 @@ def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str
     for own, at in boxes_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
         values = flat[at : at + own.elements].view(own.extents)
         for piece in entry.pieces:
-            held = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
-            common = own.intersect(held)
+            piece_box = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
+            common = own.intersect(piece_box)
             if common is None:
                 continue
             shift = [b - a for a, b in zip(piece.at, piece.box.start, strict=True)]
@@ -114,12 +114,12 @@ def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str
 
 
 def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
-    """What this rank writes of the weights: its ranges of the master weights, and what has none."""
+    """Yield the weights that this rank writes: its ranges of the master weights, and tensors without master weights."""
     engine._exporter.shapes()  # all ranks together; some ask for nothing below
     entries = _entries(engine)
     covered: set[tuple[int, str]] = set()
     for shard in [] if engine.optimizer is None else engine.optimizer.shards:
-        if shard.counted:
+        if shard.is_primary:
             flat = engine.readable(shard.master.detach())
             for part in _views(entries[shard.chunk, shard.name], shard, flat):
                 yield SavedBox(*part)
@@ -138,7 +138,7 @@ def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
     assert engine.optimizer is not None
     entries = _entries(engine)
     for shard in engine.optimizer.shards:
-        if not shard.counted:
+        if not shard.is_primary:
             continue
         entry = entries[shard.chunk, shard.name]
         for key, item in sorted(engine.optimizer.optimizer.state.get(shard.master, {}).items()):

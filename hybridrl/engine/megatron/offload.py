@@ -2,7 +2,7 @@
 
 Megatron-core's parameters and gradients are views of flat buffers, and master weights may be views of parameters. So
 not tensors are replaced here, but the memory of their storages is released, and every view is valid again after it
-was allocated anew.
+was allocated again.
 
 Master weights and optimizer state arrive while the first micro-batches are computed. Their memory is there from the
 beginning of an update, their values after `Offload.wait_for_state`.
@@ -113,7 +113,7 @@ class DiscardedStorages:
 
 
 class Offload:
-    """What of an engine leaves the device between its uses.
+    """Offloading of an engine's weights, gradients and optimizer state between its uses.
 
     Args:
         parameters: None if they stay.
@@ -175,9 +175,9 @@ class Offload:
         """The tensor itself, or its copy in main memory while it is unloaded."""
         self.wait_for_state()
         for group in (self._parameters, self._states):
-            found = None if group is None else group.readable(tensor)
-            if found is not None:
-                return found
+            host_copy = None if group is None else group.readable(tensor)
+            if host_copy is not None:
+                return host_copy
         return tensor
 
     @property

@@ -49,7 +49,7 @@ class Part(NamedTuple):
         return cls(first, max(0, min(share, vocabulary - first)), group, vocabulary)
 
     def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which labels are in this part, and where in it; those that are not have some place."""
+        """Return a mask of the labels in this part, and their places in it; other labels get an arbitrary place."""
         local = labels - self.first
         return (local >= 0) & (local < self.size), local.clamp(0, max(self.size - 1, 0))
 
@@ -91,7 +91,7 @@ def parallel_linear_statistics(
     chunk_size: int | None = None,
     most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `parallel_statistics` computes from logits = hidden W^T, which exist for a chunk of tokens at a time.
+    """Compute `parallel_statistics` of logits = hidden W^T, which exist for a chunk of tokens at a time.
 
     Args:
         hidden: `[N, H]`, the same on each rank. Its gradient is the whole one on each rank.
@@ -105,8 +105,8 @@ def parallel_linear_statistics(
     if part.group.size() == 1:
         own = weight if part.size == len(weight) else weight[: part.size]
         return linear_token_statistics(hidden, own, chunk_size=rows, **_options(labels, temperature, outputs))
-    found = _ParallelLinearStatistics.apply(hidden, weight, labels, _scale(temperature), part, rows)
-    return _named(found, outputs)
+    statistics = _ParallelLinearStatistics.apply(hidden, weight, labels, _scale(temperature), part, rows)
+    return _named(statistics, outputs)
 
 
 def _options(labels: torch.Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def _scale(temperature: float) -> float:
     return 1.0 / temperature
 
 
-def _named(found: Sequence[torch.Tensor], outputs: Collection[str]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in zip(STATISTICS, found, strict=True) if name in outputs}
+def _named(statistics: Sequence[torch.Tensor], outputs: Collection[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in zip(STATISTICS, statistics, strict=True) if name in outputs}
 
 
 class _Sums(NamedTuple):
-    """What a rank knows of the softmax from its own words, for each of N tokens: z = scale * logits, m = max z.
+    """Partial sums of the softmax over a rank's own words, for each of N tokens: z = scale * logits, m = max z.
 
     Attributes:
         top: m.
@@ -193,7 +193,7 @@ class _Sums(NamedTuple):
 
 
 class _ForBackward(NamedTuple):
-    """What the backward pass needs in addition to logits, and the gradients that it gets, `[N]` each."""
+    """Inputs of the backward pass in addition to logits, and its incoming gradients, `[N]` each."""
 
     labels: torch.Tensor
     normaliser: torch.Tensor
@@ -246,9 +246,9 @@ class _ParallelStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, *kept = ctx.saved_tensors
-        known = _ForBackward(*kept, *gradients[:2])
-        grad = known.write(torch.empty_like(logits), logits, ctx.scale, ctx.part, ctx.most_tokens)
+        logits, *saved = ctx.saved_tensors
+        inputs = _ForBackward(*saved, *gradients[:2])
+        grad = inputs.write(torch.empty_like(logits), logits, ctx.scale, ctx.part, ctx.most_tokens)
         return grad, None, None, None, None
 
 
@@ -284,13 +284,13 @@ class _ParallelLinearStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, *kept = ctx.saved_tensors
+        hidden, weight, *saved = ctx.saved_tensors
         scale, part = ctx.scale, ctx.part
-        known = _ForBackward(*kept, *gradients[:2])
+        inputs = _ForBackward(*saved, *gradients[:2])
 
         def of_logits(chunk: slice) -> torch.Tensor:
             logits = linear(hidden[chunk], weight[: part.size])
-            return known.of(chunk).write(logits, logits, scale, part)
+            return inputs.of(chunk).write(logits, logits, scale, part)
 
         wants = (*ctx.needs_input_grad[:2], False)
         d_hidden, d_weight, _ = layer_gradients(hidden, weight, None, wants, ctx.rows, of_logits)

@@ -102,7 +102,7 @@ class Call:
             _IN_FLIGHT.add(self)
 
     def is_dropped(self) -> bool:
-        """Return whether no object that could ask for the outputs is left."""
+        """Whether no object is left that could read the outputs."""
         return self._holder is None or self._holder() is None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -240,8 +240,8 @@ def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoRe
     others = list(others)
     while others:
         best = min(failure.kind for failure in failures)
-        left = 0.0 if best == 0 else until - time.monotonic()
-        done, others = ray.wait(others, num_returns=1, timeout=max(0.0, left))
+        remaining = 0.0 if best == 0 else until - time.monotonic()
+        done, others = ray.wait(others, num_returns=1, timeout=max(0.0, remaining))
         if not done:
             break
         try:
@@ -250,10 +250,10 @@ def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoRe
             failures.append(_judge(done[0], owners))
             if failures[-1].kind == 1:
                 until = min(until, time.monotonic() + GRACE_DEATH_S)
-    chosen = min(failures, key=lambda failure: failure.kind)
-    error = _to_error(chosen, [failure for failure in failures if failure is not chosen])
+    cause = min(failures, key=lambda failure: failure.kind)
+    error = _to_error(cause, [failure for failure in failures if failure is not cause])
     _end_groups(error, *{failure.call.group for failure in failures})
-    raise error from (chosen.remote.original() if chosen.remote is not None else None)
+    raise error from (cause.remote.original() if cause.remote is not None else None)
 
 
 def _judge(answer: Any, owners: dict[Any, Call]) -> _Failure:
@@ -265,22 +265,22 @@ def _judge(answer: Any, owners: dict[Any, Call]) -> _Failure:
     raise AssertionError("an answer that failed cannot have come back good")
 
 
-def _to_error(chosen: _Failure, also: list[_Failure]) -> WorkerError:
+def _to_error(cause: _Failure, also: list[_Failure]) -> WorkerError:
     notes = ""
     others = list(dict.fromkeys(failure.summary for failure in also))
-    others = [other for other in others if other != chosen.summary]
+    others = [other for other in others if other != cause.summary]
     if others:
         notes = "\nOther failures that came with it:\n" + "\n".join(f"  {other}" for other in others)
-    if chosen.remote is not None:
-        return chosen.remote.to_error(notes)
-    group = chosen.call.group
-    if isinstance(chosen.error, RayActorError):
-        return postmortem.died(group, chosen.rank, chosen.call.method, chosen.error, notes)
+    if cause.remote is not None:
+        return cause.remote.to_error(notes)
+    group = cause.call.group
+    if isinstance(cause.error, RayActorError):
+        return postmortem.died(group, cause.rank, cause.call.method, cause.error, notes)
     return WorkerError(
-        f"{group.role} rank {chosen.rank} in {chosen.call.method}: {chosen.error}{notes}",
+        f"{group.role} rank {cause.rank} in {cause.call.method}: {cause.error}{notes}",
         role=group.role,
-        rank=chosen.rank,
-        method=chosen.call.method,
+        rank=cause.rank,
+        method=cause.call.method,
     )
 
 

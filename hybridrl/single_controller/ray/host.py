@@ -41,7 +41,7 @@ def assigned_gpus() -> str:
 
 
 class Answer(NamedTuple):
-    """What is returned with a method's result. It is small enough never to be put into the object store.
+    """Metadata that is returned with a method's result. It is too small to be put into the object store.
 
     `started` is a time of day: ranks of several machines have no other clock in common.
     """
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """Where a rank runs. `seconds` is the duration of its constructor."""
+    """Location of a rank. `seconds` is the duration of its constructor."""
 
     seconds: float
     rank: int

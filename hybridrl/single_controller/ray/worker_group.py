@@ -160,11 +160,12 @@ class RayWorkerGroup(WorkerGroup):
     # --- starting
 
     def _start(self, pool: RayResourcePool, worker_class: RayClassWithInitArgs, strategy: str) -> None:
-        held = pool.bundle_resources()
-        if strange := {name for name in worker_class.additional_resource if name not in held}:
+        slot_resources = pool.bundle_resources()
+        if strange := {name for name in worker_class.additional_resource if name not in slot_resources}:
             raise PlacementError(
                 f"{self.role}: its workers ask for {', '.join(sorted(strange))} (set_additional_resource), and a slot "
-                f"of their pool holds {', '.join(held)}. RayResourcePool(..., accelerator_type=...) puts one there"
+                f"of their pool holds {', '.join(slot_resources)}. RayResourcePool(..., accelerator_type=...) puts one "
+                "there"
             )
         pool.get_placement_groups(strategy)
         slots = pool.slots()
@@ -436,7 +437,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._shared.infos[rank] if self._shared.infos else None
 
     def describe_rank(self, rank: int) -> str:
-        """Return one line that says where a rank runs."""
+        """Return one line with the location of a rank."""
         info = self.info(rank)
         if info is None:
             return f"  rank {rank}: not up yet ({self.name_prefix})"
