@@ -20,12 +20,12 @@ class MlflowTraces:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or local_store(folder)
         mlflow.set_tracking_uri(uri)  # tracing has no argument for it
         client = mlflow.MlflowClient(tracking_uri=uri)
-        known = client.get_experiment_by_name(project)
-        if known is None:
+        existing = client.get_experiment_by_name(project)
+        if existing is None:
             place = None if os.environ.get("MLFLOW_TRACKING_URI") else (folder.resolve() / "mlartifacts").as_uri()
             self._experiment = client.create_experiment(project, artifact_location=place)
         else:
-            self._experiment = known.experiment_id
+            self._experiment = existing.experiment_id
         self._run = experiment
 
     def send(self, trace: SampleTrace) -> None:

@@ -93,9 +93,9 @@ class Traces:
         except queue.Full:
             self._left_out += 1
         self._thread.join(max(0.0, end - time.monotonic()))
-        left = self._left_out + (self._queue.qsize() if self._thread.is_alive() else 0)
-        if left:
-            notify(f"traces: {left} were not sent to {self._settings.backend}", "warning")
+        unsent = self._left_out + (self._queue.qsize() if self._thread.is_alive() else 0)
+        if unsent:
+            notify(f"traces: {unsent} were not sent to {self._settings.backend}", "warning")
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
