@@ -51,7 +51,7 @@ class GenerationClient(Protocol):
         """Replica -> statistics, as `hybridrl.rollout.server.prometheus` takes them."""
 
     async def health(self) -> str | None:
-        """What is wrong, or None."""
+        """Return an error message, or None if the client is healthy."""
 
 
 class PoolClient:
@@ -195,9 +195,10 @@ class TurnClient:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or (self._open and self._waiting))
-                seen = -1
-                while len(self._waiting) > seen and not self._closed:  # sessions ask for their next turns together
-                    seen = len(self._waiting)
+                previous_count = -1
+                # Sessions ask for their next turns together.
+                while len(self._waiting) > previous_count and not self._closed:
+                    previous_count = len(self._waiting)
                     self._changed.wait(_GATHER_S)
             with self._turn:
                 with self._changed:

@@ -26,11 +26,11 @@ GREEDY_TOKEN = SamplingParams(do_sample=False, temperature=0.0, top_p=1.0, top_k
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an engine computes of a prompt in place of a response.
+    """The values that an engine computes from a prompt in place of a response.
 
     Attributes:
-        first: with the task `read`, the first token whose log-probability is wanted; at least 1.
-        top: with the task `read`, how many of the likeliest tokens are wanted at each of these positions.
+        first: with the task `read`, the first token whose log-probability is returned; at least 1.
+        top: with the task `read`, the number of likeliest tokens returned at each of these positions.
     """
 
     first: int = 1
@@ -39,7 +39,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What an engine has read; t tokens from `Reading.first` on, K likeliest tokens.
+    """The results of a `Reading`; t tokens from `Reading.first` on, K likeliest tokens.
 
     Attributes:
         score: of a classifier with one label, before any activation.

@@ -145,13 +145,13 @@ def _start_server(
 def _announce(
     config: ActorRolloutRefConfig,
     rollout: InPlaceRollout | ReplicatedRollout,
-    found: RunServer,
+    run_server: RunServer,
     log_folder: Path | None,
 ) -> None:
     """Write address and key into the run's folder once clients are served."""
     from hybridrl.rollout.server import write_scrape_config
 
-    server, access = found.process, found.access
+    server, access = run_server.process, run_server.access
     server.wait_ready()
     where = ""
     if log_folder is not None:
@@ -285,15 +285,15 @@ def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
     def visible() -> str:
         return assigned_gpus()
 
-    asked = [
+    tasks = [
         visible.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for group, bundle in slots
     ]
     try:
-        found: list[str] = ray.get(asked, timeout=_FIND_GPU_S)
+        gpus: list[str] = ray.get(tasks, timeout=_FIND_GPU_S)
     except ray.exceptions.GetTimeoutError as error:
         raise RolloutError(
             f"no task could be placed next to the training workers within {_FIND_GPU_S:.0f} s to see which GPUs they "
             "have: give the pool max_colocate_count=2 or more, so that workers leave a share of each GPU"
         ) from error
-    return found
+    return gpus

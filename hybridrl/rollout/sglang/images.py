@@ -71,7 +71,7 @@ class NamedImages:
             weights: number of the weights.
         """
         assert isinstance(images.tensors, dict)
-        names = tuple(f"{weights}-{one}" for one in images.digests())
+        names = tuple(f"{weights}-{image_digest}" for image_digest in images.digests())
         sent = {**images.tensors, "pixel_values": images.tensors["pixel_values"].to(dtype)}
         return cls(replace(images, tensors=sent), names)
 
