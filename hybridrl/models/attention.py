@@ -53,9 +53,9 @@ def attention_implementation(config: PreTrainedConfig, override: Mapping[str, An
     transformers. A model with a sliding window gets it in any case: some apply the window by the mask alone (Qwen2-MoE,
     Phi-MoE), which flash attention does not read.
     """
-    chosen = override.get("attn_implementation")
-    if chosen is not None:
-        return str(chosen)
+    implementation = override.get("attn_implementation")
+    if implementation is not None:
+        return str(implementation)
     fits = device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config))
     if fits and (has_window(config) or varlen.has_package()):
         return VARLEN
@@ -152,8 +152,8 @@ def model_class_of(config: PreTrainedConfig) -> Any:
 
 
 def _class_of(config: PreTrainedConfig, mapping: Any) -> Any:
-    found = mapping.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    model_class = mapping.get(type(config), None)
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def refuse(problem: str, remedy: str) -> None:
 
 
 def mask_of_window(**arguments: Any) -> torch.Tensor | None:
-    """What a layer gets in place of a causal mask: an empty tensor `[window, 1, 0, 0]`, or None without a window."""
+    """Return the stand-in for a layer's causal mask: an empty tensor `[window, 1, 0, 0]`, or None without a window."""
     if arguments.get("use_vmap"):  # the model has changed the mask, which the layer refuses
         return sdpa_mask(**arguments)
     window = arguments.get("local_size")
@@ -204,20 +204,20 @@ def mask_of_window(**arguments: Any) -> torch.Tensor | None:
 
 
 def window_of(attention_mask: torch.Tensor | None, sliding_window: int | None) -> int:
-    """How many tokens a layer attends to: by its mask, see `mask_of_window`, and by its argument; 0 for all."""
+    """Return the number of tokens a layer attends to, by its mask (`mask_of_window`) and its argument; 0 for all."""
     of_mask = 0 if attention_mask is None else int(attention_mask.shape[0])
     of_argument = sliding_window or 0
     return min(of_mask, of_argument) if of_mask and of_argument else of_mask or of_argument
 
 
 def not_computed(attention_mask: torch.Tensor | None, further: Mapping[str, Any]) -> list[str]:
-    """What a layer asks for that attention by boundaries or along paths does not compute."""
-    found = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
-    return [*found, *(["a mask of its own"] if attention_mask is not None and attention_mask.numel() else [])]
+    """Return the features that a layer needs and that attention by boundaries or along paths does not compute."""
+    names = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
+    return [*names, *(["a mask of its own"] if attention_mask is not None and attention_mask.numel() else [])]
 
 
 def zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What a layer that was refused returns within `trial`."""
+    """Return zeros in place of the attention of a layer that was refused within `trial`."""
     batch, heads, tokens, _ = query.shape
     return query.new_zeros(batch, tokens, heads, value.shape[-1])
 

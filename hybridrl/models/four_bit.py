@@ -78,11 +78,11 @@ class FourBitLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs [..., n] of inputs [..., m]."""
-        found: torch.Tensor = _Product.apply(inputs, self.weight, self.bias, self.in_features)
-        return found
+        outputs: torch.Tensor = _Product.apply(inputs, self.weight, self.bias, self.in_features)
+        return outputs
 
     def extra_repr(self) -> str:
-        """What `print` shows of it."""
+        """Describe the layer for `print`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 

@@ -95,11 +95,11 @@ def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) ->
     sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # the file is optional: many base models have none
         sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for ids in sources:
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return sorted(found)
+            eos_ids.update([ids] if isinstance(ids, int) else ids)
+    return sorted(eos_ids)
 
 
 def model_identity(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:
