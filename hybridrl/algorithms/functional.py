@@ -234,15 +234,15 @@ def chunk_statistics(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """log p(label), entropy and sum of squared probabilities, [n] each, of log p [n, V], which may be overwritten."""
     lp = None if labels is None else logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    found_entropy = square = None
+    entropies = square = None
     if entropy or sum_pi_squared:
         p = logp.exp()
         if sum_pi_squared:
             square = (p * p).sum(-1)
         if entropy:
             # A token excluded by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
-            found_entropy = -p.mul_(logp.clamp_(min=LOWEST_LOG_P)).sum(-1)
-    return lp, found_entropy, square
+            entropies = -p.mul_(logp.clamp_(min=LOWEST_LOG_P)).sum(-1)
+    return lp, entropies, square
 
 
 def statistics_gradient(

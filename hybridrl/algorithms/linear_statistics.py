@@ -111,16 +111,16 @@ class _TileMemory:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def of(self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor | None:
         """A tile of this shape, not initialized; None where each gets memory of its own. The first is the largest."""
         if device.type != "cpu":
             return None
         size = math.prod(shape)
-        if (name, dtype) not in self._kept:
-            self._kept[name, dtype] = torch.empty(size, dtype=dtype)
-        return self._kept[name, dtype][:size].view(*shape)
+        if (name, dtype) not in self._buffers:
+            self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return self._buffers[name, dtype][:size].view(*shape)
 
     def like(self, tile: Tensor) -> Tensor | None:
         """A second one like a tile, for its probabilities."""

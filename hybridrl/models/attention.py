@@ -1,4 +1,4 @@
-"""Which attention a model uses, and attention over packed rows without a package besides torch.
+"""Selection of a model's attention, and attention over packed rows without a package besides torch.
 
 A packed row holds several sequences one after the other, and `cu_seq_lens_q` says where each begins. A GPU has kernels
 for that (`hybridrl.utils.varlen`); on a CPU, attention runs over one sequence at a time. The ranks of a group may share
@@ -97,7 +97,7 @@ def is_flash_attention(implementation: str) -> bool:
 
 
 def why_not_packed(config: PreTrainedConfig) -> str | None:
-    """Why sequences of this model may not share a row; None if they may.
+    """Return why sequences of this model may not share a row; None if they may.
 
     Attention learns where a sequence begins. Recurrent layers do not, so their state would leak into the next one.
     """
@@ -115,7 +115,7 @@ def why_not_packed(config: PreTrainedConfig) -> str | None:
 
 
 def why_not_replaced(config: PreTrainedConfig) -> str | None:
-    """Why the model's attention cannot be computed by one of ours; None if it can."""
+    """Return why the model's attention cannot be computed by one of ours; None if it can."""
     text, model_class = config.get_text_config(), model_class_of(config)
     for name in ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend"):
         if not getattr(model_class, name, False):
@@ -127,7 +127,7 @@ def why_not_replaced(config: PreTrainedConfig) -> str | None:
 
 
 def why_not_varlen(config: PreTrainedConfig) -> str | None:
-    """Why this module's attention does not fit the model; None if it does."""
+    """Return why this module's attention does not fit the model; None if it does."""
     reason = why_not_replaced(config)
     if reason is not None:
         return reason
@@ -158,7 +158,7 @@ def _class_of(config: PreTrainedConfig, mapping: Any) -> Any:
 
 @contextlib.contextmanager
 def packed_row(shared_by: PreTrainedConfig | None = None) -> Iterator[None]:
-    """Within the context no attention mask is made: the attention gets the boundaries of the sequences instead.
+    """Make no attention mask within the context: the attention gets the boundaries of the sequences instead.
 
     Args:
         shared_by: where the ranks of a group share the row, the model's configuration: every attention of the forward
@@ -175,9 +175,9 @@ def packed_row(shared_by: PreTrainedConfig | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trial() -> Iterator[list[str]]:
-    """Within the context, what a model cannot do is added to the list instead of being raised.
+    """Collect, within the context, what a model cannot do in a list instead of raising it.
 
-    The layers that cannot return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
+    Refused layers return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
     """
     problems: list[str] = []
     token = _problems.set(problems)

@@ -138,7 +138,7 @@ def check_weights(path: str | Path) -> None:
 
 
 def _incomplete(file: Path) -> str | None:
-    """Why a safetensors file cannot be whole, by its header; None if it can."""
+    """Return why a safetensors file cannot be whole, by its header; None if it can."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         start = opened.read(8)

@@ -88,7 +88,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Within the context, the module computes as its base does."""
+        """Compute without the adapter within the context, as the base does."""
         # PEFT's `enable_adapters(False)` would make A and B frozen as well, which FSDP2 must not see.
         before = [(layer, layer._disable_adapters) for layer in self._layers.values()]
         for layer, _ in before:
@@ -262,7 +262,7 @@ def save(folder: Path, config: LoraConfig, tensors: Mapping[str, torch.Tensor]) 
 
 
 def save_text(folder: Path, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Like `save`, with the content of `adapter_config.json`."""
+    """Save like `save`, given the content of `adapter_config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

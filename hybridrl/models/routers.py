@@ -26,7 +26,7 @@ OF_TRANSFORMERS = ("output_router_logits", "router_aux_loss_coef")
 
 
 def why_no_routers(config: PreTrainedConfig) -> str | None:
-    """Why the routers of a model cannot be found; None if they can."""
+    """Return why the routers of a model cannot be found; None if they can."""
     model_class = model_class_of(config)
     if model_class is None:
         return "it is not a plain causal language model of transformers"
@@ -36,7 +36,7 @@ def why_no_routers(config: PreTrainedConfig) -> str | None:
 
 
 def why_no_router_loss(config: PreTrainedConfig) -> str | None:
-    """Why a model has no load-balancing loss of its routers; None if it has."""
+    """Return why a model has no load-balancing loss of its routers; None if it has."""
     text = config.get_text_config()
     missing = [name for name in ("router_aux_loss_coef", "num_experts_per_tok") if not hasattr(text, name)]
     if missing:
@@ -45,7 +45,7 @@ def why_no_router_loss(config: PreTrainedConfig) -> str | None:
 
 
 def _why_other_logits(config: PreTrainedConfig) -> str | None:
-    """Why the logits that a model records are not one row per token; None if they are, or if that cannot be tried."""
+    """Return why a model's recorded logits are not one row per token; None if they are, or if that cannot be tried."""
     tokens = 3
     router_run = try_router(config, tokens)
     if router_run is None:
@@ -112,7 +112,7 @@ class RouterLogits:
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[list[torch.Tensor]]:
-        """Within the context, each router adds its logits `[T, E]`, with their gradient.
+        """Collect the logits `[T, E]` of each router within the context, with their gradient.
 
         Layers that are computed again in a backward pass outside of the context add nothing.
         """

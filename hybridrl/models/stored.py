@@ -140,7 +140,7 @@ def open_pretrained(
 
 @contextlib.contextmanager
 def _keeping_values_back(files: list[_Files]) -> Iterator[None]:
-    """Within the context, `from_pretrained` loads names, shapes and dtypes alone.
+    """Make `from_pretrained` load only names, shapes and dtypes within the context.
 
     Some conversions do not work without values. Their models are loaded as usual, and `files` stays empty.
     """

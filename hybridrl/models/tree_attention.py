@@ -43,7 +43,7 @@ _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
 
 
 def why_not_shared(config: PreTrainedConfig) -> str | None:
-    """Why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
+    """Return why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
 
     A token's state must depend on the tokens before it alone, and attention must be the only path between tokens.
     """
@@ -128,7 +128,7 @@ class Paths:
         return pieces, self._masks[name]
 
     def boundaries(self, target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the queries and the gathered keys of each run begin and end, int32."""
+        """Return the boundaries of each run's queries and of its gathered keys, int32 [runs + 1] each."""
         if self._boundaries is None:
             queries = [0, *(run.stop for run in self.runs)]
             keys = [0, *itertools.accumulate(run.before + run.stop - run.start for run in self.runs)]
@@ -141,7 +141,7 @@ class Paths:
 
 @contextlib.contextmanager
 def flat_row(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the context no attention mask is made: the attention gets the paths instead.
+    """Make no attention mask within the context: the attention gets the paths instead.
 
     Args:
         config: of the model that is called in the context.

@@ -86,7 +86,7 @@ class ValueModel(nn.Module):
 
     @property
     def _can_record_outputs(self) -> Any:
-        """Where transformers finds the routers of the backbone."""
+        """The attribute in which transformers finds the routers of the backbone."""
         return getattr(self.backbone, "_can_record_outputs", None)
 
     def get_input_embeddings(self) -> nn.Module:

@@ -55,7 +55,7 @@ _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 class Source(Protocol):
-    """Where frames come from.
+    """A source of frames.
 
     Attributes:
         count: frames that there are.

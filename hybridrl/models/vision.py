@@ -270,7 +270,7 @@ def place_images_by_position(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def placed_at(places: torch.Tensor | None) -> Iterator[None]:
-    """Within the context, images are put at the true elements of `places` `[b, W]`; None: at every placeholder."""
+    """Put images at the true elements of `places` `[b, W]` within the context; None: at every placeholder."""
     token = _places.set(places)
     try:
         yield

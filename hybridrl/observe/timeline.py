@@ -1,4 +1,4 @@
-"""When each phase of the controller and each rank's calls ran: `timeline.jsonl`, one line per step.
+"""The times of the controller's phases and of each rank's calls: `timeline.jsonl`, one line per step.
 
 A line has `step`, `started` (time of day) and `spans`: [name, rank, seconds after `started`, duration in seconds]. Rank
 -1 is the controller.

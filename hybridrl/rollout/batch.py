@@ -1,4 +1,4 @@
-"""Between batches and requests: the requests of a batch of prompts, and the batch of the resulting trajectories.
+"""Conversion of batches: the requests of a batch of prompts, and the batch of the resulting trajectories.
 
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """

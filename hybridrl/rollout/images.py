@@ -111,7 +111,7 @@ class PromptImages:
         return fingerprints
 
     def sent(self) -> PromptImages:
-        """With a reference in place of large tensors, which are put into the object store once."""
+        """Return a copy with a reference in place of large tensors, which are put into the object store once."""
         return replace(self, tensors=reference_of(self.tensors))
 
 
@@ -119,24 +119,24 @@ class ReceivedImages:
     """Resolves the references of requests; requests with the same images share their memory."""
 
     def __init__(self) -> None:
-        self._known: dict[ray.ObjectRef, ImageTensors] = {}
+        self._tensors: dict[ray.ObjectRef, ImageTensors] = {}
         self._users: dict[ray.ObjectRef, int] = {}
 
     async def take(self, images: PromptImages) -> PromptImages:
-        """With tensors in place of a reference. Call `give_back` when the request is done."""
+        """Return a copy with tensors in place of a reference. Call `give_back` when the request is done."""
         reference = images.tensors
         if not isinstance(reference, ray.ObjectRef):
             return images
         self._users[reference] = self._users.get(reference, 0) + 1
-        if reference not in self._known:
-            self._known[reference] = tensors_of(await reference)
-        return replace(images, tensors=self._known[reference])
+        if reference not in self._tensors:
+            self._tensors[reference] = tensors_of(await reference)
+        return replace(images, tensors=self._tensors[reference])
 
     def give_back(self, images: PromptImages) -> None:
         """Forget images that no request uses any more.
 
         Args:
-            images: as `take` was given them.
+            images: the argument of `take`.
         """
         reference = images.tensors
         if not isinstance(reference, ray.ObjectRef):
@@ -144,7 +144,7 @@ class ReceivedImages:
         self._users[reference] -= 1
         if not self._users[reference]:
             del self._users[reference]
-            self._known.pop(reference, None)
+            self._tensors.pop(reference, None)
 
 
 def check_interleaved(config: PreTrainedConfig, path: str, engine: str) -> None:

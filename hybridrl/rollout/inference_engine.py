@@ -189,7 +189,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def last_progress(self) -> float:
-        """When (`time.monotonic`) the engine last said that it computed something; by this a stuck engine is found."""
+        """Return the time (`time.monotonic`) of the engine's last progress, by which a stuck engine is detected."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:

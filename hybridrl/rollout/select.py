@@ -1,4 +1,4 @@
-"""Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
+"""Selection of the engine for `actor_rollout_ref.rollout.name`, and the checks that it can work, before any start."""
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.config.strategies import engine_group, engine_settings

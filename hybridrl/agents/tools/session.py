@@ -40,7 +40,7 @@ class ToolResult:
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """Of the message that answers: text, or parts where there are images."""
+        """The content of the answering message: text, or parts if there are images."""
         if not self.images:
             return self.text
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]

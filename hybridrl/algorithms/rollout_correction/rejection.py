@@ -78,7 +78,7 @@ def statistic(
 
 
 def accepted(option: str, values: Tensor, bounds: tuple[float | None, float]) -> Tensor:
-    """Which values pass: log lower <= k1 <= log upper; k2, k3 <= upper."""
+    """Return a mask of the values that pass: log lower <= k1 <= log upper; k2, k3 <= upper."""
     lower, upper = bounds
     if lower is None:
         return values <= upper

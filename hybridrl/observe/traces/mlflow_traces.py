@@ -11,7 +11,10 @@ _KINDS = {"session": "AGENT", "generate": "LLM", "tool": "TOOL"}
 
 @register_trace_backend("mlflow", packages=("mlflow",), install="bash scripts/install.sh auto tracking")
 class MlflowTraces:
-    """At `MLFLOW_TRACKING_URI`, or in `<run folder>/mlflow.db`; the project is the experiment, as for metrics."""
+    """Writes traces to `MLFLOW_TRACKING_URI`, or to `<run folder>/mlflow.db`.
+
+    The project is MLflow's experiment, as for metrics.
+    """
 
     def __init__(self, project: str, experiment: str, folder: Path) -> None:
         import mlflow

@@ -160,7 +160,7 @@ class HFRollout:
         return eos
 
     def _recorded(self, meta: Mapping[str, Any]) -> AbstractContextManager[list[torch.Tensor] | None]:
-        """Within the context, where the experts of what the module computes are added, if they are asked for."""
+        """Record the experts of all computed tokens within the context, if the meta asks for them; yields the list."""
         if not meta.get(ROUTED_EXPERTS, False):
             return nullcontext()
         assert isinstance(self.engine, ReplaysRouting)  # checked at start-up, by check_router_replay
@@ -291,7 +291,7 @@ class _Prompts:
 
 
 class _Output:
-    """Where a part of the batch writes its result: views [B, T], [B, T], [B], [B]."""
+    """The output buffers of a part of the batch: views [B, T], [B, T], [B], [B]."""
 
     def __init__(
         self, responses: torch.Tensor, log_probs: torch.Tensor, lengths: torch.Tensor, ended: torch.Tensor

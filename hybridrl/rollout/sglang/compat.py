@@ -180,7 +180,7 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _cpu_cache_tokens(spec: EngineSpec, hf_config: Any, dtype_bytes: int) -> int:
-    """As many tokens as all sequences could need, at most what fits into `CPU_CACHE_BYTES`."""
+    """Return the cache size in tokens: as many as all sequences could need, within `CPU_CACHE_BYTES`."""
     heads = hf_config.num_attention_heads
     head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads

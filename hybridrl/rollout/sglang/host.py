@@ -163,7 +163,7 @@ class Host:
 
     @contextlib.contextmanager
     def _running(self, request_id: str) -> Iterator["_Running"]:
-        """Within the context, a request has a name by which `abort` ends it."""
+        """Give a request a name within the context, by which `abort` ends it."""
         # Of one width: SGLang aborts every request whose name begins with the one that it is given.
         self._count += 1
         running = _Running(f"{self._count:020d}")
