@@ -124,14 +124,14 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
 def sessions(events: Sequence[Mapping[str, Any]]) -> list[Session]:
     """Split events by the starts of the run."""
     starts = [number for number, event in enumerate(events) if event["kind"] == START]
-    runs = []
+    session_list = []
     for number, first in enumerate(starts):
         part = events[first : starts[number + 1] if number + 1 < len(starts) else None]
         resumed = next((event["step"] for event in part if event["kind"] == RESUME), 0)
         end = next((event for event in reversed(part) if event["kind"] == END), None)
         last_step = max(resumed, *(event["step"] for event in part))
-        runs.append(Session(part[0], end, part[-1]["time"], resumed, last_step))
-    return runs
+        session_list.append(Session(part[0], end, part[-1]["time"], resumed, last_step))
+    return session_list
 
 
 def _now() -> datetime.datetime:

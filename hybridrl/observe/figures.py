@@ -94,26 +94,26 @@ _PANELS = (
 
 def panels(history: RunHistory) -> list[Panel]:
     """Return the charts that this run has data for, the most informative first."""
-    charts = []
+    run_panels = []
     for panel in _PANELS:
         lines = tuple((name, label) for name, label in _lines_of(panel, history) if _telling(history, name))
         if lines:  # roles that learn alike are different lines
             repeated = not panel.every and _repeats(history, lines)
-            charts.append(Panel(panel.title, lines[:1] if repeated else lines, panel.kind))
+            run_panels.append(Panel(panel.title, lines[:1] if repeated else lines, panel.kind))
     parts = [name for name in history.curves if name.startswith("reward/") and name.endswith("/mean")]
     lines = tuple((name, name.removeprefix("reward/").removesuffix("/mean")) for name in parts[: len(_COLOURS)])
     if {name for _, name in lines} - {"acc", "score"}:  # which the first panel shows
-        charts.insert(min(1, len(charts)), Panel("What the reward function returned (mean)", lines))
+        run_panels.insert(min(1, len(run_panels)), Panel("What the reward function returned (mean)", lines))
     names = history.validation()[: len(_COLOURS)]
     if names:
         lines = tuple((name, name.removeprefix("val-core/")) for name in names)
-        charts.insert(min(1, len(charts)), Panel("Validation", lines, "points"))
+        run_panels.insert(min(1, len(run_panels)), Panel("Validation", lines, "points"))
     phases = tuple((f"timing_s/{name}", name) for name in _phases(history))
     if len(phases) > 1:
-        charts.append(Panel("Seconds per step, by phase", phases, "stack"))
+        run_panels.append(Panel("Seconds per step, by phase", phases, "stack"))
     elif history.curve("timing_s/step"):
-        charts.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
-    return charts
+        run_panels.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
+    return run_panels
 
 
 def _lines_of(panel: Panel, history: RunHistory) -> list[tuple[str, str]]:
@@ -253,11 +253,11 @@ def panel_chart(history: RunHistory, panel: Panel) -> Chart:
     )
 
 
-def write_png(history: RunHistory, path: Path, charts: Sequence[Panel] | None = None) -> None:
+def write_png(history: RunHistory, path: Path, selected_panels: Sequence[Panel] | None = None) -> None:
     """Write all charts into one image, three per row."""
-    charts = panels(history) if charts is None else charts
-    columns = min(3, max(1, len(charts)))
-    rows = max(1, -(-len(charts) // columns))
+    selected_panels = panels(history) if selected_panels is None else selected_panels
+    columns = min(3, max(1, len(selected_panels)))
+    rows = max(1, -(-len(selected_panels) // columns))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.0 * columns, 2.9 * rows + 0.55), layout="constrained", facecolor="white")
         layout: Any = figure.get_layout_engine()
@@ -267,10 +267,10 @@ def write_png(history: RunHistory, path: Path, charts: Sequence[Panel] | None = 
         figure.text(0.99, 0.995, note, ha="right", va="top", color=_MUTED, fontsize=9)
         grid = figure.subplots(rows, columns, squeeze=False)
         for i, axes in enumerate(grid.flat):
-            if i < len(charts):
-                _draw(axes, history, charts[i])
+            if i < len(selected_panels):
+                _draw(axes, history, selected_panels[i])
             else:
                 axes.set_axis_off()
-        if not charts:
+        if not selected_panels:
             grid[0, 0].text(0.5, 0.5, "no metrics yet", ha="center", color=_MUTED, transform=grid[0, 0].transAxes)
         figure.savefig(path, format="png", dpi=110)
