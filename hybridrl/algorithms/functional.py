@@ -284,7 +284,7 @@ def tile_gradient(
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The chunks of one statistic one after the other; None where it was not computed."""
+    """Concatenate the chunks of one statistic; None if it was not computed."""
     chunks = [part for part in parts if part is not None]
     return (torch.cat(chunks) if len(chunks) > 1 else chunks[0]) if chunks else None
 

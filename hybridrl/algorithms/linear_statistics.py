@@ -106,15 +106,15 @@ class _LinearStatistics(torch.autograd.Function):
 
 
 class _TileMemory:
-    """Memory that a CPU uses again for each tile. Fresh memory of this size is mapped page by page when it is first
-    written, which takes longer than the softmax of a tile. A GPU's allocator keeps memory by itself.
+    """Buffers that a CPU reuses for each tile. Fresh memory of this size is mapped page by page when it is first
+    written, which takes longer than the softmax of a tile. A GPU's allocator caches memory anyway.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def of(self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """A tile of this shape, not initialized; None where each gets memory of its own. The first is the largest."""
+        """Return an uninitialized tile of this shape; None on a GPU, which allocates each. The first is the largest."""
         if device.type != "cpu":
             return None
         size = math.prod(shape)

@@ -80,7 +80,7 @@ class Sessions:
 
 
 def split_sessions(non_tensors: Mapping[str, Any], rows: int) -> Sessions | None:
-    """The sessions of a batch; None where each row is a session by itself."""
+    """Return the sessions of a batch; None if each row is a session of its own."""
     if SESSION_KEY not in non_tensors:
         return None
     sessions = Sessions(non_tensors, rows)

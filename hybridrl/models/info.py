@@ -29,7 +29,7 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
 def engine_overrides(model: ModelConfig) -> dict[str, Any]:
     """Return `override_config` as an inference engine needs it to compute the model that is trained.
 
-    Training merges mappings into those of config.json; an engine puts them in their place.
+    Training merges mappings into those of config.json; an engine replaces those with them.
     """
     merged, overrides = config_of(model), {}
     for name, value in model.override_config.items():

@@ -42,7 +42,7 @@ def check_liger(config: PreTrainedConfig) -> None:
 
 
 def runs_liger() -> bool:
-    """Whether Liger's kernels can run in this process; tell of a device that cannot, where results are the same.
+    """Whether Liger's kernels can run in this process; notify if the device cannot run them (results are the same).
 
     Raises:
         ModelError: the device could run them, and the package is missing.

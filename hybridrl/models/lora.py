@@ -221,7 +221,7 @@ def check(model: ModelConfig, optim: Any = None) -> None:
         optim: an `OptimConfig`; None if nothing is trained.
 
     Raises:
-        ModelError: the message names the key, and the names of layers that there are.
+        ModelError: the message names the key, and the layers of the model.
     """
     config = config_of(model)
     if getattr(config, "quantization_config", None) is not None:
@@ -279,10 +279,10 @@ def rank_of(model: ModelConfig) -> int:
 
 
 def as_text(config: LoraConfig, heads: Iterable[str] = ()) -> str:
-    """The content of `adapter_config.json`.
+    """Return the content of `adapter_config.json`.
 
     Args:
-        heads: names in files, among which that of a value model's head is named as a module of its own.
+        heads: names of tensors in the files; a value model's head among them is listed in `modules_to_save`.
     """
     values = config.to_dict()
     if any(name.startswith(f"{PREFIX}{value.HEAD_NAME}.") for name in heads):

@@ -233,8 +233,8 @@ def partition(
         budget: the most tokens of its tree; a longer row gets a micro-batch of its own.
         preferred: tokens above which a larger micro-batch computes no faster; a family may exceed it.
         overhead: tokens that cost as much as another pass through the model.
-        cost: of a row of so many tokens, attention included, in the cost of a token without attention.
-        together: so many rows that follow each other are not cut apart; they may exceed a limit.
+        cost: of a row by its number of tokens, attention included, in units of a token without attention.
+        together: the number of consecutive rows that are not separated; they may exceed a limit.
     """
     count = len(order.rows)
     new, shared = _summed(order, float)

@@ -171,7 +171,7 @@ def _described(value: Any) -> torch.Tensor:
 
 
 def _layers(files: _Files) -> dict[str, dict[str, Any]]:
-    """The stored tensors by the layer of the model that they belong to; what is outside of layers is by itself."""
+    """Group the stored tensors by the layer of the model; a tensor outside of layers is a group of its own."""
     mapping = files.how.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

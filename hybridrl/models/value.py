@@ -191,7 +191,7 @@ def value_config(config: PreTrainedConfig, bias: bool = True) -> PreTrainedConfi
     """Return the configuration to save with a model's weights: that of a classifier with one label.
 
     Args:
-        bias: whether the head has one: a classifier of tokens has, one of sequences has not.
+        bias: whether the head has a bias: a token classifier has one, a sequence classifier has none.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1

@@ -58,8 +58,8 @@ class Source(Protocol):
     """A source of frames.
 
     Attributes:
-        count: frames that there are.
-        fps: of them, per second.
+        count: number of frames.
+        fps: frames per second.
         size: (width, height) in pixels.
     """
 
@@ -235,7 +235,7 @@ class VideoProcessor:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    """The settings of the video processor in the model's files; those of its image processor where it has no own."""
+    """Read the settings of the model's video processor, or of its image processor if it has none."""
     from transformers.video_processing_utils import BaseVideoProcessor
 
     try:

@@ -41,7 +41,7 @@ def beginning() -> Iterator[None]:
 
 
 class EventLog:
-    """Writes the events of one start of a run. Everything that `notify` tells meanwhile is an event.
+    """Writes the events of one start of a run. Every message of `notify` in that time is an event.
 
     Args:
         folder: the run's folder.

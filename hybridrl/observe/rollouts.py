@@ -128,7 +128,7 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(tokens: Mapping[str, Any], cutter: "_Cutter") -> dict[str, Any]:
-    """Tokens of a sample, the middle left out where they are too many; `gap` is then the place and how many."""
+    """Return a sample's tokens; the middle of too many is left out, and `gap` is then (position, number of tokens)."""
     count = len(tokens.get("ids") or ())
     head = count if count <= _TOKENS else _TOKENS // 2
     tail = count - _TOKENS // 2

@@ -57,8 +57,8 @@ class GenerationClient(Protocol):
 class PoolClient:
     """Requests to a pool of replicas: to the session's replica, else to the one with the fewest requests in flight.
 
-    While the replicas are paused, for new weights or because their memory is lent to training, requests wait and keep
-    their tokens. A request whose replica is lost runs again on another.
+    While the replicas are paused, for new weights or because training uses their memory, requests wait and keep their
+    tokens. A request whose replica dies runs again on another.
 
     Args:
         pool: started.
@@ -210,7 +210,7 @@ class TurnClient:
                     self._serve(alike)
 
     def _serve(self, requests: Sequence[Request]) -> None:
-        """Generate for requests that are sampled alike, in one call."""
+        """Generate for requests with equal sampling parameters, in one call."""
         try:
             completions = _completions_of(requests, self._generate(_batch_of(requests, self._max_len)), self._max_len)
         except Exception as error:

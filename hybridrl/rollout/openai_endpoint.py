@@ -25,7 +25,7 @@ class Reply:
         text: the message's content.
         finish_reason: as the endpoint reports it; usually "stop" or "length".
         prompt_tokens, tokens: counted by the endpoint.
-        log_probs: of each token, where they were asked for.
+        log_probs: of each token, if they were requested.
         token_ids: where the endpoint adds them (hybridrl's own server, vLLM with `return_token_ids`).
     """
 

@@ -193,7 +193,7 @@ def _settings(
 
 
 def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
-    """Refuse replicas of `size` devices that do not divide nodes with so many slots.
+    """Refuse replicas whose `size` in devices does not divide the nodes' numbers of slots.
 
     Raises:
         RolloutError: names the sizes that fit.

@@ -34,7 +34,7 @@ class Trajectory:
         reward: the score of the trajectory where the session gave one; None leaves it to the reward function.
         turn_rewards: rewards of single turns, in order.
         turn_ends: the place in `token_ids` of the last generated token of each of these turns, where its reward is
-            added to the score; None: they are told to the reward function and no more.
+            added to the score; None: only the reward function gets them.
         turn_states: (the place of a turn's last token, a number above 0 that identifies the situation before it).
         extra: further fields by name; each becomes a non-tensor column.
         multimodal: model inputs that are not token ids, by name.
@@ -116,7 +116,7 @@ class Trajectory:
 
 
 def _experts_of(completion: Completion, tokens: int) -> torch.Tensor | None:
-    """`routed_experts` of a request with so many tokens; the last, which was not computed, has those before it."""
+    """Return `routed_experts` of a request's `tokens` tokens; the last was not computed and repeats those before it."""
     experts = completion.routed_experts
     if experts is None or not completion.token_ids:
         return None

@@ -42,7 +42,7 @@ class Interactions:
             rows: `interaction_kwargs` of each row.
 
         Raises:
-            RolloutError: a row names a user that there is not, or no row names one.
+            RolloutError: a row names an unknown user, or no row names one.
         """
         answered = [self.of(kwargs) is not None for kwargs in rows]  # each row is checked
         if not any(answered):

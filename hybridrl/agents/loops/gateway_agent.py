@@ -91,5 +91,5 @@ def _row_of_agent(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _images_of(images: PromptImages | None) -> list[ImageTensors]:
-    """Each image of a call by itself."""
+    """Return the images of a call, one entry per image."""
     return [] if images is None else split_images(tensors_of(images))

@@ -98,7 +98,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    """A power that is not computed where it would be too large."""
+    """Compute a power, unless it would be too large."""
     if base and abs(exponent) * math.log10(max(abs(base), 1e-300)) > 300:
         raise OverflowError("the result is too large")
     power = base**exponent

@@ -18,7 +18,7 @@ _loading = threading.Lock()
 
 
 def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[BaseTool]:
-    """The tools of both files; the same objects where they were loaded before.
+    """Return the tools of both files; each pair of files is loaded once per process.
 
     Raises:
         RolloutError: a file or an entry is wrong, or two tools have one name.
@@ -43,7 +43,7 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
 
 
 def selected_tools(extra_info: Any, names: Sequence[str]) -> list[str]:
-    """The tools of a row: those that `extra_info.tool_selection` names, or all."""
+    """Return the names of a row's tools: those in `extra_info.tool_selection`, or all."""
     selection = extra_info.get("tool_selection") if isinstance(extra_info, Mapping) else None
     return (
         list(names) if selection is None or not len(selection) else [name for name in names if name in list(selection)]

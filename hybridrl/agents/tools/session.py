@@ -26,7 +26,7 @@ class ToolResult:
         text: what the model gets.
         reward: of this call; None: it has none.
         metrics: by name.
-        fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
+        fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" if it did.
         seconds: that the call took.
         images: patches of each image that the model gets.
     """
@@ -95,7 +95,7 @@ class ToolSession:
         """End the session's use of its tools.
 
         Returns:
-            What `calc_reward` of each tool that was used returned, by name; a `NoVerdict` where it failed.
+            The result of `calc_reward` of each tool that was used, by name; a `NoVerdict` if it failed.
         """
         scores: dict[str, float | NoVerdict] = {}
         for name, created in self._instances.items():
@@ -194,7 +194,7 @@ class ToolSession:
         return ToolResult(self._cut(f"Error: {reason}"), fault=fault)
 
     def _cut(self, text: str) -> str:
-        """Text that a tokenizer takes, of at most `max_tool_response_length` characters and a mark where it was cut."""
+        """Return valid Unicode text of at most `max_tool_response_length` characters, and a mark where it was cut."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         limit, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
         if len(text) <= limit:

@@ -74,7 +74,7 @@ class Traces:
             )
 
     def _take_bytes(self, size: int) -> bool:
-        """Count a trace that is to wait; False where it would be too much."""
+        """Reserve memory for a waiting trace; return False if the queue would exceed its limit."""
         with self._lock:
             if self._bytes + size > _WAITING_BYTES:
                 return False

@@ -212,7 +212,7 @@ class _Images:
         return _Images(self._rows[part], self._digests[part], self.has_column, places)
 
     def place(self, prompts: DataProto, config: Any) -> None:
-        """Find the tokens of images, and refuse rows that have not as many as their images have.
+        """Find the tokens of images, and refuse rows whose number of placeholders is not that of their images' tokens.
 
         Raises:
             RolloutError: a prompt came without its images, or with others.

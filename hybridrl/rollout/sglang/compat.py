@@ -222,7 +222,7 @@ class Output:
         message: SGLang's, of an abort.
         cached_tokens: of the prompt, from the prefix cache.
         experts: int32, flat, in the order [t, all layers, K]; of the first t tokens of prompt and response. None before
-            the end and where they were not asked for.
+            the end, and if they were not requested.
         found: what was read of the prompt.
     """
 

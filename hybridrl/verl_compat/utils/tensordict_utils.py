@@ -289,7 +289,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def contiguous(data: TensorDict) -> TensorDict:
-    """Return a TensorDict with tensors of its own, which may be written to."""
+    """Return a TensorDict with copies of the tensors, which may be modified."""
     fields = {key: value if _is_not_tensor(value) else value.clone() for key, value in fields_of(data).items()}
     return _with_fields(fields, data)
 
