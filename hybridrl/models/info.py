@@ -29,7 +29,7 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
 def engine_overrides(model: ModelConfig) -> dict[str, Any]:
     """Return `override_config` as an inference engine needs it to compute the model that is trained.
 
-    Training merges mappings into those of config.json; an engine puts them in their place.
+    Training merges mappings into those of config.json; an engine replaces those with them.
     """
     merged, overrides = config_of(model), {}
     for name, value in model.override_config.items():
@@ -95,11 +95,11 @@ def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) ->
     sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # the file is optional: many base models have none
         sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for ids in sources:
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return sorted(found)
+            eos_ids.update([ids] if isinstance(ids, int) else ids)
+    return sorted(eos_ids)
 
 
 def model_identity(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:

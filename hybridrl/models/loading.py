@@ -138,7 +138,7 @@ def check_weights(path: str | Path) -> None:
 
 
 def _incomplete(file: Path) -> str | None:
-    """Why a safetensors file cannot be whole, by its header; None if it can."""
+    """Return why a safetensors file cannot be whole, by its header; None if it can."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         start = opened.read(8)
@@ -237,8 +237,8 @@ def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
 
 def layer_of(name: str) -> str:
     """The part of a parameter's name that all parameters of its layer share; its whole name outside of layers."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found.group() if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else name
 
 
 def to_checkpoint_names(
@@ -266,9 +266,9 @@ def _record_conversions(model: PreTrainedModel) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    if kept := [one for one in found if not isinstance(one, PrefixChange)]:
-        model._weight_conversions = kept
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if weight_conversions := [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]:
+        model._weight_conversions = weight_conversions
 
 
 def _has_conversions(model: nn.Module) -> bool:
@@ -325,14 +325,14 @@ def _override_rope(config: Any, name: str, value: Any, where: str) -> None:
     else:
         merged = _merged_rope(current, value)
     config.rope_parameters = merged
-    known = {*RopeParameters.__annotations__, *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
+    entry_names = {*RopeParameters.__annotations__, *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
     for before, entries in [(current[kind], merged[kind]) for kind in kinds] or [(current, merged)]:
         kind = entries.get("rope_type", "default")
         if kind not in (*ROPE_INIT_FUNCTIONS, "default", getattr(config, "default_rope_type", "default")):
             raise ModelError(f"{where}: rope_type={kind} is unknown; it can be {', '.join(ROPE_INIT_FUNCTIONS)}")
-        unknown = sorted(entries.keys() - known - before.keys())
+        unknown = sorted(entries.keys() - entry_names - before.keys())
         if unknown:
-            raise ModelError(f"{where}: {', '.join(unknown)} is unknown; there are {', '.join(sorted(known))}")
+            raise ModelError(f"{where}: {', '.join(unknown)} is unknown; there are {', '.join(sorted(entry_names))}")
     try:
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:

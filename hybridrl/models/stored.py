@@ -32,7 +32,7 @@ Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 @dataclass(slots=True)
 class _Files:
-    """What `from_pretrained` found: a model, the stored tensors by their names in the files, and how to load them."""
+    """The results of `from_pretrained`: a model, the stored tensors by their names in files, and the load config."""
 
     model: Any
     stored: dict[str, Any]
@@ -59,7 +59,7 @@ class StoredWeights:
         return StoredWeights(module, self._source, self._files, prefix)
 
     def specs(self) -> Specs:
-        """What `tensors` yields, without reading it."""
+        """Return the names, dtypes and shapes of `tensors`, without reading them."""
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(self.module)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,20 +129,20 @@ def open_pretrained(
     model_class: Any, path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> StoredWeights:
     """Call `model_class.from_pretrained`, which downloads and checks everything; the weights stay in their files."""
-    found: list[_Files] = []
-    with _keeping_values_back(found):
+    files: list[_Files] = []
+    with _keeping_values_back(files):
         model = call_from_pretrained(model_class, path, config, dtype, trust_remote_code)
-    weights = StoredWeights(model, path, found[0] if found else None)
-    if found:
+    weights = StoredWeights(model, path, files[0] if files else None)
+    if files:
         weights.tie_equal()
     return weights
 
 
 @contextlib.contextmanager
-def _keeping_values_back(found: list[_Files]) -> Iterator[None]:
-    """Within the context, `from_pretrained` loads names, shapes and dtypes alone.
+def _keeping_values_back(files: list[_Files]) -> Iterator[None]:
+    """Make `from_pretrained` load only names, shapes and dtypes within the context.
 
-    Some conversions do not work without values. Their models are loaded as usual, and `found` stays empty.
+    Some conversions do not work without values. Their models are loaded as usual, and `files` stays empty.
     """
 
     def load(model: Any, state_dict: Any, load_config: Any, disk_offload_index: Any = None) -> Any:
@@ -152,7 +152,7 @@ def _keeping_values_back(found: list[_Files]) -> Iterator[None]:
         )
         if report.conversion_errors:
             return convert_and_load_state_dict_in_model(model=model, state_dict=state_dict, load_config=load_config)
-        found.append(_Files(model, dict(state_dict), load_config))
+        files.append(_Files(model, dict(state_dict), load_config))
         return report, index
 
     before = modeling_utils.convert_and_load_state_dict_in_model
@@ -171,7 +171,7 @@ def _described(value: Any) -> torch.Tensor:
 
 
 def _layers(files: _Files) -> dict[str, dict[str, Any]]:
-    """The stored tensors by the layer of the model that they belong to; what is outside of layers is by itself."""
+    """Group the stored tensors by the layer of the model; a tensor outside of layers is a group of its own."""
     mapping = files.how.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -56,10 +56,10 @@ def write_report(folder: str | Path) -> Path:
     from hybridrl.observe import figures
 
     history = load_history(folder)
-    chosen = figures.panels(history)
+    panels = figures.panels(history)
     with replacing(history.folder / PICTURE) as temporary:
-        figures.write_png(history, temporary, chosen)
-    charts = [figures.panel_chart(history, panel) for panel in chosen]
+        figures.write_png(history, temporary, panels)
+    charts = [figures.panel_chart(history, panel) for panel in panels]
     write_rollouts(history)
     path = history.folder / REPORT
     with replacing(path) as temporary:
@@ -92,7 +92,7 @@ def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
         earlier=_earlier(history),
         shown=_setting,
         rollouts=ROLLOUTS if (history.folder / ROLLOUTS).exists() else None,
-        samples={heading: found for heading, kind in _KINDS if (found := samples(history, kind))},
+        samples={heading: examples for heading, kind in _KINDS if (examples := samples(history, kind))},
         metrics=[_metric(history, name) for name in sorted(history.curves)],
         texts={"All settings (config.yaml)": history.config_text, "Versions (versions.json)": _versions(history)},
         clip=_clip,
@@ -109,7 +109,7 @@ def _pictures(history: RunHistory) -> list[Picture]:
     timeline = {step: spans for step, spans in read_timeline(history.folder).items() if spans}
     if not timeline:
         return []
-    seconds = {step: sum(one.seconds for one in spans if one.name == "step") for step, spans in timeline.items()}
+    seconds = {step: sum(span.seconds for span in spans if span.name == "step") for step, spans in timeline.items()}
     later = [step for step in seconds if step > min(seconds)] or list(seconds)
     slowest = max(later, key=lambda step: seconds[step])
     return [picture(step, timeline[step]) for step in dict.fromkeys((slowest, max(timeline)))]
@@ -233,10 +233,10 @@ def summarize(folder: str | Path, *, width: int = 88, ascii_only: bool = False, 
     table = Table.grid(padding=(0, 3))
     for heading in ("", "first", "last", "best"):
         table.add_column(heading, justify="left" if not heading else "right")
-    shown = [name for name in (history.reward(), *history.validation()[:4]) if name]
-    if shown:
+    metric_names = [name for name in (history.reward(), *history.validation()[:4]) if name]
+    if metric_names:
         table.add_row("", *(Text(heading, style="dim") for heading in ("first", "last", "best")))
-    for name in shown:
+    for name in metric_names:
         curve = history.curve(name)
         if curve is not None:
             top = best(name, curve)

@@ -1,4 +1,4 @@
-"""When each phase of the controller and each rank's calls ran: `timeline.jsonl`, one line per step.
+"""The times of the controller's phases and of each rank's calls: `timeline.jsonl`, one line per step.
 
 A line has `step`, `started` (time of day) and `spans`: [name, rank, seconds after `started`, duration in seconds]. Rank
 -1 is the controller.
@@ -52,11 +52,11 @@ class Timeline:
 
         Phases of the controller are written however short they are: it may begin to wait when a rank has finished.
         """
-        seen = (span for span in spans if span.seconds >= _SHORT_S or span.rank == CONTROLLER)
-        long = sorted(seen, key=lambda span: span.started)
+        visible = (span for span in spans if span.seconds >= _SHORT_S or span.rank == CONTROLLER)
+        long = sorted(visible, key=lambda span: span.started)
         if long:
             start = long[0].started
-            rows = [[one.name, one.rank, round(one.started - start, 4), round(one.seconds, 4)] for one in long]
+            rows = [[span.name, span.rank, round(span.started - start, 4), round(span.seconds, 4)] for span in long]
             self._file.write({"step": step, "started": round(start, 3), "spans": rows})
 
     def cut_after(self, step: int) -> None:
@@ -73,24 +73,24 @@ def read_timeline(folder: Path) -> dict[int, list[Span]]:
         UserError: the file is damaged.
     """
     path = folder / TIMELINE
-    found: dict[int, list[Span]] = {}
+    spans_by_step: dict[int, list[Span]] = {}
     for record in read(path) if path.is_file() else ():
         try:
-            start, spans = float(record["started"]), found.setdefault(int(record["step"]), [])
+            start, spans = float(record["started"]), spans_by_step.setdefault(int(record["step"]), [])
             spans += [Span(str(name), int(rank), start + float(at), float(s)) for name, rank, at, s in record["spans"]]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
-    return found
+    return spans_by_step
 
 
 def rank_seconds(spans: Sequence[Span]) -> dict[str, dict[int, float]]:
     """Return the seconds of each rank in each method, by `<role>/<method>`."""
-    found: dict[str, dict[int, float]] = {}
+    seconds: dict[str, dict[int, float]] = {}
     for span in spans:
         if span.rank != CONTROLLER:
-            of_ranks = found.setdefault(span.name, {})
+            of_ranks = seconds.setdefault(span.name, {})
             of_ranks[span.rank] = of_ranks.get(span.rank, 0.0) + span.seconds
-    return found
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def picture(step: int, spans: Sequence[Span]) -> Picture:
         if span.rank != CONTROLLER:
             key = (span.name.partition("/")[0], span.rank)
             busy[key] = busy.get(key, 0.0) + span.seconds
-    shown = sorted(sorted(busy, key=lambda key: -busy[key])[: max(_ROWS - len(phases), 1)])
-    rows: list[Any] = [*phases, *shown]
+    busiest = sorted(sorted(busy, key=lambda key: -busy[key])[: max(_ROWS - len(phases), 1)])
+    rows: list[Any] = [*phases, *busiest]
     place = {key: number for number, key in enumerate(rows)}
     methods = list(dict.fromkeys(span.name for span in spans if span.rank != CONTROLLER))
     colors = {name: _COLORS[number % len(_COLORS)] for number, name in enumerate(methods)}
@@ -146,8 +146,8 @@ def picture(step: int, spans: Sequence[Span]) -> Picture:
         row = place.get(span.name if is_phase else (span.name.partition("/")[0], span.rank))
         if row is not None:
             who = span.name if is_phase else f"{span.name}, rank {span.rank}"
-            left = 100 * (span.started - start) / seconds
+            offset = 100 * (span.started - start) / seconds
             color = "#94a3b8" if is_phase else colors[span.name]
-            bars.append(Bar(left, 100 * span.seconds / seconds, row, color, f"{who}: {span.seconds:.3f} s"))
-    labels = [*phases, *(f"{role} {rank}" for role, rank in shown)]
-    return Picture(step, seconds, labels, bars, list(colors.items()), len(busy) - len(shown))
+            bars.append(Bar(offset, 100 * span.seconds / seconds, row, color, f"{who}: {span.seconds:.3f} s"))
+    labels = [*phases, *(f"{role} {rank}" for role, rank in busiest)]
+    return Picture(step, seconds, labels, bars, list(colors.items()), len(busy) - len(busiest))

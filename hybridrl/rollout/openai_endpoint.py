@@ -25,7 +25,7 @@ class Reply:
         text: the message's content.
         finish_reason: as the endpoint reports it; usually "stop" or "length".
         prompt_tokens, tokens: counted by the endpoint.
-        log_probs: of each token, where they were asked for.
+        log_probs: of each token, if they were requested.
         token_ids: where the endpoint adds them (hybridrl's own server, vLLM with `return_token_ids`).
     """
 
@@ -152,16 +152,16 @@ class Endpoint:
             return [model.id async for model in self._client.models.list()]
 
         try:
-            found = asyncio.run_coroutine_threadsafe(names(), self._loop).result()
+            model_ids = asyncio.run_coroutine_threadsafe(names(), self._loop).result()
         except openai.OpenAIError as error:
             raise RolloutError(
                 f"{_KEY}.base_url={self.settings.base_url}: its models cannot be listed: {error.__cause__ or error}. "
                 f"Is the address right, and the key? Where an endpoint has no such list, set {_KEY}.model"
             ) from error
-        if len(found) != 1:
-            listed = ", ".join(found[:20]) or "none"
-            raise RolloutError(f"{_KEY}.model is not set, and {self.settings.base_url} has {len(found)}: {listed}")
-        return found[0]
+        if len(model_ids) != 1:
+            listed = ", ".join(model_ids[:20]) or "none"
+            raise RolloutError(f"{_KEY}.model is not set, and {self.settings.base_url} has {len(model_ids)}: {listed}")
+        return model_ids[0]
 
     def close(self) -> None:
         """Cancel requests in flight, and end the thread."""

@@ -144,7 +144,7 @@ def _settings(
 
 
 def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
-    """Refuse replicas of `size` devices that do not divide nodes with so many slots.
+    """Refuse replicas whose `size` in devices does not divide the nodes' numbers of slots.
 
     Raises:
         RolloutError: names the sizes that fit.
@@ -236,15 +236,15 @@ def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
     def visible() -> str:
         return assigned_gpus()
 
-    asked = [
+    tasks = [
         visible.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for group, bundle in slots
     ]
     try:
-        found: list[str] = ray.get(asked, timeout=_FIND_GPU_S)
+        gpus: list[str] = ray.get(tasks, timeout=_FIND_GPU_S)
     except ray.exceptions.GetTimeoutError as error:
         raise RolloutError(
             f"no task could be placed next to the training workers within {_FIND_GPU_S:.0f} s to see which GPUs they "
             "have: give the pool max_colocate_count=2 or more, so that workers leave a share of each GPU"
         ) from error
-    return found
+    return gpus

@@ -88,7 +88,7 @@ class Command:
 
     @property
     def program(self) -> Program | None:
-        """What the module is here; None if verl's module is not known."""
+        """The program of hybridrl that the module stands for; None if the module is unknown."""
         return programs().get(self.module)
 
 
@@ -128,15 +128,15 @@ def read_script(
         tools.mkdir()
         before.write_text(_READING + "".join(_FUNCTION.format(name=name) for name in _LAUNCHERS), encoding="utf-8")
         for name in _HARMLESS:
-            if found := shutil.which(name):
-                (tools / name).symlink_to(found)
+            if executable := shutil.which(name):
+                (tools / name).symlink_to(executable)
         for name in _LAUNCHERS:
             _write_tool(tools / name, _RECORDER.format(name=name))
         for name in ("nohup", "exec", "time"):
             _write_tool(tools / name, _WRAPPER)
         _write_tool(tools / "tee", _TEE)
-        if found := shutil.which("sed"):
-            _write_tool(tools / "sed", _SED.format(sed=shlex.quote(found)))
+        if executable := shutil.which("sed"):
+            _write_tool(tools / "sed", _SED.format(sed=shlex.quote(executable)))
         inherited = {**os.environ, **(environment or {})}
         ours = {"PATH": str(tools), "BASH_ENV": str(before), "HYBRIDRL_COMMANDS": str(commands)}
         process = subprocess.Popen(
@@ -197,10 +197,10 @@ def named_by_path(script: Path) -> list[str]:
     _bash(script)
     lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
     return [
-        f"line {number}: {found[1]}"
+        f"line {number}: {match[1]}"
         for number, line in enumerate(lines, start=1)
         if not line.lstrip().startswith("#")
-        for found in _BY_PATH.finditer(line)
+        for match in _BY_PATH.finditer(line)
     ]
 
 
@@ -241,7 +241,7 @@ def _write_tool(path: Path, text: str) -> None:
 
 def _commands(written: str) -> list[Command]:
     """The commands among the words that the stand-ins wrote down."""
-    found, words = [], []
+    commands, words = [], []
     for word in written.split("\0"):
         if word != _END:
             words.append(word)
@@ -251,5 +251,5 @@ def _commands(written: str) -> list[Command]:
         modules = [at for at, word in enumerate(line) if at and line[at - 1] == "-m" and word.startswith("verl.")]
         if modules:
             at = modules[0]
-            found.append(Command(line[at], line[at + 1 :], Path(folder), line[: at - 1]))
-    return found
+            commands.append(Command(line[at], line[at + 1 :], Path(folder), line[: at - 1]))
+    return commands

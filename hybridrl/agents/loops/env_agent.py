@@ -17,7 +17,7 @@ from hybridrl.rollout.noise import stream_keys
 
 @dataclass
 class _Episode:
-    """What has happened in a session so far; fields as those of `AgentLoopOutput`."""
+    """The state of a session; the fields are those of `AgentLoopOutput`."""
 
     prompt_ids: list[int]
     tools: Sequence[Mapping[str, Any]]
@@ -181,5 +181,5 @@ def _state(step: Step) -> Any:
     if step.state is not None or isinstance(step.observation, str) or step.observation is None:
         return step.observation if step.state is None else step.state
     named = without_pixels(step.observation)
-    images = [digest(one) for one in images_in(step.observation)]
+    images = [digest(image) for image in images_in(step.observation)]
     return [*((message["role"], message["content"]) for message in named), *images]

@@ -82,7 +82,7 @@ class GatewayAgentLoop(AgentLoopBase):
 
 
 def _row_of_agent(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What an agent gets of a row. Its images are in the prompt, as OpenAI's chat API has them."""
+    """Return the columns of a row that an agent gets. Images are in the prompt, as in OpenAI's chat API."""
     own = {name: value for name, value in row.items() if name not in ("prompt_ids", IMAGE_FILES, MULTI_MODAL_INPUTS)}
     files = row.get(IMAGE_FILES)
     if files:
@@ -91,5 +91,5 @@ def _row_of_agent(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _images_of(images: PromptImages | None) -> list[ImageTensors]:
-    """Each image of a call by itself."""
+    """Return the images of a call, one entry per image."""
     return [] if images is None else split_images(tensors_of(images))

@@ -1,4 +1,4 @@
-"""What a session worker is started with: names, paths and settings, from which it makes what its sessions share."""
+"""The start-up data of a session worker: the names, paths and settings from which it builds its `Agents`."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (AGENT_LOOPS, TOOLS, TOOL_PARSERS, ENVI
 
 @dataclass(frozen=True)
 class Setup:
-    """See the module.
+    """The start-up data of a session worker.
 
     Attributes:
         path, folder: the controller's `sys.path` and working directory.
@@ -58,7 +58,7 @@ class Setup:
 
 
 def setup_of(agents: Agents) -> Setup:
-    """What other processes need to make the same.
+    """Collect the start-up data from which other processes build the same `Agents`.
 
     Raises:
         RolloutError: the configuration cannot be sent to another process.
@@ -103,7 +103,7 @@ def setup_of(agents: Agents) -> Setup:
 
 
 def agents_of(setup: Setup) -> Agents:
-    """What the sessions of this process share.
+    """Build the `Agents` that the sessions of this process share.
 
     Raises:
         RolloutError: something cannot be made here, such as a file that this node does not have.

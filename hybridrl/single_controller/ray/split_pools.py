@@ -145,13 +145,13 @@ def extract_pg_from_exist(
         for group in pool.get_placement_groups()
     ]
     groups.sort(key=lambda group: group.bundle_count, reverse=True)
-    wanted = sorted(range(len(resource_pool.store)), key=lambda index: resource_pool.store[index], reverse=True)
-    found: dict[int, PlacementGroup] = {}
-    for position, index in enumerate(wanted):
+    nodes_by_size = sorted(range(len(resource_pool.store)), key=lambda index: resource_pool.store[index], reverse=True)
+    placement: dict[int, PlacementGroup] = {}
+    for position, index in enumerate(nodes_by_size):
         if position >= len(groups) or groups[position].bundle_count < resource_pool.store[index]:
             raise PlacementError(
                 f"nodes of {resource_pool.store} slots do not fit into the placement groups of {src_role_names}, which "
                 f"have {[group.bundle_count for group in groups]} slots"
             )
-        found[index] = groups[position]
-    return [found[index] for index in range(len(wanted))]
+        placement[index] = groups[position]
+    return [placement[index] for index in range(len(nodes_by_size))]
