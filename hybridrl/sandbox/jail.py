@@ -54,9 +54,8 @@ def main() -> None:
     program = json.loads(sys.stdin.buffer.read())
     os.set_inheritable(limits["report"], False)
     os.umask(0o022)
-    if limits["group"]:
-        with contextlib.suppress(OSError), open(f"{limits['group']}/cgroup.procs", "w") as file:
-            file.write(str(os.getpid()))
+    report = {"seal": program.pop("seal")}
+    _join(limits["group"], lambda fault: _send(limits["report"], report | {"isolated": "", "failed": fault}))
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -64,16 +63,15 @@ def main() -> None:
     _prctl(_SUBREAPER, 1)
     way, reason = _unshare(limits["ways"])
     _prctl(_DUMPABLE, 0)  # a program of the same user must not reach this process's descriptors and memory
-    report = {"seal": program.pop("seal")}
     _send(limits["report"], report | {"isolated": reason or "namespaces", "unisolated": limits["unisolated"]})
     if reason and not limits["unisolated"]:
         os._exit(126)
-    before = _shortages()
+    before = _shortages(limits["counters"])
     limits["tell_started"] = lambda: _send(limits["report"], report | {"started": True})
     found = _supervised(program, limits, way, reason, ended)
     if "failed" not in found:
         _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
-        found = _without_shortage(found, before, _shortages(), limits, reason)
+        found = _without_shortage(found, before, _shortages(limits["counters"]), limits, reason)
     _send(limits["report"], report | ({"end": found} if "failed" not in found else found))
     os._exit(found.get("code", 126))
 
@@ -212,19 +210,20 @@ def _tell_failure(limits: dict[str, Any], error: BaseException) -> None:
     os._exit(126)
 
 
-def _shortages() -> dict[str, int]:
-    """How often the machine, or a control group of this process, has run out of memory or processes."""
-    found = {"": _counter("/proc/vmstat", "oom_kill")}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            for root in (f"/sys/fs/cgroup/{kinds}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
-                for folder in (path, *map(str, Path(path).parents)):
-                    for file, name in (("memory.events", "oom_kill"), ("memory.oom_control", "oom_kill"),
-                                       ("pids.events", "max")):  # fmt: skip
-                        whole = f"{root}/{folder}/{file}"
-                        found[whole] = _counter(whole, name)
-    return found
+def _join(group: str | None, tell: Callable[[str], None]) -> None:
+    """Enter the control group of the program, which what is started from here on inherits; exit where that fails."""
+    if group is not None:
+        try:
+            with open(f"{group}/cgroup.procs", "w") as file:
+                file.write(str(os.getpid()))
+        except OSError as error:
+            tell(f"the control group {group} cannot be joined: {error}")
+            os._exit(126)
+
+
+def _shortages(counters: list[list[str]]) -> dict[str, int]:
+    """How often the machine, or a control group of the program, has run out of memory or processes, by file."""
+    return {file: _counter(file, line) for file, line in counters}
 
 
 def _reached_own_limit(group: str | None) -> bool:
@@ -254,10 +253,9 @@ def _without_shortage(
         return found
     for path, count in after.items():
         # The counter of the whole machine also has kills that have nothing to do with this program.
-        if count > before.get(path, 0) and (path or found["code"] == _KILLED) and not found.get("time"):
-            return {
-                "failed": f"the machine ran out of memory or processes while the program ran ({path or 'oom_kill'})"
-            }
+        concerns = path != "/proc/vmstat" or found["code"] == _KILLED
+        if count > before[path] and concerns and not found.get("time"):
+            return {"failed": f"the machine ran out of memory or processes while the program ran ({path})"}
     if reason:
         with contextlib.suppress(OSError):
             disk = os.statvfs(limits["folder"])

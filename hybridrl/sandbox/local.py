@@ -153,6 +153,7 @@ class LocalSandbox(Sandbox):
             "ways": list(self._ways),
             "unisolated": self._unisolated,
             "group": group and str(group),
+            "counters": cgroups.shortage_counters(group),
         }
         seal = secrets.token_hex(16)
         payload = {
