@@ -102,7 +102,8 @@ class VerifiersServer:
         query = "" if limit is None else f"?limit={limit}"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"http://127.0.0.1:{self._server.port()}/tasks{query}") as answer:
+            address = f"http://127.0.0.1:{self._server.port()}/tasks{query}"
+            with opener.open(urllib.request.Request(address, headers=self._server.headers)) as answer:
                 found: list[dict[str, Any]] = json.loads(answer.read())
                 return found
         except (OSError, ValueError) as error:
@@ -127,7 +128,8 @@ class VerifiersServer:
         body = {"task": json.loads(task), "base_url": job.base_url, "model": job.model}
         try:
             async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
-                answer = (await client.post(f"http://127.0.0.1:{port}/run", json=body)).raise_for_status().json()
+                address, headers = f"http://127.0.0.1:{port}/run", self._server.headers
+                answer = (await client.post(address, json=body, headers=headers)).raise_for_status().json()
         except httpx.HTTPError as error:
             raise AgentFailed(f"the server of the environment failed: {type(error).__name__}: {error}") from error
         if "failed" not in answer:
