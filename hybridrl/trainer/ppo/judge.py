@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.errors import ModelError, RewardError
+from hybridrl.models.chat import encode
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.loading import check_weights, checked_source
 from hybridrl.models.rendering import rendered
@@ -80,7 +81,7 @@ class ServedJudge(ServedRole):
         """
         asked = time.monotonic()
         text = question_text(self._tokenizer, messages, judge)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        (ids,) = encode(self._tokenizer, [text], self._longest)
         request = Request(f"judge-{request_number()}", ids, _sampling(judge, text))
         with self._counted():
             try:
