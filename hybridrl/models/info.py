@@ -11,12 +11,21 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import ROPE_NAMES, load_model_config
-from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
+from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer, mark_ends
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a `model` group of the configuration names."""
-    return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    """Load the tokenizer that a `model` group of the configuration names.
+
+    Tokens that end the model's turns are special tokens of it, whether its files say so or not. So tools, simulated
+    users and rewards, which read text without special tokens, do not see them.
+    """
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    ends: list[int] = []
+    with contextlib.suppress(ModelError):  # who loads the model tells
+        ends = eos_token_ids(model.path, config_of(model), tokenizer)
+    mark_ends(tokenizer, ends)
+    return tokenizer
 
 
 def config_of(model: ModelConfig) -> PreTrainedConfig:

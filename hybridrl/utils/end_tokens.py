@@ -2,11 +2,18 @@
 
 import re
 
-#: the tokens of the families that chat templates are known of; a text may end with several
-_ENDS = re.compile(
-    r"(?:\s*(?:<\|(?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|call|user|observation)\|>"
-    r"|<｜end▁of▁sentence｜>|<end_of_turn>|<turn\|>|</s>|\[EOS\]))+\s*\Z"
+#: of the families that chat templates are known of
+END_TOKENS = (
+    *(f"<|{name}|>" for name in ["im_end", "endoftext", "end_of_text", "eot_id", "eom_id", "end", "return", "call"]),
+    "<｜end▁of▁sentence｜>",
+    "<end_of_turn>",
+    "<turn|>",
+    "</s>",
+    "[EOS]",
 )
+#: roles whose opening ends the turn before
+_NEXT_ROLES = ("<|user|>", "<|observation|>")
+_ENDS = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, (*END_TOKENS, *_NEXT_ROLES)))}))+\s*\Z")
 
 
 def without_ends(text: str) -> str:
