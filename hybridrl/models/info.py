@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import ROPE_NAMES, load_model_config
+from hybridrl.models.loading import ROPE_NAMES, check_weights, load_model_config
+from hybridrl.models.stored import check_names
 from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer, mark_ends
 
 
@@ -33,6 +34,17 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
     return load_model_config(
         model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
     )
+
+
+def check_files(model: ModelConfig) -> None:
+    """Refuse weights of a local folder that are missing or incomplete, or are not those of the model's configuration.
+
+    Raises:
+        ModelError: names the file or the tensors.
+    """
+    check_weights(model.path)
+    if Path(model.path).expanduser().is_dir():
+        check_names(model.path, config_of(model), model.trust_remote_code)
 
 
 def engine_overrides(model: ModelConfig) -> dict[str, Any]:
