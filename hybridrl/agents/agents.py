@@ -210,7 +210,8 @@ def make_agents(
     for tool in tools.values():
         tool.model_reads_images = reader is not None
     processor = None if reader is None else reader.processor
-    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor)
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor, longest)
     path = settings.interaction_config_path
     users = None if path is None else load_interactions(path)
     parser = tool_parser_of(settings.format, tokenizer)

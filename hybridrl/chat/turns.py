@@ -38,6 +38,8 @@ class Turns:
         mode: `multi_turn.tokenization_sanity_check_mode`.
         processor: of a model that reads images. Messages may have some then, as patches (`ImageReader.prepared`); text
             that looks like a placeholder of images is changed, so that it becomes none.
+        limit: most tokens of a session. Of a text with more than twice as many, those at its ends stand for all, which
+            is too long as well (`hybridrl.models.chat.encode`); None: all text is tokenised.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Turns:
         template_kwargs: Mapping[str, Any] | None = None,
         mode: str = _STRICT,
         processor: ImageProcessor | None = None,
+        limit: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._limit = limit
         self._processor = processor
         media = [] if processor is None else [processor.config.image_token_id, processor.config.video_token_id]
         self._media_tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in media]
@@ -75,7 +79,7 @@ class Turns:
 
     def encoded(self, text: str) -> list[int]:
         """The tokens of a text that the template wrote."""
-        return encode(self.tokenizer, [text])[0]
+        return encode(self.tokenizer, [text], self._limit)[0]
 
     def following(
         self,
@@ -97,7 +101,7 @@ class Turns:
             RolloutError: the template cannot render this.
         """
         first, rest = self._after_turn(self._continued(calls, [list(messages)], tools, opening=True), _MARKS[0])
-        ids = encode(self.tokenizer, [first + rest])[0]
+        ids = self.encoded(first + rest)
         if self.tokenizer.convert_ids_to_tokens(ids[0]) != first:
             raise RolloutError(f"{self._name}: the end of a turn, {first!r}, is not one token; {_ADVICE}")
         ids = self.expanded(ids, images_in(messages))
@@ -134,13 +138,13 @@ class Turns:
             )
 
     def expanded(self, ids: list[int], images: Sequence[ImageTensors]) -> list[int]:
-        """Token ids with each placeholder as often as its image has tokens.
+        """Token ids with each placeholder as often as its image has tokens; as they are if they are too many.
 
         Raises:
             RolloutError: the template wrote another number of placeholders than of images.
         """
-        if self._processor is None:
-            return ids
+        if self._processor is None or (images and self._limit is not None and len(ids) >= 2 * self._limit):
+            return ids  # too long, so it is not generated from
         grid = join_images(images).get("image_grid_thw")
         counts = [] if grid is None else tokens_per_image(self._processor.config, grid).tolist()
         try:

@@ -13,7 +13,17 @@ import numpy as np
 from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import (
+    Message,
+    Tokens,
+    as_messages,
+    encode,
+    encode_with_offsets,
+    exceeds,
+    fault_in_messages,
+    fault_in_prompt,
+    first_part,
+)
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -172,7 +182,7 @@ class PreferenceDataset(ConversationDataset):
             try:
                 sides = [self._side(*found[2 * number + side]) for side in range(2)]
                 _check_difference(*sides)
-                self._sides.append(self._within_limit(sides[0], sides[1]))
+                self._sides.append(self._within_limit(item, conversations[2 * number], *sides))
             except _UnusablePair as error:
                 self._refuse(item, error)
                 continue
@@ -302,8 +312,48 @@ class PreferenceDataset(ConversationDataset):
             raise _UnusablePair("an empty answer", "an answer has no tokens of its own")
         return _Side(ids, int(inside[0]), int(inside[-1]) + 1)
 
-    def _within_limit(self, chosen: _Side, rejected: _Side) -> tuple[_Side, _Side]:
+    def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
+        """Return the tokens of conversations; see `ConversationDataset.encoded`.
+
+        Where prompts are cut at the left, the two conversations of a pair begin at the same character of its prompt.
+        """
+        if self.config.truncation != "left":
+            return super().encoded(texts, items, has_images)
+        limit, found = self.config.max_length, []
+        for n in range(0, len(texts), 2):
+            pair = texts[n : n + 2]
+            is_long = not has_images[n] and any(exceeds(self.tokenizer, text, limit) for text in pair)
+            start = self._start(*pair) if is_long else 0
+            if not start:
+                found += super().encoded(pair, items[n : n + 2], has_images[n : n + 2])
+                continue
+            for ids, offsets in encode_with_offsets(self.tokenizer, [text[start:] for text in pair]):
+                found.append((ids, [(first + start, last + start) for first, last in offsets]))
+        return found
+
+    def _start(self, chosen: str, rejected: str) -> int:
+        """The character of two conversations' prompt before which nothing is left of it; 0: an answer is too long.
+
+        What is behind it is longer than `data.max_length`, so it is cut as the whole would be.
+        """
+        limit, shorter = self.config.max_length, min(len(chosen), len(rejected))
+        shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), shorter)
+        if any(exceeds(self.tokenizer, text[shared:], limit) for text in (chosen, rejected)):
+            return 0
+        size = first_part(limit)
+        while size < shared:
+            if len(encode(self.tokenizer, [chosen[shared - size : shared]])[0]) > limit:
+                return shared - size
+            size *= 4
+        return 0
+
+    def _within_limit(self, item: int, messages: Conversation, chosen: _Side, rejected: _Side) -> tuple[_Side, _Side]:
         """Both sides within `data.max_length`. A prompt that is cut at the left is cut equally in both.
+
+        Args:
+            item: that they are of.
+            messages: one of the conversations; both have the same images.
+            chosen, rejected: what was tokenised of them.
 
         Raises:
             _UnusablePair: they are too long, or nothing would be left of the prompt or of an answer.
@@ -312,8 +362,9 @@ class PreferenceDataset(ConversationDataset):
         longest = max(len(chosen.ids), len(rejected.ids))
         if longest <= limit:
             return chosen, rejected
-        has_images = self.has_images(chosen.ids)
-        too_long = f"the longer conversation has {longest} tokens, more than data.max_length={limit}"
+        has_images = not self.is_text(item, messages)
+        at_least = "at least " if longest >= 2 * limit else ""
+        too_long = f"the longer conversation has {at_least}{longest} tokens, more than data.max_length={limit}"
         if side == "error" or self.config.filter_pairs or has_images:
             instead = (
                 "make images smaller, which are never cut" if has_images else "set data.truncation to left or right"

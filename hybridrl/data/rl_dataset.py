@@ -246,9 +246,7 @@ class RLHFDataset(Dataset):
             tokenizer: a copy of the dataset's tokenizer, if several threads are at work.
         """
         own = tokenizer or self.tokenizer
-        # Images become more tokens, which are counted in whole prompts.
-        limit = self.max_prompt_length if self._images is None else None
-        return encode(own, self._rendered(conversations, indices, own), limit)
+        return encode(own, self._rendered(conversations, indices, own), self.max_prompt_length)
 
     def _rendered(
         self, conversations: list[list[Message]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase
@@ -450,12 +448,19 @@ class RLHFDataset(Dataset):
         indices: Sequence[int],
         *tokenizer: PreTrainedTokenizerBase,
     ) -> list[list[int]]:
-        """Return the token ids of prompts, with as many placeholders as their images have tokens."""
+        """Return the token ids of prompts, with as many placeholders as their images have tokens.
+
+        A prompt with images whose text is much too long stays as it is. It is left out or refused.
+        """
         encoded = self.encode_prompts(shown, indices, *tokenizer)
         if self._images is None:
             return encoded
+        limit = 2 * self.config.max_prompt_length
         rows = zip(encoded, images, indices, strict=True)
-        return [self._images.expand(ids, own, self.table.locate(index)) for ids, own, index in rows]
+        return [
+            ids if own and len(ids) >= limit else self._images.expand(ids, own, self.table.locate(index))
+            for ids, own, index in rows
+        ]
 
     def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt, and drop or refuse those that are too long."""

@@ -11,7 +11,7 @@ import numpy as np
 from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, exceeds, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import Message, Tokens, as_messages, exceeds, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -204,28 +204,34 @@ class SFTDataset(ConversationDataset):
                 "each message a field train or weight instead"
             )
 
-    def check_lengths(self, texts: Sequence[str], items: Sequence[int]) -> None:
+    def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
+        """Return the tokens of conversations; see `ConversationDataset.encoded`.
+
+        Raises:
+            DataError: one is much too long, and is not to be cut.
+        """
         limit = self.config.max_length
-        if self.config.truncation != "error" or self._images is not None:
-            return
-        for text, item in zip(texts, items, strict=True):
-            if exceeds(self.tokenizer, text, limit):
+        for text, item, has_some in zip(texts, items, has_images, strict=True):
+            if (self.config.truncation == "error" or has_some) and exceeds(self.tokenizer, text, limit):
                 raise DataError(
                     f"{self.locate(item)}: the conversation has more than {2 * limit} tokens ({len(text)} characters), "
-                    f"more than data.max_length={limit}. Raise data.max_length, or set data.truncation to left or "
-                    "right."
+                    f"more than data.max_length={limit}. Raise data.max_length, or {self._instead(has_some)}."
                 )
+        return super().encoded(texts, items, has_images)
+
+    @staticmethod
+    def _instead(has_images: bool) -> str:
+        if has_images:
+            return "make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
+        return "set data.truncation to left or right"
 
     def _append(self, ids: np.ndarray, weights: np.ndarray, item: int) -> None:
         limit = self.config.max_length
         if len(ids) > limit:
             if self.config.truncation == "error" or self.has_images(ids):
-                instead = "set data.truncation to left or right"
-                if self.has_images(ids):
-                    instead = "make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
                 raise DataError(
                     f"{self.locate(item)}: the conversation has {len(ids)} tokens, more than data.max_length={limit}. "
-                    f"Raise data.max_length, or {instead}."
+                    f"Raise data.max_length, or {self._instead(self.has_images(ids))}."
                 )
             keep = kept_positions(len(ids), limit, self.config.truncation)
             ids, weights = ids[keep], weights[keep]

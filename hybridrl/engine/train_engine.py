@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.engine.capabilities import CopiesState, HasAdapters, KeepsFourBits, require
 from hybridrl.errors import ModelError, UserError
-from hybridrl.models.loading import check_weights
+from hybridrl.models.info import check_files
 from hybridrl.protocol import DataProto
 from hybridrl.registry import TRAIN_ENGINES, TrainFacts, import_external_lib
 from hybridrl.utils.metrics import Metric
@@ -132,16 +132,18 @@ class Engine(ABC):
 
     @classmethod
     def check_first_weights(cls, model: Any, engine: Any) -> None:
-        """Refuse a model whose weights are missing or incomplete, where this engine looks for them: in `model.path`.
+        """Refuse weights that are missing, incomplete or of another model, where this engine looks for them.
+
+        That is `model.path`; a model of the hub is checked where it is loaded.
 
         Args:
             model: a `ModelConfig`.
             engine: the settings that this engine reads.
 
         Raises:
-            ModelError: there are no weights.
+            ModelError: there are no weights, or not those that the model's configuration describes.
         """
-        check_weights(model.path)
+        check_files(model)
 
     @classmethod
     def check_async_save(cls, key: str) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+#: ids of tokens, and the first and past-the-last character of each, or none
+Tokens = tuple[list[int], list[tuple[int, int]]]
 TEXT = ("text",)
 TEXT_AND_IMAGES = ("text", "image", "video")
 #: fields with thoughts of the assistant, as different libraries and chat templates call them
@@ -287,15 +289,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int 
         limit: of a text with more than twice as many tokens, only the first and the last `limit` tokens are returned.
             The rest is not tokenised, which takes minutes and gigabytes for a text of some megabytes.
     """
-    if limit is not None and (long := [number for number, text in enumerate(texts) if exceeds(tokenizer, text, limit)]):
-        ends = [_ends(tokenizer, texts[number], limit) for number in long]
-        rest = iter(encode(tokenizer, [text for number, text in enumerate(texts) if number not in set(long)]))
-        cut = dict(zip(long, ends, strict=True))
-        return [cut[number] if number in cut else next(rest) for number in range(len(texts))]
-    if not texts:
-        return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-    return encoded["input_ids"]
+    return [ids for ids, _ in _encode(tokenizer, texts, limit, False)]
+
+
+def encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None = None
+) -> list[Tokens]:
+    """`encode`, with the first and past-the-last character of each token. It needs a fast tokenizer."""
+    return _encode(tokenizer, texts, limit, True)
 
 
 def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
@@ -303,7 +304,7 @@ def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
 
     The first part that is tokenised has 64 characters per token of the limit, further ones four times as many.
     """
-    size = _CHARACTERS * max(limit, _FEWEST)
+    size = first_part(limit)
     while size < len(text):
         if len(encode(tokenizer, [text[:size]])[0]) > 2 * limit:
             return True
@@ -311,11 +312,38 @@ def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
     return False
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> list[int]:
+def first_part(limit: int) -> int:
+    """Characters of a long text that are tokenised at first."""
+    return _CHARACTERS * max(limit, _FEWEST)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None, has_offsets: bool
+) -> list[Tokens]:
+    if limit is not None and (long := [number for number, text in enumerate(texts) if exceeds(tokenizer, text, limit)]):
+        cut = {number: _ends(tokenizer, texts[number], limit, has_offsets) for number in long}
+        rest = iter(_encode(tokenizer, [t for number, t in enumerate(texts) if number not in cut], None, has_offsets))
+        return [cut[number] if number in cut else next(rest) for number in range(len(texts))]
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        **({"return_offsets_mapping": True} if has_offsets else {}),
+    )
+    rows: list[list[int]] = encoded["input_ids"]
+    return list(zip(rows, encoded["offset_mapping"] if has_offsets else [[] for _ in rows], strict=True))
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, has_offsets: bool) -> Tokens:
     """The first and the last `limit` tokens of a text that `exceeds` the limit."""
-    size, whole = _CHARACTERS * max(limit, _FEWEST), len(text)
+    size, whole = first_part(limit), len(text)
     while True:
-        first, last = encode(tokenizer, [text[:size], text[whole - min(size, whole) :]])
+        start = whole - min(size, whole)
+        (first, near), (last, far) = _encode(tokenizer, [text[:size], text[start:]], None, has_offsets)
         if size >= whole or min(len(first), len(last)) > limit:
-            return [*first[:limit], *last[len(last) - limit :]]
+            moved = [(begin + start, end + start) for begin, end in far[len(far) - limit :]]
+            return [*first[:limit], *last[len(last) - limit :]], [*near[:limit], *moved]
         size *= 4

@@ -10,13 +10,23 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import ROPE_NAMES, load_model_config
-from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
+from hybridrl.models.loading import ROPE_NAMES, check_weights, load_model_config
+from hybridrl.models.stored import check_names
+from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer, mark_ends
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a `model` group of the configuration names."""
-    return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    """Load the tokenizer that a `model` group of the configuration names.
+
+    Tokens that end the model's turns are special tokens of it, whether its files say so or not. So tools, simulated
+    users and rewards, which read text without special tokens, do not see them.
+    """
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    ends: list[int] = []
+    with contextlib.suppress(ModelError):  # who loads the model tells
+        ends = eos_token_ids(model.path, config_of(model), tokenizer)
+    mark_ends(tokenizer, ends)
+    return tokenizer
 
 
 def config_of(model: ModelConfig) -> PreTrainedConfig:
@@ -24,6 +34,17 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
     return load_model_config(
         model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
     )
+
+
+def check_files(model: ModelConfig) -> None:
+    """Refuse weights of a local folder that are missing or incomplete, or are not those of the model's configuration.
+
+    Raises:
+        ModelError: names the file or the tensors.
+    """
+    check_weights(model.path)
+    if Path(model.path).expanduser().is_dir():
+        check_names(model.path, config_of(model), model.trust_remote_code)
 
 
 def engine_overrides(model: ModelConfig) -> dict[str, Any]:

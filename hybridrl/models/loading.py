@@ -207,7 +207,7 @@ def call_from_pretrained(
     options = {"trust_remote_code": True} if trust_remote_code else {}
     tables: list[str] = []
     try:
-        with without_progress_bar(), _load_reports_in(tables):
+        with without_progress_bar(), load_reports_in(tables):
             model, report = auto_class.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
@@ -215,14 +215,24 @@ def call_from_pretrained(
         raise ModelError(
             "\n".join([f"the weights of {source} cannot be loaded: {type(error).__name__}: {error}", *tables])
         ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"the weights of {source} do not fill the model {type(model).__name__}: {len(missing)} missing, the first "
-            f"{', '.join(missing[:3])}; config.json and the weight files belong to different models"
-        )
+    check_missing(model, report["missing_keys"], source)
     check_surplus(model, report["unexpected_keys"], source)
     return model
+
+
+def check_missing(model: Any, missing: Iterable[str], source: str | Path) -> None:
+    """Raise `ModelError` if a model has tensors that its files lack.
+
+    Args:
+        model: what was loaded.
+        missing: their names.
+        source: the folder, or the model on the hub.
+    """
+    if names := sorted(missing):
+        raise ModelError(
+            f"the weights of {source} do not fill the model {type(model).__name__}: {len(names)} missing, the first "
+            f"{', '.join(names[:3])}; config.json and the weight files belong to different models"
+        )
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
@@ -358,7 +368,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _load_reports_in(tables: list[str]) -> Iterator[None]:
+def load_reports_in(tables: list[str]) -> Iterator[None]:
     """Collect the tables that transformers logs about weights that do not fit, which errors refer to."""
 
     def keep(record: logging.LogRecord) -> bool:

@@ -24,7 +24,15 @@ from transformers.core_model_loading import (
 )
 
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import auto_class, call_from_pretrained, layer_of, without_progress_bar
+from hybridrl.models.loading import (
+    auto_class,
+    call_from_pretrained,
+    check_missing,
+    layer_of,
+    load_reports_in,
+    without_progress_bar,
+)
+from hybridrl.models.surplus import check_surplus, is_replaceable
 
 #: name, dtype and shape of tensors
 Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -138,11 +146,47 @@ def open_pretrained(
     return weights
 
 
+class _NeedsValuesError(BaseException):
+    """Weights are not converted without their values. It is no `Exception`, which callers turn into others."""
+
+
+def check_names(path: str | Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+    """Refuse safetensors files of a folder whose tensors are not those of the model, by their headers alone.
+
+    Heads are left out, because models of other kinds (value and reward models) have others. What cannot be told
+    without values (4 bits, some conversions, architectures that are no language models) is left to who loads the model.
+
+    Raises:
+        ModelError: tensors are missing, left over, or of another shape.
+    """
+    folder = Path(path).expanduser()
+    if not any(folder.glob("*.safetensors")) or getattr(config, "quantization_config", None) is not None:
+        return
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True, "local_files_only": True}
+    options |= {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        with without_progress_bar(), load_reports_in([]), _keeping_values_back([], needs_values=_NeedsValuesError):
+            model, report = auto_class(config).from_pretrained(
+                folder, config=config, dtype=torch.float32, output_loading_info=True, **options
+            )
+    except (Exception, _NeedsValuesError):  # who loads the model tells; transformers may raise anything
+        return
+    if wrong := sorted(entry for entry in report["mismatched_keys"] if not is_replaceable(entry[0])):
+        name, stored, expected = wrong[0]
+        raise ModelError(
+            f"the weights of {folder} do not fit its config.json: {len(wrong)} tensors have other shapes, the first "
+            f"{name}: {list(stored)} in the files, {list(expected)} by the configuration"
+        )
+    check_missing(model, [name for name in report["missing_keys"] if not is_replaceable(name)], folder)
+    check_surplus(model, report["unexpected_keys"], folder)
+
+
 @contextlib.contextmanager
-def _keeping_values_back(files: list[_Files]) -> Iterator[None]:
+def _keeping_values_back(files: list[_Files], needs_values: type[BaseException] | None = None) -> Iterator[None]:
     """Make `from_pretrained` load only names, shapes and dtypes within the context.
 
-    Some conversions do not work without values. Their models are loaded as usual, and `files` stays empty.
+    Some conversions do not work without values. Their models are loaded as usual, and `files` stays empty; or
+    `needs_values` is raised.
     """
 
     def load(model: Any, state_dict: Any, load_config: Any, disk_offload_index: Any = None) -> Any:
@@ -150,6 +194,8 @@ def _keeping_values_back(files: list[_Files]) -> Iterator[None]:
         report, index = convert_and_load_state_dict_in_model(
             model=model, state_dict=described, load_config=replace(load_config, device_map={"": "meta"})
         )
+        if report.conversion_errors and needs_values is not None:
+            raise needs_values
         if report.conversion_errors:
             return convert_and_load_state_dict_in_model(model=model, state_dict=state_dict, load_config=load_config)
         files.append(_Files(model, dict(state_dict), load_config))

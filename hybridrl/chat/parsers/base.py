@@ -11,16 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hybridrl.registry import TOOL_PARSERS, Facts
+from hybridrl.utils.end_tokens import without_ends
 
 T = TypeVar("T", bound="type[ToolParser]")
 
 #: special tokens that are part of a call
 ABOUT_CALLS = re.compile(r"tool|call|function|arg_|think", re.IGNORECASE)
-#: tokens by which models of the formats here end a turn
-_ENDS = re.compile(
-    r"(?:\s*(?:<\|(?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|user|observation)\|>|<｜end▁of▁sentence｜>"
-    r"|<end_of_turn>|</s>|\[EOS\]))+\s*\Z"
-)
 
 
 @dataclass(frozen=True)
@@ -169,11 +165,6 @@ def pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, bool, bool]]:
         inner, closing, after = rest.partition(end)
         yield inner, True, bool(closing)
         rest = after
-
-
-def without_ends(text: str) -> str:
-    """The text without tokens behind it that end the turn."""
-    return _ENDS.sub("", text)
 
 
 def without_thoughts(text: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from hybridrl.checkpoint import digest
 from hybridrl.config import GenerationConfig, as_dict, validate
 from hybridrl.data.files import fingerprints
-from hybridrl.models.info import checked_identity, tokenizer_of
-from hybridrl.models.loading import check_weights
+from hybridrl.models.info import check_files, checked_identity, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
@@ -60,7 +59,7 @@ def _in_cluster(config: GenerationConfig) -> None:
     with workers_starting(config.ray_kwargs, manager, device, spawn) as started:
         tokenizer = tokenizer_of(config.actor_rollout_ref.model)
         identity = checked_identity(config.actor_rollout_ref.model, tokenizer)
-        check_weights(config.actor_rollout_ref.model.path)
+        check_files(config.actor_rollout_ref.model)
         responder = ClusterResponder.of(config, tokenizer, Endings(config.actor_rollout_ref))
         engine, load = started()
         output = _output(config, responder, {"engine": engine, "model": identity})
