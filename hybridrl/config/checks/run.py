@@ -22,6 +22,7 @@ from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.checks.judge import check_judge, idle_judge
+from hybridrl.config.checks.mappings import check_mappings
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
 from hybridrl.config.checks.served import check_served
@@ -82,8 +83,9 @@ def check(config: RootConfig) -> list[str]:
         raise ConfigError(misfits)
     faults = [fault for found in _checks(config) for fault in found]
     idle, notices = check_idle(config, faults)
-    if faults or idle:
-        raise ConfigError([*faults, *idle])
+    faults += [*idle, *check_mappings(config)]
+    if faults:
+        raise ConfigError(faults)
     return [*notices, *consequences(config)]
 
 

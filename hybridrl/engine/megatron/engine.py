@@ -32,7 +32,6 @@ from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout
-from hybridrl.engine.optim.optimizer import check_optimizer
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
@@ -94,7 +93,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         build.transformer_config(plan, sizes, engine.sequence_parallel, build.dtype_of(engine))
         build.check_ddp_overrides(engine.override_ddp_config)
         if optim is not None:
-            check_optimizer(usable_settings(optim))
+            cls.check_optimizer(optim)
+
+    @classmethod
+    def check_optimizer(cls, optim: Any) -> None:
+        super().check_optimizer(usable_settings(optim))
 
     @classmethod
     def forecast(
