@@ -124,15 +124,16 @@ class PartNeed:
 
 @dataclass(frozen=True)
 class Explained:
-    """Another condition, with words of its own where it does not hold; see `Unmet`."""
+    """Other conditions, of which each has to hold, with words of its own where one does not; see `Unmet`."""
 
-    need: "Condition"
+    need: "Needs"
     because: str
     remedy: str = ""
 
     def unmet(self, group: str, lookup: Lookup) -> Unmet | None:
         """Return why the condition does not hold for a setting of `group`; None where it holds."""
-        return None if self.need.unmet(group, lookup) is None else Unmet(self.because, self.remedy)
+        holds = all(need.unmet(group, lookup) is None for need in conditions(self.need))
+        return None if holds else Unmet(self.because, self.remedy)
 
 
 Condition = Need | FactNeed | AnyNeed | PartNeed | Explained

@@ -9,7 +9,9 @@ TOOLS = ("torch", "torch_memory", "nsys")
 
 #: a rank of some role is profiled
 _A_RANK = PartNeed(
-    "profiled", "no role has profiler.enable", "set the profiler.enable and profiler.all_ranks of a role to True"
+    "profiled",
+    "no role has profiler.enable",
+    "let ranks of a role be profiled (profiler.enable=True, profiler.all_ranks=True)",
 )
 
 

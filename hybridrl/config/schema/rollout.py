@@ -16,12 +16,15 @@ from hybridrl.config.schema.needs import (
     any_of,
     entry,
     fact,
+    is_not_set,
     is_set,
     off,
     on,
 )
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES
+
+_AGENT = "actor_rollout_ref.rollout.agent"
 
 
 def _loops(because: str, *names: str) -> Explained:
@@ -30,10 +33,11 @@ def _loops(because: str, *names: str) -> Explained:
     def runs(loop: Any) -> bool:
         return loop is not None and (loop in names or not AGENT_LOOPS.is_builtin(loop))
 
-    chosen = Need("actor_rollout_ref.rollout.agent.default_agent_loop", runs, "=" + " or ".join(names))
-    also: tuple[Condition, ...] = (is_set("actor_rollout_ref.rollout.agent.agent_loop_config_path"),)
+    chosen = Need(f"{_AGENT}.default_agent_loop", runs, "=" + " or ".join(names))
+    also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
     if "tool_agent" in names:
-        also = (*also, on("actor_rollout_ref.rollout.multi_turn.enable"))
+        enabled = (is_not_set(chosen.key), on("actor_rollout_ref.rollout.multi_turn.enable"))
+        also = (*also, Explained(enabled, ""))
     remedy = f"set {chosen.key}{chosen.remedy}"
     return Explained(any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", remedy)
 
@@ -45,6 +49,10 @@ _GATEWAY = _loops("no setting chooses a loop of agents behind the gateway", "gat
 
 #: an engine with weights of its own generates
 _REPLICAS = fact(".name", INFERENCE_ENGINES, "has_replicas")
+#: an endpoint generates, which `auto` never chooses
+_ENDPOINT = Need(
+    ".name", lambda name: name == "openai" or (name != "auto" and not INFERENCE_ENGINES.is_builtin(name)), "=openai"
+)
 #: a model of the run generates, and no endpoint
 _OWN_MODEL = fact(".name", INFERENCE_ENGINES, "takes_weights")
 
@@ -534,4 +542,4 @@ class RolloutConfig(ConfigNode):
     trace: TraceConfig = group(TraceConfig, needs=SESSIONS)
     server: ServerConfig = group(ServerConfig, needs=TRAINS)
     prometheus: PrometheusConfig = group(PrometheusConfig, needs=TRAINS)
-    openai: OpenAIConfig = group(OpenAIConfig, needs=entry(".name", INFERENCE_ENGINES, "openai"))
+    openai: OpenAIConfig = group(OpenAIConfig, needs=_ENDPOINT)

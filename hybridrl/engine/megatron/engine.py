@@ -376,12 +376,6 @@ def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: s
 
 
 def _tell_without_effect(model: Any) -> None:
-    """Name the settings of a model that Megatron-core does not read."""
-    names = ("share_prefixes", "enable_activation_offload", "use_liger")
-    keys = [f"model.{name}" for name in names if getattr(model, name)]
-    if model.tiled_mlp.enabled:
-        keys.append("model.tiled_mlp.enabled")
+    """Name the entry of a model's configuration that Megatron-core does not read."""
     if "attn_implementation" in model.override_config:
-        keys.append("model.override_config.attn_implementation")
-    for key in keys:
-        notify(f"{model.path}: {key} has no effect on Megatron-core")
+        notify(f"{model.path}: model.override_config.attn_implementation has no effect on Megatron-core")
