@@ -25,11 +25,18 @@ def check_model_config(entries: Entries) -> Iterator[str]:
         load_model_config(own or path, trusted)
     except ModelError:
         return  # it is reported where the model is loaded
-    for name, value in entries.values.items():  # each for itself, so that every fault is named
+
+    def fault(values: Mapping[str, Any]) -> str | None:
         try:
-            load_model_config(own or path, trusted, override={name: value})
+            load_model_config(own or path, trusted, override=values)
         except ModelError as error:
-            yield str(error).replace("model.override_config", entries.key, 1)
+            return str(error).replace("model.override_config", entries.key, 1)
+        return None
+
+    together = fault(entries.values)
+    if together is not None:  # each for itself as well, so that every fault is named
+        single = [fault({name: value}) for name, value in entries.values.items()]
+        yield from [each for each in single if each is not None] or [together]
 
 
 @reads_mapping("chat_template")
