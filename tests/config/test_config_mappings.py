@@ -130,7 +130,8 @@ READ = [
     (
         "ppo_trainer",
         [
-            f"{MODEL}.override_config.rope_parameters={{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 64}}"
+            f"{MODEL}.override_config.rope_parameters={{rope_type: yarn, factor: 2.0, "
+            "original_max_position_embeddings: 64}",
         ],
     ),
     ("ppo_trainer", ["data.apply_chat_template_kwargs.chat_template='{{ messages }}'"]),

@@ -34,6 +34,11 @@ class Branch:
     unused: Unmet | None = None
 
     @property
+    def settings(self) -> type:
+        """The dataclass of its settings."""
+        return type(self.value)
+
+    @property
     def prefix(self) -> str:
         """What the names of its settings begin with."""
         return f"{self.where}." if self.where else ""

@@ -88,7 +88,7 @@ def _idle_in(branch: Branch, config: RootConfig, reported: Collection[str]) -> I
         return
     own_data = value_at(config, "data.custom_cls.path") not in (..., None)  # such a class may read any setting of data
     tree: dict[str, Any] | None = None
-    for item in conditional(type(branch.value), branch.prefix):
+    for item in conditional(branch.settings, branch.prefix):
         if item.key in reported or (own_data and item.key.startswith("data.")):
             continue
         for condition, group in item.needs:
@@ -105,7 +105,7 @@ def _idle_in(branch: Branch, config: RootConfig, reported: Collection[str]) -> I
 def acts(branch: Branch, config: RootConfig, key: str) -> bool:
     """Whether everything is there that a setting of a branch depends on."""
     lookup = functools.partial(branch.lookup, config)
-    needs = next((item.needs for item in conditional(type(branch.value), branch.prefix) if item.key == key), ())
+    needs = next((item.needs for item in conditional(branch.settings, branch.prefix) if item.key == key), ())
     return all(condition.unmet(group, lookup) is None for condition, group in needs)
 
 
@@ -156,9 +156,9 @@ def _is_set(branch: Branch, config: RootConfig, item: Conditional, value: Any, t
     """
     if branch.where:
         path = item.key.removeprefix(branch.prefix)
-        default = _at(_defaults(type(branch.value)), path)
+        default = _at(_defaults(branch.settings), path)
         return branch.sets(path) and ("${" in str(default) or value != default)
-    follows = "${" in str(_at(_defaults(type(config)), item.key))
+    follows = "${" in str(_at(_defaults(branch.settings), item.key))
     return (not follows or item.key in config.set_keys) and value != default_of_key(type(config), item, tree)
 
 

@@ -18,7 +18,7 @@ def check_mappings(config: RootConfig) -> Iterator[str]:
         if branch.unused is not None:
             continue
         lookup = functools.partial(branch.lookup, config)
-        for path, reader in _read_mappings(type(branch.value)).items():
+        for path, reader in _read_mappings(branch.settings).items():
             key, values = f"{branch.prefix}{path}", value_at(branch.value, path)
             if isinstance(values, Mapping) and values and acts(branch, config, key):
                 yield from MAPPING_READERS.get(reader)(Entries(key, values, lookup))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import among, any_of, fact, is_not_set, is_set, off, on
+from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import OBJECTIVES
 
@@ -69,8 +69,17 @@ class PromptConfig(ConfigNode):
         choices=names.TRUNCATIONS,
         needs=off(".filter_overlong_prompts"),
     )
-    shuffle: bool = key(False, "if the number of rows is limited: draw them at random; false: use the first ones")
-    seed: int | None = key(None, "seed of shuffling and drawing; null: 1", ge=0)
+    shuffle: bool = key(
+        False,
+        "if the number of rows is limited: draw them at random; false: use the first ones",
+        needs=above(".max_samples", -1),
+    )
+    seed: int | None = key(
+        None,
+        "seed of shuffling and drawing; null: 1",
+        ge=0,
+        needs=on(".shuffle"),
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further arguments of the chat template", read_by="chat_template"
     )
@@ -94,6 +103,13 @@ class DataConfig(PromptConfig):
         None, "prompts per validation batch; null: all at once", gt=0, needs=is_set(".val_files")
     )
     shuffle: bool = key(True, "shuffle training prompts each epoch")
+    seed: int | None = key(
+        None,
+        "seed of shuffling and drawing; null: 1",
+        ge=0,
+        # a sampler of one's own gets it, too
+        needs=any_of(on(".shuffle"), on(".validation_shuffle"), also=(is_set(".sampler.class_path"),)),
+    )
     validation_shuffle: bool = key(False, "shuffle validation prompts", needs=is_set(".val_files"))
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
@@ -133,7 +149,7 @@ class SupervisedDataConfig(ConfigNode):
     max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
-    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0)
+    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0, needs=on(".shuffle"))
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further arguments of the chat template", read_by="chat_template"

@@ -1,5 +1,6 @@
 """Settings of distillation from teachers: `distillation`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ INFERENCE_ENGINE_KEYS = (
 
 #: rows have different teachers
 _SEVERAL = PartNeed("distillation.has_several_teachers", "one teacher has all rows", "add another teacher")
+#: a training engine computes teachers
+_COMPUTED = PartNeed("distillation.computes_teachers", "an inference engine serves the teachers", "")
 
 
 @dataclass
@@ -119,9 +122,10 @@ class DistillationConfig(ConfigNode):
     n_gpus_per_node: int = key(8, "processes of the teachers' own pool on each machine", gt=0, needs=above(".nnodes"))
     nnodes: int = key(0, "machines of that pool; 0: teachers take turns with the policy in its processes", ge=0)
     distillation_loss: DistillationLossConfig = group(DistillationLossConfig)
-    strategy: str = strategy_key(follows="${actor_rollout_ref.actor.strategy}")
+    strategy: str = strategy_key(follows="${actor_rollout_ref.actor.strategy}", needs=_COMPUTED)
     fsdp_config: FSDPConfig = group(
         FSDPConfig,
+        needs=_COMPUTED,
         forward_only=True,
         strategy=Follow("${distillation.strategy}", "fsdp2"),
         ulysses_sequence_parallel_size=Follow(
@@ -129,8 +133,14 @@ class DistillationConfig(ConfigNode):
         ),
     )
     megatron: MegatronConfig = group(
-        MegatronConfig, forward_only=True, strategy=Follow("${distillation.strategy}", "fsdp2")
+        MegatronConfig, needs=_COMPUTED, forward_only=True, strategy=Follow("${distillation.strategy}", "fsdp2")
     )
+
+    @property
+    def computes_teachers(self) -> bool:
+        """Whether a training engine computes the teachers: no inference engine serves them."""
+        given = [teacher.get("inference") for teacher in self.teacher_models.values() if isinstance(teacher, Mapping)]
+        return not any(isinstance(inference, Mapping) and inference.get("name") for inference in given)
 
     @property
     def has_several_teachers(self) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import LEARNS, Need, Needs, among, any_of, is_not_set, not_among, on
+from hybridrl.config.schema.needs import LEARNS, Need, Needs, above, among, any_of, is_not_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
@@ -173,7 +173,11 @@ class OptimConfig(ConfigNode):
     num_cycles: float = key(
         0.5, "periods of the cosine; 0.5 decays once", gt=0, needs=among(".lr_scheduler_type", "cosine")
     )
-    total_training_steps: int = key(-1, "length of the schedule in steps; negative: set by the trainer")
+    total_training_steps: int = key(
+        -1,
+        "length of the schedule in steps; negative: set by the trainer",
+        needs=any_of(not_among(".lr_scheduler_type", "constant"), above(".lr_warmup_steps_ratio")),
+    )
     override_optimizer_config: dict[str, Any] | None = key(
         None,
         "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW",

@@ -207,6 +207,7 @@ class SandboxConfig(ConfigNode):
         False,
         "run programs on this machine also where its kernel gives no namespaces, with all that they then reach: the "
         "network, files, other processes",
+        needs=is_not_set(".url"),
     )
 
 

@@ -472,7 +472,7 @@ class RolloutConfig(ConfigNode):
         "adapter: vLLM reads the base from model.path itself, gets the adapter alone, and keeps the base in host "
         "memory while the policy trains",
         choices=("merged", "adapter"),
-        needs=_REPLICAS,
+        needs=(_REPLICAS, any_of(above("..model.lora_rank"), is_set("..model.lora_adapter_path"))),
     )
     enforce_eager: bool = key(False, "engines: no CUDA graphs", needs=_REPLICAS)
     cudagraph_capture_sizes: list[int] | None = key(

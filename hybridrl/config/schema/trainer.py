@@ -5,7 +5,7 @@ from typing import Any
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.mappings import Unchecked
-from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, is_set, not_among, on
+from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, is_not_set, is_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 #: a frequency that verl reads as never
@@ -41,7 +41,7 @@ class RunConfig(JobConfig):
     logger: list[str] = key(
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
     )
-    total_epochs: int = key(30, "passes over the training data", gt=0)
+    total_epochs: int = key(30, "passes over the training data", gt=0, needs=is_not_set(".total_training_steps"))
     total_training_steps: int | None = key(None, "end after this many steps; null: total_epochs decides", gt=0)
     save_freq: int = key(
         -1, "steps between checkpoints; -1 or false: only the last step (save_last)", ge=-1, means=_NEVER
