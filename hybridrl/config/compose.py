@@ -17,6 +17,8 @@ from typing import Any, Literal, overload
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.checks.branches import value_at
+from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.own_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
@@ -339,7 +341,8 @@ def compose_config(
     config = _typed(root, tree, everything, origins, book.suggest)
     everything.set_aside(functools.partial(not_read_by, config))
     for key in origins:
-        if (key in book.fields or book.free_parent(key)) and (choice := unread_by(config, key)) is not None:
+        choice = unread_by(config, key) if key in book.fields or book.free_parent(key) else None
+        if choice is not None and (key not in book.fields or value_at(config, key) != default_at(config, key)):
             everything.unread.setdefault(choice, []).append(f"{key}{origins[key]}")
     for key, value in asked.items():
         if (found := functools.reduce(getattr, key.split("."), config)) != value:

@@ -134,6 +134,11 @@ def _conditional(
             yield Conditional(name, item.metadata.get("limits", Limits()), needs)
 
 
+def default_at(config: RootConfig, key: str) -> Any:
+    """The value that a setting of a composed tree has unless it is set."""
+    return default_of_key(type(config), Conditional(key, Limits(), ()), as_dict(config))
+
+
 def default_of_key(root: type, item: Conditional, tree: Mapping[str, Any]) -> Any:
     """The value that a setting has unless it is set; a default that follows another setting has that one's value."""
     default: Any = _at(_defaults(root), item.key)
