@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hybridrl.errors import AlgorithmError, ModelError, RewardError, RolloutError, UserError
+from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
 from hybridrl.utils.source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
@@ -521,6 +521,15 @@ ENVIRONMENTS = Registry(
     "agents/environments/*.py",
     Facts,
     RolloutError,
+)
+
+MAPPING_READERS = Registry(
+    "reader of a mapping",
+    "read_by of a setting",
+    ("reads_mapping",),
+    "*/mappings.py",
+    Facts,
+    ConfigError,
 )
 
 

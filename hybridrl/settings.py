@@ -50,6 +50,7 @@ def key(
     registry: Registry[Any] | None = None,
     path: str | None = None,
     needs: Any = None,
+    read_by: Any = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -63,11 +64,14 @@ def key(
         follows: source of the default in a composed tree: an interpolation, or a container of interpolations.
         needs: what it depends on, see `hybridrl.config.schema.needs`: a value that cannot act is refused. An empty
             tuple: nothing, not even what its group needs.
+        read_by: of a mapping whose keys the user chooses: what checks them before a run, see
+            `hybridrl.config.schema.mappings`.
         path: location of the setting below the group that reads it; None: in the group itself.
         choices, later, synonyms, means, registry, ge, gt, le, lt: see `Limits`.
     """
     limits = Limits(choices, later, synonyms or {}, means, registry, ge, gt, le, lt)
     metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path, "needs": needs}
+    metadata["read_by"] = read_by
     if default is MISSING:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):

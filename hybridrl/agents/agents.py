@@ -15,8 +15,8 @@ from hybridrl.agents.tools.load import close_tools, load_tools
 from hybridrl.chat.images import ImageReader, SeenImages
 from hybridrl.chat.parsers.base import ToolParser, tool_parser_of
 from hybridrl.chat.turns import Turns
-from hybridrl.config import PPOTrainerConfig, RolloutConfig
-from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.models.vision import is_vision_model, processor_of
@@ -141,7 +141,6 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     listed = listed_loops(rollout.agent.agent_loop_config_path)
     names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
     if names.keys() == {SINGLE_TURN} and not listed:
-        _tell_of_unread(rollout)
         return None
     if config.data.last_assistant_turn == "continue":
         raise RolloutError(
@@ -264,23 +263,6 @@ def _rows_with(dataset: Any, name: str) -> list[dict[str, Any]]:
     columns = [column for column in (name, "extra_info") if column in getattr(dataset, "columns", ())]
     values = [dataset.column(column) for column in columns]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
-
-
-def _tell_of_unread(rollout: RolloutConfig) -> None:
-    """Say which settings of agents have no effect in a run that answers each prompt once."""
-    groups = {"multi_turn": (rollout.multi_turn, MultiTurnConfig()), "agent": (rollout.agent, AgentConfig())}
-    unread = [
-        f"{_ROLLOUT}.{name}.{key}={group[key]}"
-        for name, (group, plain) in groups.items()
-        for key in plain.keys()
-        if group[key] != plain[key] and (name, key) != ("agent", "default_agent_loop")
-    ]
-    if unread:
-        notify(
-            f"no effect here, each prompt is answered once, by {SINGLE_TURN}: {', '.join(unread)}. "
-            f"{_ROLLOUT}.multi_turn.enable=true, .agent.default_agent_loop or a column agent_name chooses another loop",
-            "warning",
-        )
 
 
 def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:

@@ -131,6 +131,20 @@ class Engine(ABC):
         """
 
     @classmethod
+    def check_optimizer(cls, optim: Any) -> None:
+        """Refuse an optimizer, or arguments of one, that this engine cannot build.
+
+        Args:
+            optim: an `OptimConfig`.
+
+        Raises:
+            ModelError: the message names the setting.
+        """
+        from hybridrl.engine.optim.optimizer import check_optimizer
+
+        check_optimizer(optim)
+
+    @classmethod
     def check_first_weights(cls, model: Any, engine: Any) -> None:
         """Refuse weights that are missing, incomplete or of another model, where this engine looks for them.
 

@@ -9,6 +9,7 @@ the weights by `hybridrl.models.stored`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import logging
@@ -28,6 +29,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from hybridrl.config.convert import nearest
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import attention_implementation
 from hybridrl.models.surplus import check_surplus
@@ -301,8 +303,9 @@ def _apply_override(config: PreTrainedConfig, override: Mapping[str, Any], where
         if name in ROPE_NAMES and hasattr(config, "rope_parameters"):
             _override_rope(config, name, value, f"{where}.{name}")
             continue
-        if not hasattr(config, name):
-            raise ModelError(f"{where}.{name}: a {type(config).__name__} has no such field")
+        if name not in (fields := _fields_of(config)):
+            close = nearest(name, sorted(fields))
+            raise ModelError(f"{where}.{name}={value}: a {type(config).__name__} has no such field{close}; remove it")
         current = getattr(config, name)
         if isinstance(value, Mapping) and isinstance(current, PreTrainedConfig):
             _apply_override(current, value, f"{where}.{name}")
@@ -310,6 +313,12 @@ def _apply_override(config: PreTrainedConfig, override: Mapping[str, Any], where
             setattr(config, name, {**current, **value})
         else:
             setattr(config, name, value)
+
+
+def _fields_of(config: PreTrainedConfig) -> set[str]:
+    """The fields of a configuration: those of its class, and further ones of the model's config.json."""
+    named = inspect.signature(type(config).__init__).parameters.keys() - {"self", "kwargs"}
+    return {name for name in (*vars(config), *config.to_dict(), *named, *config.attribute_map) if name[0] != "_"}
 
 
 def _override_rope(config: Any, name: str, value: Any, where: str) -> None:

@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
 from hybridrl.models.videos import OWN_SETTINGS, Clip, VideoProcessor
-from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -213,15 +212,20 @@ def offset_after(rotary: torch.Tensor) -> int:
 
 
 def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -> ImageProcessor | None:
-    """Return the image processor of a `model` group; None for a model without vision."""
+    """Return the image processor of a `model` group; None for a model without vision.
+
+    Raises:
+        ModelError: `options` (`data.mm_processor_kwargs`) has what the processor does not take, or the model has none.
+    """
     from hybridrl.models.info import config_of
 
     config = config_of(model)
     if is_vision_model(config):
         return ImageProcessor(model.path, config, options)
     if options:
-        notify(
-            f"data.mm_processor_kwargs has no effect: {model.path} ({config.model_type}) reads text alone", "warning"
+        raise ModelError(
+            f"data.mm_processor_kwargs={dict(options)} has no effect, because {model.path} ({config.model_type}) reads "
+            "text alone. Remove it"
         )
     return None
 

@@ -172,8 +172,8 @@ def test_a_digest_tells_images_and_their_order_apart(vision_model: Path) -> None
     assert digest({}) == ""
 
 
-def test_options_for_a_model_that_reads_text_are_told(micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_for_a_model_that_reads_text_are_refused(micro_model: Path) -> None:
     model = ModelConfig(path=str(micro_model))
-    assert processor_of(model) is None and not capsys.readouterr().err
-    assert processor_of(model, {"max_pixels": 1024}) is None
-    assert "data.mm_processor_kwargs has no effect" in capsys.readouterr().err
+    assert processor_of(model) is None
+    with pytest.raises(ModelError, match=r"data\.mm_processor_kwargs=.* has no effect.* reads text alone"):
+        processor_of(model, {"max_pixels": 1024})

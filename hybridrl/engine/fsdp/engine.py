@@ -48,7 +48,7 @@ from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
-from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
+from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout, small_tree
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
@@ -132,7 +132,7 @@ class FSDPEngine(
         if model.load_in_4bit:
             check_four_bit(model, engine, optim)
         if optim is not None:
-            check_optimizer(optim)
+            cls.check_optimizer(optim)
         if model.share_prefixes:
             check_sharing(model, engine)
         if engine.ulysses_sequence_parallel_size > 1:

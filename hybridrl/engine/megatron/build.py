@@ -236,6 +236,13 @@ def _config_class(facts: Mapping[str, Any]) -> Any:
     return MLATransformerConfig if facts.get("multi_latent_attention") else TransformerConfig
 
 
+def transformer_fields() -> set[str]:
+    """Names that `megatron.override_transformer_config` may have, for some model."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return {field.name for field in dataclasses.fields(MLATransformerConfig) if field.init}
+
+
 def has_transformer_engine() -> bool:
     """Whether layers of Transformer Engine can be built."""
     return device.is_gpu() and importlib.util.find_spec("transformer_engine") is not None

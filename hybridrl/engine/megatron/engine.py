@@ -32,7 +32,6 @@ from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout
-from hybridrl.engine.optim.optimizer import check_optimizer
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
@@ -94,7 +93,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         build.transformer_config(plan, sizes, engine.sequence_parallel, build.dtype_of(engine))
         build.check_ddp_overrides(engine.override_ddp_config)
         if optim is not None:
-            check_optimizer(usable_settings(optim))
+            cls.check_optimizer(optim)
+
+    @classmethod
+    def check_optimizer(cls, optim: Any) -> None:
+        super().check_optimizer(usable_settings(optim))
 
     @classmethod
     def forecast(
@@ -375,12 +378,6 @@ def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: s
 
 
 def _warn_without_effect(model: Any) -> None:
-    """Name the settings of a model that Megatron-core does not read."""
-    names = ("share_prefixes", "enable_activation_offload", "use_liger")
-    keys = [f"model.{name}" for name in names if getattr(model, name)]
-    if model.tiled_mlp.enabled:
-        keys.append("model.tiled_mlp.enabled")
+    """Name the entry of a model's configuration that Megatron-core does not read."""
     if "attn_implementation" in model.override_config:
-        keys.append("model.override_config.attn_implementation")
-    for key in keys:
-        notify(f"{model.path}: {key} has no effect on Megatron-core")
+        notify(f"{model.path}: model.override_config.attn_implementation has no effect on Megatron-core")
