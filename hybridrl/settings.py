@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ValueLimits:
     """Constraints on a value in addition to its type.
 
     `choices` are the allowed names, `registry` holds further ones, `later` are known names that this build does not
@@ -67,9 +67,9 @@ def key(
         read_by: of a mapping whose keys the user chooses: what checks them before a run, see
             `hybridrl.config.schema.mappings`.
         path: location of the setting below the group that reads it; None: in the group itself.
-        choices, later, synonyms, means, registry, ge, gt, le, lt: see `Limits`.
+        choices, later, synonyms, means, registry, ge, gt, le, lt: see `ValueLimits`.
     """
-    limits = Limits(choices, later, synonyms or {}, means, registry, ge, gt, le, lt)
+    limits = ValueLimits(choices, later, synonyms or {}, means, registry, ge, gt, le, lt)
     metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path, "needs": needs}
     metadata["read_by"] = read_by
     if default is MISSING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hybridrl.engine.microbatch import BatchPlan, Layout
+from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout
 from hybridrl.models.vision import GRID, PIXELS, ImageTensors, digest, placeholders_in, smallest_image, tokens_per_image
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
@@ -67,7 +67,7 @@ class BatchImages:
                     "after generation"
                 )
 
-    def add_to(self, layout: Layout, rows: Sequence[int], plan: BatchPlan) -> Layout:
+    def add_to(self, layout: MicroBatchLayout, rows: Sequence[int], plan: BatchPlan) -> MicroBatchLayout:
         """Return the micro-batch with the images of its rows."""
         images_by_row = [self._rows[row] for row in rows]
         assert layout.origins is not None  # images are refused with other layouts
@@ -104,7 +104,7 @@ class BatchImages:
                 )
 
 
-def with_some_image(layout: Layout, config: Any) -> Layout:
+def with_some_image(layout: MicroBatchLayout, config: Any) -> MicroBatchLayout:
     """The micro-batch; one without images gets an image that no token reads.
 
     Ranks gather the shards of the vision tower together, so each of them computes it as often as the others.

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from hybridrl.engine.capabilities import ReplaysRouting
 from hybridrl.engine.logits_functions import LogitsFunction
-from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import MicroBatchError, ModelError, is_out_of_memory
@@ -93,11 +93,15 @@ class MicroBatchedEngine(Engine):
     # ------------------------------------------------------------------ what a subclass provides
 
     @abstractmethod
-    def forward_only(self, layouts: Sequence[Layout], request: Wanted) -> Sequence[dict[str, torch.Tensor]] | None:
+    def forward_only(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+    ) -> Sequence[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, `[N]`, without gradients; None on ranks that compute no outputs."""
 
     @abstractmethod
-    def forward_backward(self, layouts: Sequence[Layout], request: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
         """Add the gradients of every micro-batch's share of the loss.
 
         On ranks that compute outputs, `share_of_loss` is called once per micro-batch, and its result is what to
@@ -293,7 +297,7 @@ class MicroBatchedEngine(Engine):
                 return plan
         return BatchPlan(fields(batch), micro, self.packed, self.work)
 
-    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[MicroBatchLayout]:
         """The micro-batches, on each data-parallel rank as many as on the rank with the most.
 
         A rank with too few rows adds dummies. Each has the fields that the function reads.
@@ -373,7 +377,7 @@ class _LossShares:
         return loss
 
 
-def _savings(plan: BatchPlan, layouts: Sequence[Layout]) -> dict[str, Metric]:
+def _savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
     """Return how much a call saved by computing shared tokens once; empty if its micro-batches are no prefix trees.
 
     FLOPs are left out where those of the model's family are not known.

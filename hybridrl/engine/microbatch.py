@@ -11,8 +11,8 @@ Packed rows are cut so that micro-batches take about the same time; attention's 
 sequence's length, counts (`hybridrl.models.work`). Ranks that compute in step have as many micro-batches each, in the
 order of their work.
 
-In both, the outputs of the model are needed only where a response token is predicted. `Layout.selected` holds these
-positions in the flattened layout.
+In both, the outputs of the model are needed only where a response token is predicted. `MicroBatchLayout.selected`
+holds these positions in the flattened layout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORTHWHILE_PADDING = {"cpu": 64, "cuda": 4096}
 
 
 @dataclass(slots=True)
-class Layout:
+class MicroBatchLayout:
     """One micro-batch as the model reads it, with N response tokens."""
 
     input_ids: torch.Tensor  # [b, W] or [1, L]
@@ -63,10 +63,10 @@ class Layout:
         assert self.origins is not None  # of a rank's part of a row, the whole row is asked
         return (self.origins >= 0).long()
 
-    def to(self, target: torch.device) -> Layout:
+    def to(self, target: torch.device) -> MicroBatchLayout:
         if target.type == "cpu":
             return self
-        return Layout(
+        return MicroBatchLayout(
             self.input_ids.to(target, non_blocking=True),
             self.position_ids.to(target, non_blocking=True),
             self.selected.to(target, non_blocking=True),
@@ -162,7 +162,7 @@ class BatchPlan:
         lengths = [self.lengths[row] for row in rows]
         return sum(lengths) if self.packed else max(lengths) * len(lengths)
 
-    def layout(self, rows: Sequence[int]) -> Layout:
+    def layout(self, rows: Sequence[int]) -> MicroBatchLayout:
         """The micro-batch of these rows, in main memory."""
         layout = self._layout(rows)
         if self._experts is not None:
@@ -170,7 +170,7 @@ class BatchPlan:
             layout.experts = self._experts.flatten(0, 1)[layout.origins.clamp(min=0)]
         return layout if self.images is None else self.images.add_to(layout, rows, self)
 
-    def _layout(self, rows: Sequence[int]) -> Layout:
+    def _layout(self, rows: Sequence[int]) -> MicroBatchLayout:
         index = torch.tensor(rows)
         ids, attention, ranks = self.input_ids[index], self.attention[index], self.ranks[index]
         mask = self.response_mask[index]
@@ -189,7 +189,7 @@ class BatchPlan:
                 packed = positions[attention][None]
             else:
                 packed = positions.transpose(0, 1)[:, attention][:, None]
-            return Layout(ids[attention][None], packed, selected, labels, lengths, origins=places[attention])
+            return MicroBatchLayout(ids[attention][None], packed, selected, labels, lengths, origins=places[attention])
         width = max(lengths)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         order = torch.argsort((~attention).to(torch.uint8), dim=1, stable=True)[:, :width]
@@ -198,12 +198,12 @@ class BatchPlan:
         real = columns < torch.tensor(lengths)[:, None]
         origins = torch.where(real, places.gather(1, order), -1).flatten()
         if positions is None:
-            return Layout(ids, columns, selected, labels, None, origins=origins)
+            return MicroBatchLayout(ids, columns, selected, labels, None, origins=origins)
         per_kind = positions[None] if positions.ndim == 2 else positions.transpose(0, 1)  # [k, b, S]
         moved = torch.where(real, per_kind.gather(2, order.expand(len(per_kind), -1, -1)), columns)
         # Without a mask, transformers takes positions that do not count up by one for the start of another sequence.
         moved = moved[0] if positions.ndim == 2 else moved
-        return Layout(ids, moved, selected, labels, None, real.long(), origins)
+        return MicroBatchLayout(ids, moved, selected, labels, None, real.long(), origins)
 
     def response_columns(self, rows: Sequence[int]) -> int:
         """Return the number of leading response columns that hold a token in any of the rows."""
@@ -227,12 +227,12 @@ class BatchPlan:
         return sliced
 
     def token_inputs(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Fields `[B, T, ...]` at the rows' response tokens, `[N, ...]`, in the order of `Layout.selected`."""
+        """Fields `[B, T, ...]` at the rows' response tokens, `[N, ...]`, in the order of `selected`."""
         index = torch.tensor(rows, dtype=torch.int64)
         return {name: _required(self.tensors, name)[index][self.response_mask[index]] for name in names}
 
     def token_positions(self, rows: Sequence[int]) -> torch.Tensor:
-        """Positions of the rows' response tokens in the flattened `[B, T]`, in the order of `Layout.selected`."""
+        """Positions of the rows' response tokens in the flattened `[B, T]`, in the order of `selected`."""
         index = torch.tensor(rows)
         grid = index[:, None] * self.response_width + torch.arange(self.response_width)
         return grid[self.response_mask[index]]
@@ -303,11 +303,13 @@ class BatchPlan:
             )
 
 
-def dummy_layout() -> Layout:
+def dummy_layout() -> MicroBatchLayout:
     """Return the smallest micro-batch that runs every collective of forward and backward."""
     zero = torch.zeros(1, dtype=torch.int64)
     padding = torch.full((2,), -1)
-    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding)
+    return MicroBatchLayout(
+        torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding
+    )
 
 
 def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

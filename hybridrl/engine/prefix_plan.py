@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, Layout
+from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, MicroBatchLayout
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, even_partition, partition
 from hybridrl.models.tree_attention import Paths
@@ -23,7 +23,7 @@ from hybridrl.utils import device
 
 
 @dataclass(slots=True)
-class TreeLayout(Layout):
+class TreeLayout(MicroBatchLayout):
     """A flat row `[1, L]`. `selected` and `labels` have one entry for each node `[U]` that is a response token.
 
     Attributes:
@@ -46,7 +46,7 @@ class TreeLayout(Layout):
         names = ("input_ids", "position_ids", "selected", "labels", "node_of_token")
         return replace(self, **{name: getattr(self, name).to(target, non_blocking=True) for name in names})
 
-    def part(self, own: Layout) -> TreeLayout:
+    def part(self, own: MicroBatchLayout) -> TreeLayout:
         """This micro-batch with one rank's part of its tokens, where ranks share sequences."""
         assert self.paths is not None and own.lengths is not None
         paths = self.paths.padded(sum(own.lengths) - self.input_ids.shape[1])
@@ -149,7 +149,7 @@ class PrefixPlan(BatchPlan):
         """The share of the rows' tokens that are not computed, because another row's are the same."""
         return 1 - self.computed_tokens / self.row_tokens if self.row_tokens else 0.0
 
-    def flops(self, layouts: Sequence[Layout]) -> tuple[float, float]:
+    def flops(self, layouts: Sequence[MicroBatchLayout]) -> tuple[float, float]:
         """FLOPs of a forward pass over the micro-batches, and those of separate rows.
 
         They are counted as `hybridrl.models.work` counts FLOPs; one whose tokens another row has computed needs none.

@@ -30,7 +30,7 @@ _METADATA = "boxes"
 _OFFSETS_OF_DCP = "DCP_SHARDING_INFO"  # of shards that `torch.distributed.checkpoint` wrote, as earlier versions did
 
 
-class Source(ABC):
+class TensorSource(ABC):
     """Whole tensors by Hugging Face name, of which boxes are read."""
 
     def __init__(self, where: str) -> None:
@@ -114,7 +114,7 @@ class _Place:
     key: str
 
 
-class ScatteredBoxes(Source):
+class ScatteredBoxes(TensorSource):
     """Whole tensors of which boxes lie in several files.
 
     A subclass adds the boxes.

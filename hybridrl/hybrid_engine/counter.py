@@ -69,7 +69,7 @@ class ReceivedBytes(TorchDispatchMode):
         self.by_operation[name] += size
 
 
-class LiveBytes(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):
     """Within the context, counts the bytes of tensors that operations allocate and that are still alive.
 
     Memory that did not come from an operation is not counted, such as that of `torch.frombuffer`.

@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes; more than any dtype requires
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TransferPiece:
     """A box of a tensor in a bucket.
 
     Attributes:
@@ -54,7 +54,7 @@ class Message:
     target: int
     begin: int
     end: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TransferPiece, ...]
 
     @property
     def size(self) -> int:
@@ -169,7 +169,7 @@ def _close(now: _Open) -> Round:
         pieces = []
         # The widest first, so that each lies at a multiple of its element size without gaps.
         for name, box, dtype in sorted(now.pieces[target, source], key=lambda piece: -piece[2].itemsize):
-            pieces.append(Piece(name, box, dtype, offset))
+            pieces.append(TransferPiece(name, box, dtype, offset))
             offset += pieces[-1].size
         messages.append(Message(source, target, begin, offset, tuple(pieces)))
         offsets[target] = offset

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.digest import digest
-from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Piece, Round
+from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Round, TransferPiece
 from hybridrl.hybrid_engine.shards import Box, Boxes
 
 #: a box of a tensor and its elements
@@ -50,7 +50,7 @@ class Shards:
         """The boxes of each tensor."""
         return {name: tuple(box for box, _ in parts) for name, parts in self._parts.items()}
 
-    def write(self, piece: Piece, target: torch.Tensor) -> None:
+    def write(self, piece: TransferPiece, target: torch.Tensor) -> None:
         """Write the elements of a piece into `target`, in its dtype."""
         assemble(target, piece.box, self._parts[piece.name], piece.name)
 

@@ -298,7 +298,7 @@ def packed_attention(
     query, key, value = of_one_size(query, key, value)
     on_kernel = query.is_cuda and query.dtype != torch.float32
     attend = varlen.varlen_attention if on_kernel else varlen.one_by_one
-    return attend(query, key, value, varlen.Rows(boundaries, longest, window), scale)[:, :, :size]
+    return attend(query, key, value, varlen.PackedRows(boundaries, longest, window), scale)[:, :, :size]
 
 
 def of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:

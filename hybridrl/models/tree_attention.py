@@ -260,7 +260,7 @@ def _by_kernel(
     longest = max(run.stop - run.start for run in paths.runs)
     longest_keys = max(run.before + run.stop - run.start for run in paths.runs)
     key, value = (torch.cat([piece for path in _gathered(t, paths) for piece in path]) for t in (key, value))
-    rows = varlen.Rows(of_queries, longest, window, of_keys, longest_keys)
+    rows = varlen.PackedRows(of_queries, longest, window, of_keys, longest_keys)
     return attend(query, key, value, rows, scale)
 
 

@@ -54,7 +54,7 @@ _SHARED: dict[str, Any] = {"num_frames": None, "min_frames": 4, "max_frames": 76
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """A source of frames.
 
     Attributes:
@@ -80,7 +80,7 @@ class Video:
         size: (width, height) that they are resized to.
     """
 
-    source: Source
+    source: FrameSource
     indices: tuple[int, ...]
     size: tuple[int, int]
     _frames: list[Image] = field(default_factory=list)
@@ -139,7 +139,7 @@ class VideoProcessor:
         looks = {name: settings[name] for name in ("image_mean", "image_std") if name in settings}
         self._images = type(images).from_dict({**images.to_dict(), **looks, "do_resize": False})
 
-    def clips(self, source: Source) -> list[tuple[str, Clip | None]]:
+    def clips(self, source: FrameSource) -> list[tuple[str, Clip | None]]:
         """Return the parts that replace a video in a prompt: texts, each followed by a clip, or the last one by None.
 
         The chat template writes a start and an end around each clip. Those around the whole video are part of the

@@ -14,7 +14,7 @@ from hybridrl.config.roles import POLICY, ROLES, MicroBatches, Pass, RoleSpec, S
 from hybridrl.config.schema.node import declared
 from hybridrl.observe.timeline import rank_seconds
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.utils.spans import CONTROLLER, Span
+from hybridrl.utils.spans import CONTROLLER, TimedSpan
 
 _STEPS = 20  # of the run's end; what happened before may be another setting
 _SLOWER = 1.3  # a rank that takes this many times the median of its group limits it
@@ -76,7 +76,7 @@ def _default_in_role(key: str, default: Any) -> Any:
 
 
 def advise(
-    metrics: Sequence[Mapping[str, float]], timeline: Mapping[int, Sequence[Span]], config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, float]], timeline: Mapping[int, Sequence[TimedSpan]], config: Mapping[str, Any]
 ) -> Advice | None:
     """Return what limits a run; None before a step was measured.
 
@@ -115,7 +115,7 @@ def advise(
     return Advice(phase, share, None, reason, override)
 
 
-def _slow_rank(steps: Sequence[Sequence[Span]], phase: str, seconds: float) -> tuple[str, int, float] | None:
+def _slow_rank(steps: Sequence[Sequence[TimedSpan]], phase: str, seconds: float) -> tuple[str, int, float] | None:
     """Return (method, rank, factor) of a rank much slower than its group in most of the limiting phase, or None."""
     slowest: tuple[str, int, float] | None = None
     longest = 0.5 * seconds
@@ -135,7 +135,7 @@ def _slow_rank(steps: Sequence[Sequence[Span]], phase: str, seconds: float) -> t
     return slowest
 
 
-def _within(spans: Sequence[Span], phase: str) -> list[Span]:
+def _within(spans: Sequence[TimedSpan], phase: str) -> list[TimedSpan]:
     """Return the ranks' spans, cut to the time in which the controller was in a phase."""
     windows = [
         (phase_span.started, phase_span.started + phase_span.seconds)

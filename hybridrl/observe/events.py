@@ -89,7 +89,7 @@ class EventLog:
 
 
 @dataclass(frozen=True)
-class Session:
+class RunStart:
     """One start of a run.
 
     Attributes:
@@ -121,7 +121,7 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
     return [event for event in jsonl.read(path) if "kind" in event] if path.is_file() else []
 
 
-def sessions(events: Sequence[Mapping[str, Any]]) -> list[Session]:
+def sessions(events: Sequence[Mapping[str, Any]]) -> list[RunStart]:
     """Split events by the starts of the run."""
     starts = [number for number, event in enumerate(events) if event["kind"] == START]
     session_list = []
@@ -130,7 +130,7 @@ def sessions(events: Sequence[Mapping[str, Any]]) -> list[Session]:
         resumed = next((event["step"] for event in part if event["kind"] == RESUME), 0)
         end = next((event for event in reversed(part) if event["kind"] == END), None)
         last_step = max(resumed, *(event["step"] for event in part))
-        session_list.append(Session(part[0], end, part[-1]["time"], resumed, last_step))
+        session_list.append(RunStart(part[0], end, part[-1]["time"], resumed, last_step))
     return session_list
 
 

@@ -23,11 +23,11 @@ from hybridrl.errors import UserError
 from hybridrl.notify import write_out
 from hybridrl.observe import textplot
 from hybridrl.observe.advisor import Advice, advise
-from hybridrl.observe.events import END, RESUME, START, Session, sessions
+from hybridrl.observe.events import END, RESUME, START, RunStart, sessions
 from hybridrl.observe.history import RunHistory, best, load_history, show_number, show_seconds
 from hybridrl.observe.rollouts import ROLLOUTS, write_rollouts
 from hybridrl.observe.samples import samples
-from hybridrl.observe.timeline import Picture, picture, read_timeline
+from hybridrl.observe.timeline import TimelinePicture, picture, read_timeline
 from hybridrl.observe.tracking import METRICS
 from hybridrl.utils.files import replacing
 
@@ -104,7 +104,7 @@ def _advice(history: RunHistory) -> Advice | None:
     return advise(history.steps(), read_timeline(history.folder), history.config)
 
 
-def _pictures(history: RunHistory) -> list[Picture]:
+def _pictures(history: RunHistory) -> list[TimelinePicture]:
     """The timelines of the last step and of the slowest one after the first."""
     timeline = {step: spans for step, spans in read_timeline(history.folder).items() if spans}
     if not timeline:
@@ -115,7 +115,7 @@ def _pictures(history: RunHistory) -> list[Picture]:
     return [picture(step, timeline[step]) for step in dict.fromkeys((slowest, max(timeline)))]
 
 
-def _facts(history: RunHistory, starts: Sequence[Session]) -> list[tuple[str, str]]:
+def _facts(history: RunHistory, starts: Sequence[RunStart]) -> list[tuple[str, str]]:
     """Return what made the run: command, machine, versions, dates."""
     versions = history.versions
     command = starts[-1].start.get("command") if starts else versions.get("command")
@@ -138,12 +138,12 @@ def _facts(history: RunHistory, starts: Sequence[Session]) -> list[tuple[str, st
     return [(name, value) for name, value in rows.items() if value]
 
 
-def _seconds(history: RunHistory, start: Session, last: bool) -> float:
+def _seconds(history: RunHistory, start: RunStart, last: bool) -> float:
     """Return the wall time of one start. One that goes on, or was killed, is counted to the last metrics."""
     return start.seconds((history.folder / METRICS).stat().st_mtime if last else None)
 
 
-def _start(history: RunHistory, start: Session, last: bool) -> dict[str, Any]:
+def _start(history: RunHistory, start: RunStart, last: bool) -> dict[str, Any]:
     """Return a row of the table of starts."""
     if start.end is not None:
         ended = start.end["text"]

@@ -17,14 +17,14 @@ _PROMPTS = 4  # samples of a step besides the best and the worst
 
 
 @dataclass(frozen=True)
-class Sample:
+class DumpedSample:
     """A row of a dump, and why it is shown: `best`, `worst` or ""."""
 
     row: Mapping[str, Any]
     mark: str = ""
 
 
-def samples(history: RunHistory, kind: str) -> list[tuple[int, list[Sample]]]:
+def samples(history: RunHistory, kind: str) -> list[tuple[int, list[DumpedSample]]]:
     """Return samples of `rollouts` or `validation` by step.
 
     Dumps are in the run's folder or in the folder that the settings name.
@@ -46,7 +46,7 @@ def dump_folder(history: RunHistory, kind: str) -> Path | None:
     return next((place for place in places if place is not None and dumped_steps(place)), None)
 
 
-def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+def choose(rows: Sequence[Mapping[str, Any]]) -> list[DumpedSample]:
     """Choose rows of one step: the best, the worst, and the first response of prompts that are evenly spaced.
 
     The prompts are the same in every step that has the same prompts, as validation does, so that answers to one prompt
@@ -65,7 +65,7 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         best = max(finite, key=lambda pair: (pair[0], -pair[1]))
         marked = {best[1]: "best", min(finite)[1]: "worst"}
     return [
-        Sample(rows[number], mark)
+        DumpedSample(rows[number], mark)
         for number, mark in {**marked, **{n: marked.get(n, "") for n in evenly_spaced}}.items()
     ]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import JsonLines, keep_records, read
-from hybridrl.utils.spans import CONTROLLER, Span
+from hybridrl.utils.spans import CONTROLLER, TimedSpan
 
 TIMELINE = "timeline.jsonl"
 _SHORT_S = 0.0005  # what is shorter on a rank cannot be seen and is not written
@@ -23,7 +23,7 @@ _COLORS = ("#2563eb", "#059669", "#d97706", "#7c3aed", "#db2777", "#0891b2", "#6
 class Timed(Protocol):
     """A worker group that knows when its ranks ran."""
 
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[TimedSpan]:
         """The spans since the previous call."""
         ...
 
@@ -47,7 +47,7 @@ class Timeline:
     ) -> None:
         self._file.close()
 
-    def write(self, step: int, spans: Sequence[Span]) -> None:
+    def write(self, step: int, spans: Sequence[TimedSpan]) -> None:
         """Write what ran since the last report. A step may have several lines (its training, its validation).
 
         Phases of the controller are written however short they are: it may begin to wait when a rank has finished.
@@ -66,24 +66,26 @@ class Timeline:
         self._file = JsonLines(self._path)
 
 
-def read_timeline(folder: Path) -> dict[int, list[Span]]:
+def read_timeline(folder: Path) -> dict[int, list[TimedSpan]]:
     """Return the spans of each step.
 
     Raises:
         UserError: the file is damaged.
     """
     path = folder / TIMELINE
-    spans_by_step: dict[int, list[Span]] = {}
+    spans_by_step: dict[int, list[TimedSpan]] = {}
     for record in read(path) if path.is_file() else ():
         try:
             start, spans = float(record["started"]), spans_by_step.setdefault(int(record["step"]), [])
-            spans += [Span(str(name), int(rank), start + float(at), float(s)) for name, rank, at, s in record["spans"]]
+            spans += [
+                TimedSpan(str(name), int(rank), start + float(at), float(s)) for name, rank, at, s in record["spans"]
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
     return spans_by_step
 
 
-def rank_seconds(spans: Sequence[Span]) -> dict[str, dict[int, float]]:
+def rank_seconds(spans: Sequence[TimedSpan]) -> dict[str, dict[int, float]]:
     """Return the seconds of each rank in each method, by `<role>/<method>`."""
     seconds: dict[str, dict[int, float]] = {}
     for span in spans:
@@ -105,7 +107,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Picture:
+class TimelinePicture:
     """The timeline of one step.
 
     Attributes:
@@ -125,7 +127,7 @@ class Picture:
     left_out: int
 
 
-def picture(step: int, spans: Sequence[Span]) -> Picture:
+def picture(step: int, spans: Sequence[TimedSpan]) -> TimelinePicture:
     """Lay out the spans of a step. Of many ranks, those that were busy longest have rows."""
     start = min(span.started for span in spans)
     seconds = max(max(span.started + span.seconds for span in spans) - start, 1e-9)
@@ -150,4 +152,4 @@ def picture(step: int, spans: Sequence[Span]) -> Picture:
             color = "#94a3b8" if is_phase else colors[span.name]
             bars.append(Bar(offset, 100 * span.seconds / seconds, row, color, f"{who}: {span.seconds:.3f} s"))
     labels = [*phases, *(f"{role} {rank}" for role, rank in busiest)]
-    return Picture(step, seconds, labels, bars, list(colors.items()), len(busy) - len(busiest))
+    return TimelinePicture(step, seconds, labels, bars, list(colors.items()), len(busy) - len(busiest))

@@ -90,7 +90,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """How a function is called.
 
     Attributes:
@@ -241,7 +241,7 @@ def _of_batch(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def understand(
     call: Callable[..., Any], name: str, kwargs: Mapping[str, Any], form: Form, source: str, kwargs_key: str
-) -> Call:
+) -> RewardCall:
     """Find out how to call a function.
 
     Args:
@@ -318,7 +318,7 @@ class Free:
         return () if len(found) != 1 or {proper, "ground_truth"} & set(self.names) else found
 
     def besides(self, names: Sequence[str]) -> dict[str, Any]:
-        """The fields of a `Call` for parameters that are columns of the data: all but these."""
+        """The fields of a `RewardCall` for parameters that are columns of the data: all but these."""
         return {
             "columns": tuple(name for name in self.required if name not in names),
             "optional": tuple(name for name in self.others if name not in names),
@@ -334,11 +334,11 @@ def _bound(call: Callable[..., Any]) -> set[str]:
     return found
 
 
-def _as_in_trl(free: Free) -> Call | None:
+def _as_in_trl(free: Free) -> RewardCall | None:
     """A function with a parameter `completions`."""
     if "completions" not in free.names:
         return None
-    return Call(
+    return RewardCall(
         "batch",
         tuple(name for name in _TRL_NAMES if name in free.names or free.takes_any),
         all_columns=free.takes_any,
@@ -348,33 +348,33 @@ def _as_in_trl(free: Free) -> Call | None:
     )
 
 
-def _as_batch(free: Free) -> Call | None:
+def _as_batch(free: Free) -> RewardCall | None:
     """A function whose response is a list by its name."""
     fill = free.takes_any and "solution_strs" in free.names
     if "responses" in free.names or "solution_strs" in free.names:
         chosen = tuple(n for n in _BATCH_KNOWN if n in free.names or (fill and n in BATCH_NAMES))
-        return Call("batch", chosen, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
+        return RewardCall("batch", chosen, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
     text = free.texts("batch")
     if len(text) != 1:
         return None
     chosen = ("solution_strs", *(name for name in BATCH_NAMES if name in free.names))
     renamed, known = (("solution_strs", text[0]),), (*BATCH_NAMES, text[0])
-    return Call(
+    return RewardCall(
         "batch", chosen, renamed=renamed, guessed=(text[0],), truths=free.truths("batch"), **free.besides(known)
     )
 
 
-def _as_sample(free: Free) -> Call | None:
+def _as_sample(free: Free) -> RewardCall | None:
     """A function whose response is one text by its name, or that takes every name."""
     text = free.texts("sample")
     known = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
     if "solution_str" in free.names or (free.takes_any and free.by_name):
         chosen = tuple(name for name in known if name in free.names or free.takes_any)
-        return Call("sample", chosen, truths=free.truths("sample"), **free.besides(known))
+        return RewardCall("sample", chosen, truths=free.truths("sample"), **free.besides(known))
     if len(text) != 1 or set(_BATCH_KNOWN) & set(free.names):
         return None
     chosen = ("solution_str", *(name for name in known if name in free.names))
-    return Call(
+    return RewardCall(
         "sample",
         chosen,
         renamed=(("solution_str", text[0]),),
@@ -384,14 +384,16 @@ def _as_sample(free: Free) -> Call | None:
     )
 
 
-def _as_in_verl(free: Free, by_position: Sequence[str], form: Form) -> Call | None:
+def _as_in_verl(free: Free, by_position: Sequence[str], form: Form) -> RewardCall | None:
     """A function of three or four parameters that are positional only, and that no name tells: they are verl's."""
     names = {*SAMPLE_NAMES, *BATCH_NAMES, *_TRL_NAMES, PROMPT, *_FOREIGN}
     names |= {name for form_ in _TEXTS for name in (*_TEXTS[form_], *_TRUTHS[form_])}
     if len(free.required) not in (3, 4) or list(by_position) != list(free.names) or names & set(by_position):
         return None
     arguments = (BATCH_NAMES if form == "batch" else SAMPLE_NAMES)[: len(by_position)]
-    return Call(form, arguments, renamed=tuple(zip(arguments, by_position, strict=True)), guessed=tuple(by_position))
+    return RewardCall(
+        form, arguments, renamed=tuple(zip(arguments, by_position, strict=True)), guessed=tuple(by_position)
+    )
 
 
 def _not_understood(name: str, parameters: Mapping[str, Any], required: Sequence[str]) -> str:
@@ -410,7 +412,7 @@ def _not_understood(name: str, parameters: Mapping[str, Any], required: Sequence
 
 
 def _check_call(
-    call: Callable[..., Any], name: str, found: Call, kwargs: Mapping[str, Any], source: str, kwargs_key: str
+    call: Callable[..., Any], name: str, found: RewardCall, kwargs: Mapping[str, Any], source: str, kwargs_key: str
 ) -> None:
     names = dict(found.renamed)
     values = dict.fromkeys((*(names.get(one, one) for one in found.arguments), *found.columns))

@@ -25,7 +25,7 @@ GREEDY_TOKEN = SamplingParams(do_sample=False, temperature=0.0, top_p=1.0, top_k
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillRequest:
     """The values that an engine computes from a prompt in place of a response.
 
     Attributes:
@@ -38,8 +38,8 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """The results of a `Reading`; t tokens from `Reading.first` on, K likeliest tokens.
+class PromptLogprobs:
+    """The results of a `PrefillRequest`; t tokens from `PrefillRequest.first` on, K likeliest tokens.
 
     Attributes:
         score: of a classifier with one label, before any activation.
@@ -74,7 +74,7 @@ class Request:
     sampling: SamplingParams
     session: str = ""
     priority: int = TRAINING_PRIORITY
-    reading: Reading | None = None
+    reading: PrefillRequest | None = None
     images: PromptImages | None = None
     routing: bool = False
 
@@ -92,7 +92,7 @@ class Completion:
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-        found: what was read, of a request with a `Reading`; it has no tokens.
+        found: what was read, of a request with a `PrefillRequest`; it has no tokens.
         image_digest: fingerprint of the images that the engine was given; "" for none.
         routed_experts: integers [t, L, K], the K experts that the first t tokens of prompt and response used in the L
             layers with experts: all but the last, which is sampled and not computed. Of a request that was aborted
@@ -106,6 +106,6 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     cached_tokens: int = 0
-    found: Findings | None = None
+    found: PromptLogprobs | None = None
     image_digest: str = ""
     routed_experts: np.ndarray | None = None

@@ -21,11 +21,11 @@ from hybridrl.registry import TOOL_PARSERS
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.serve.conversation import inner_messages, inner_tools
-from hybridrl.serve.dialects.base import Dialect, Exchange
-from hybridrl.serve.images import Picture, PictureReader, Prompt, pictures_in, placed, with_patches
+from hybridrl.serve.dialects.base import CallContext, Dialect
+from hybridrl.serve.images import ClientImage, PictureReader, Prompt, pictures_in, placed, with_patches
 from hybridrl.serve.pending import PendingRequests
-from hybridrl.serve.replies import Reply, reply_of
-from hybridrl.serve.responses import Answer, answer_in_tokens
+from hybridrl.serve.replies import ReplyChoice, reply_of
+from hybridrl.serve.responses import ResponseBuilder, answer_in_tokens
 from hybridrl.serve.schema import (
     TOO_LONG,
     ApiError,
@@ -35,7 +35,7 @@ from hybridrl.serve.schema import (
     check_encodable,
     short,
 )
-from hybridrl.serve.sessions import Session, fingerprint
+from hybridrl.serve.sessions import ServerSession, fingerprint
 from hybridrl.serve.streams import answered, as_replies, as_stream, text_events, turn_events
 
 _MAX_SAMPLES = 1024  # of one call
@@ -135,7 +135,9 @@ class Api:
             )
         return messages, inner_tools(body.tools)
 
-    async def with_images(self, body: ChatRequest, session: Session | None) -> tuple[ChatRequest, dict[str, Picture]]:
+    async def with_images(
+        self, body: ChatRequest, session: ServerSession | None
+    ) -> tuple[ChatRequest, dict[str, ClientImage]]:
         """A request that names its images by digest, and these images.
 
         Raises:
@@ -152,8 +154,8 @@ class Api:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        session: Session | None,
-        pictures: Mapping[str, Picture],
+        session: ServerSession | None,
+        pictures: Mapping[str, ClientImage],
     ) -> Prompt:
         """A conversation as tokens: what the session knows of it as it is, and the rest rendered as in training.
 
@@ -185,8 +187,8 @@ class Api:
         body: ChatRequest,
         messages: list[Message],
         tools: Sequence[Mapping[str, Any]],
-        session: Session | None,
-        pictures: Mapping[str, Picture],
+        session: ServerSession | None,
+        pictures: Mapping[str, ClientImage],
     ) -> tuple[str, Prompt]:
         """The beginning of the turn that the model does not write, and the prompt with it.
 
@@ -255,7 +257,7 @@ class Api:
                 self._faults[with_tools] = str(error)
         return self._faults[with_tools]
 
-    async def count(self, body: ChatRequest, session: Session | None) -> int:
+    async def count(self, body: ChatRequest, session: ServerSession | None) -> int:
         """The tokens that a conversation would have as a prompt."""
         body.check_extras()
         body, pictures = await self.with_images(body, session)
@@ -264,7 +266,7 @@ class Api:
 
     # ------------------------------------------------------------------ what is refused
 
-    def _check(self, body: Body, session: Session | None) -> None:
+    def _check(self, body: Body, session: ServerSession | None) -> None:
         """Refuse what needs no prompt to be refused.
 
         Raises:
@@ -312,14 +314,14 @@ class Api:
     # ------------------------------------------------------------------ answers
 
     async def answer(
-        self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: Session | None
+        self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: ServerSession | None
     ) -> Response:
         """Generate for every prompt, and answer at once or as a stream."""
         with nullcontext() if session is None else session.noting_length():
             return await self._answer(body, http, session)
 
     async def _answer(
-        self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: Session | None
+        self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: ServerSession | None
     ) -> Response:
         body = body if session is None else session.with_defaults(body)
         self._check(body, session)
@@ -338,7 +340,7 @@ class Api:
         if isinstance(body, GenerateRequest):
             found = await self._all_of(pending, noted)
             return JSONResponse(answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0].ids, found))
-        answer = Answer(id, self.served.name, self.served.tokenizer, body, [prompt.ids for prompt in prompts])
+        answer = ResponseBuilder(id, self.served.name, self.served.tokenizer, body, [prompt.ids for prompt in prompts])
         if body.stream:
             return _Stream(self, len(requests), text_events(pending, answer, noted))
         return JSONResponse(await self.in_thread(answer.whole, await self._all_of(pending, noted)))
@@ -348,7 +350,7 @@ class Api:
         dialect: Dialect,
         body: ChatRequest,
         http: HttpRequest,
-        session: Session | None,
+        session: ServerSession | None,
         keep_from: int | None = None,
     ) -> Response:
         """Generate the model's next turn, and answer at once or as a stream.
@@ -363,7 +365,12 @@ class Api:
             return await self._converse(dialect, body, http, session, keep_from)
 
     async def _converse(
-        self, dialect: Dialect, body: ChatRequest, http: HttpRequest, session: Session | None, keep_from: int | None
+        self,
+        dialect: Dialect,
+        body: ChatRequest,
+        http: HttpRequest,
+        session: ServerSession | None,
+        keep_from: int | None,
     ) -> Response:
         body = body if session is None else session.with_defaults(body)
         self._check(body, session)
@@ -375,7 +382,7 @@ class Api:
         given, prompt = await self.in_thread(self._begun, body, messages, tools, session, pictures)
         self._check(body, session)  # others have come meanwhile
         id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"
-        exchange = Exchange(id, body.model or self.served.name, self.served.tokenizer, body, prompt.ids)
+        exchange = CallContext(id, body.model or self.served.name, self.served.tokenizer, body, prompt.ids)
         same = fingerprint(dialect.id_prefix, body)
         known = (
             session.remembered(same) if session is not None and http.headers.get(_RETRY_HEADER, "0") != "0" else None
@@ -386,9 +393,9 @@ class Api:
             return JSONResponse(await self.in_thread(dialect.whole, exchange, known))
         requests = self._requests(id, body, [prompt], name, session)
         pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
-        replies: dict[int, Reply] = {}
+        replies: dict[int, ReplyChoice] = {}
 
-        def read(index: int, completion: Completion) -> Reply:
+        def read(index: int, completion: Completion) -> ReplyChoice:
             new_id = _new_id if session is None else session.new_call_id
             reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id, given)
             replies[index] = reply
@@ -400,7 +407,7 @@ class Api:
                     session.remember(same, [replies[index] for index in sorted(replies)])
             return reply
 
-        async def replied(index: int, completion: Completion) -> Reply:
+        async def replied(index: int, completion: Completion) -> ReplyChoice:
             return await self.in_thread(read, index, completion)
 
         if body.stream:
@@ -433,7 +440,7 @@ class Api:
 
     @contextmanager
     def _named_as(
-        self, names: Sequence[str | None], session: Session | None, requests: Sequence[Request]
+        self, names: Sequence[str | None], session: ServerSession | None, requests: Sequence[Request]
     ) -> Iterator[None]:
         """Within the context, the requests of a call can be aborted by its names."""
         owner, ids = None if session is None else session.id, {request.id for request in requests}
@@ -449,7 +456,7 @@ class Api:
                     del self._named[key]
 
     def _requests(
-        self, id: str, body: Body, prompts: Sequence[Prompt], name: str, session: Session | None
+        self, id: str, body: Body, prompts: Sequence[Prompt], name: str, session: ServerSession | None
     ) -> list[Request]:
         """One request per prompt and sample.
 
@@ -487,13 +494,13 @@ class Api:
             self.reserve(-len(pending.requests))
         return [completions[index] for index in range(len(pending.requests))]
 
-    def reserve(self, count: int, session: Session | None = None) -> None:
+    def reserve(self, count: int, session: ServerSession | None = None) -> None:
         """Count samples in flight (or no longer, where negative)."""
         self._in_flight += count
         if session is not None:
             session.in_flight += count
 
-    def _room(self, body: Body, prompt: Prompt, session: Session | None) -> int:
+    def _room(self, body: Body, prompt: Prompt, session: ServerSession | None) -> int:
         """Most tokens that the response may have. In a session, a longer wish is shortened to what is left.
 
         Raises:
@@ -525,7 +532,9 @@ class Api:
 class _Stream(StreamingResponse):
     """A stream whose samples count as in flight until it ends, however it ends."""
 
-    def __init__(self, api: Api, count: int, events: AsyncGenerator[str, None], session: Session | None = None) -> None:
+    def __init__(
+        self, api: Api, count: int, events: AsyncGenerator[str, None], session: ServerSession | None = None
+    ) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._events = events
         self._api = api
@@ -541,7 +550,7 @@ class _Stream(StreamingResponse):
             self._api.reserve(-self._count, self._session)
 
 
-def _session_name(body: Body, http: HttpRequest, session: Session | None) -> str:
+def _session_name(body: Body, http: HttpRequest, session: ServerSession | None) -> str:
     """What requests that share a replica have in common."""
     name = http.headers.get("x-session-id") or body.session_id or "" if session is None else session.id
     if len(name) > _MAX_SESSION:

@@ -26,7 +26,7 @@ from hybridrl.serve.schema import (
     GenerateRequest,
     OpenSession,
 )
-from hybridrl.serve.sessions import Session, Sessions
+from hybridrl.serve.sessions import ServerSession, SessionTable
 
 _MAX_SESSIONS = 16384
 _IDLE_S = 21600.0
@@ -58,7 +58,7 @@ def create_app(
         max_body_mb: MiB of a request's body; None: by whether the model reads images.
     """
     app = FastAPI(title="hybridrl", docs_url=None, redoc_url=None, openapi_url=None)
-    sessions = Sessions(max_sessions, session_idle_s)
+    sessions = SessionTable(max_sessions, session_idle_s)
     most = max_body_mb or (BODY_MB if served.images is None else BODY_MB_WITH_IMAGES)
     app.add_middleware(Guard, token=token, is_session=sessions.known, max_body_mb=most)
     gate = gate or GuestGate(client, lambda: served.tokenizer)
@@ -85,10 +85,10 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, api: Api, sessions: Sessions) -> None:
+def _add_generation(app: FastAPI, api: Api, sessions: SessionTable) -> None:
     """The endpoints that generate. `Guard` finds the session of a request, in its path or as its key."""
 
-    def session_of(http: HttpRequest) -> Session | None:
+    def session_of(http: HttpRequest) -> ServerSession | None:
         id = getattr(http.state, "session", None)
         return None if id is None else sessions.get(id)
 
@@ -150,7 +150,7 @@ def _add_control(app: FastAPI, api: Api, gate: Gate) -> None:
         return {"weight_version": str(min(known))}
 
 
-def _add_sessions(app: FastAPI, api: Api, sessions: Sessions) -> None:
+def _add_sessions(app: FastAPI, api: Api, sessions: SessionTable) -> None:
     """The endpoints that open, describe, export and close sessions."""
 
     @app.post("/sessions")

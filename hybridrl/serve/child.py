@@ -1,8 +1,8 @@
 """The process that serves a run over HTTP: `python -m hybridrl.serve.child SOCKET LISTENER`.
 
 `ServerProcess` starts it. Both arguments are descriptors: a socket to the run, and the socket that listens. Standard
-input carries the `Setup`. Clients are not trusted: whatever they exhaust (memory, descriptors, the interpreter's time)
-is exhausted here, and not in the run. The process ends when the run does.
+input carries the `ServerSetup`. Clients are not trusted: whatever they exhaust (memory, descriptors, the interpreter's
+time) is exhausted here, and not in the run. The process ends when the run does.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from hybridrl.serve import wire
 from hybridrl.serve.app import create_app
 from hybridrl.serve.gate import PauseMode
 from hybridrl.serve.http import OpenAIServer
-from hybridrl.serve.images import Picture, ShownImages
-from hybridrl.serve.process import Setup
+from hybridrl.serve.images import ClientImage, ShownImages
+from hybridrl.serve.process import ServerSetup
 from hybridrl.serve.start import served_model
 
 _NICENESS = 5
@@ -46,7 +46,7 @@ class RunClient:
         self._writer = writer
         self._count = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._sent: weakref.WeakSet[Picture] = weakref.WeakSet()
+        self._sent: weakref.WeakSet[ClientImage] = weakref.WeakSet()
         self._stats = _Recent(lambda: self._call("stats"))
         self._health = _Recent(lambda: self._call("health"))
 
@@ -88,7 +88,7 @@ class RunClient:
             plain["images"] = {"numbers": [one.number for one in images.pictures], "places": images.places}
         return wire.completion_from_plain(*await self._answered("generate", plain))
 
-    def _send_once(self, picture: Picture) -> None:
+    def _send_once(self, picture: ClientImage) -> None:
         """Send an image to the run, which keeps it until nothing here has it any more."""
         if picture in self._sent:
             return
@@ -140,7 +140,7 @@ class _Recent:
             return self._value
 
 
-async def _serve(setup: Setup, connection: socket.socket, listening: socket.socket, max_connections: int) -> None:
+async def _serve(setup: ServerSetup, connection: socket.socket, listening: socket.socket, max_connections: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     client = RunClient(reader, writer)
     served = served_model(setup)
@@ -180,7 +180,7 @@ def _be_modest(max_connections: int) -> int:
 def main() -> None:
     """Serve until the run ends."""
     connection, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    setup: Setup = pickle.load(sys.stdin.buffer)
+    setup: ServerSetup = pickle.load(sys.stdin.buffer)
     max_connections = _be_modest(setup.rollout.server.max_connections)
     asyncio.run(_serve(setup, connection, listening, max_connections))
 

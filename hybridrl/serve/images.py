@@ -27,7 +27,7 @@ _ADVICE = f"send it as data:image/png;base64,... ({', '.join(FORMATS)})"
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class ClientImage:
     """An image of a client.
 
     Attributes:
@@ -45,7 +45,7 @@ class Picture:
 class ShownImages(PromptImages):
     """The images of a request, and each of them by itself."""
 
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[ClientImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PictureReader:
         self._max_tokens = max_tokens
         self._numbers = itertools.count()
         #: digest of a file -> the image, while a session or a request has it
-        self._known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        self._known: WeakValueDictionary[bytes, ClientImage] = WeakValueDictionary()
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -86,8 +86,8 @@ class PictureReader:
         return self._reader.processor.config
 
     def taken(
-        self, messages: Sequence[Mapping[str, Any]], known: Mapping[str, Picture]
-    ) -> tuple[list[dict[str, Any]], dict[str, Picture]]:
+        self, messages: Sequence[Mapping[str, Any]], known: Mapping[str, ClientImage]
+    ) -> tuple[list[dict[str, Any]], dict[str, ClientImage]]:
         """Messages that name their images by digest, and these images.
 
         Args:
@@ -97,7 +97,7 @@ class PictureReader:
         Raises:
             ApiError: an image cannot be read, or there are too many or too large ones.
         """
-        found: dict[str, Picture] = {}
+        found: dict[str, ClientImage] = {}
         shown, images, tokens = [], 0, 0
         for number, message in enumerate(messages):
             content = message.get("content")
@@ -120,7 +120,7 @@ class PictureReader:
             shown.append({**message, "content": parts})
         return shown, found
 
-    def _tokens(self, picture: Picture) -> int:
+    def _tokens(self, picture: ClientImage) -> int:
         return int(picture.tensors["image_grid_thw"].prod()) // int(self.config.vision_config.spatial_merge_size) ** 2
 
     def _check_count(self, images: int) -> None:
@@ -128,7 +128,7 @@ class PictureReader:
         if most is not None and images > most:
             raise _refused(f"there are more than {most} images (actor_rollout_ref.rollout.limit_images)")
 
-    def _picture(self, part: Mapping[str, Any], known: Mapping[str, Picture], where: str, room: int) -> Picture:
+    def _picture(self, part: Mapping[str, Any], known: Mapping[str, ClientImage], where: str, room: int) -> ClientImage:
         """The image of a part.
 
         Args:
@@ -147,7 +147,7 @@ class PictureReader:
             raise self._too_long(where, self._tokens(picture))
         return picture
 
-    def _read(self, data: bytes, where: str, room: int) -> Picture:
+    def _read(self, data: bytes, where: str, room: int) -> ClientImage:
         try:
             image = opened(data)
             tokens = self._reader.processor.placeholders(image)
@@ -158,7 +158,7 @@ class PictureReader:
             raise _refused(f"{where} has {image.size} pixels, which the model does not take: {error}") from error
         except RolloutError as error:
             raise _refused(f"{where}: {error}") from error
-        return Picture(next(self._numbers), tensors, digest(tensors))
+        return ClientImage(next(self._numbers), tensors, digest(tensors))
 
     def _too_long(self, where: str, tokens: int) -> ApiError:
         return ApiError(
@@ -201,7 +201,7 @@ def _file_of(value: Any, where: str) -> bytes:
         raise _refused(f"{where}: the base64 data cannot be read: {error}; {_ADVICE}") from error
 
 
-def with_patches(messages: Sequence[Message], pictures: Mapping[str, Picture]) -> list[Message]:
+def with_patches(messages: Sequence[Message], pictures: Mapping[str, ClientImage]) -> list[Message]:
     """Messages as `Turns` takes them: each image with its patches."""
     return [
         {**message, "content": [_with_patches(part, pictures) for part in message["content"]]}
@@ -211,18 +211,18 @@ def with_patches(messages: Sequence[Message], pictures: Mapping[str, Picture]) -
     ]
 
 
-def _with_patches(part: Mapping[str, Any], pictures: Mapping[str, Picture]) -> dict[str, Any]:
+def _with_patches(part: Mapping[str, Any], pictures: Mapping[str, ClientImage]) -> dict[str, Any]:
     return {"type": "image", "image": pictures[part["digest"]].tensors} if part["type"] == "image" else dict(part)
 
 
-def pictures_in(messages: Sequence[Message], pictures: Mapping[str, Picture]) -> list[Picture]:
+def pictures_in(messages: Sequence[Message], pictures: Mapping[str, ClientImage]) -> list[ClientImage]:
     """The images of messages, in order."""
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [pictures[part["digest"]] for parts in lists for part in parts if part["type"] == "image"]
 
 
 def placed(
-    ids: list[int], pictures: Sequence[Picture], config: PreTrainedConfig | None, known: Turn | None = None
+    ids: list[int], pictures: Sequence[ClientImage], config: PreTrainedConfig | None, known: Turn | None = None
 ) -> Prompt:
     """A prompt with its images at its placeholders.
 

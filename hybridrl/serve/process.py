@@ -35,7 +35,7 @@ _LOG_LINES = 40
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServerSetup:
     """What the server's process is started with.
 
     Attributes:
@@ -69,7 +69,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self, client: GenerationClient, setup: Setup, listener: Listener, log_file: Path | None = None
+        self, client: GenerationClient, setup: ServerSetup, listener: Listener, log_file: Path | None = None
     ) -> None:
         self.client = client
         self.listener = listener

@@ -14,7 +14,7 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
-class Reply:
+class ReplyChoice:
     """One choice of an answer.
 
     Attributes:
@@ -83,7 +83,7 @@ def reply_of(
     request: ChatRequest,
     new_id: Callable[[], str],
     given: str = "",
-) -> Reply:
+) -> ReplyChoice:
     """What a client sees of a completion.
 
     Args:
@@ -97,12 +97,12 @@ def reply_of(
     plain = text_of(tokenizer, completion, request)
     own = given if request.continue_final_message else ""
     if not request.separates_thoughts:
-        return Reply(completion, plain, given=own)
+        return ReplyChoice(completion, plain, given=own)
     ids = completion.token_ids
     marked = _cut(tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids), completion, request)
     if not request.reads_calls:
         thought, content = _thought_and_rest(plain)
-        return Reply(completion, content, reasoning=thought, given=own)
+        return ReplyChoice(completion, content, reasoning=thought, given=own)
     parsed = parser.parse(given + marked, request.tools)
     calls = [call for call in parsed.calls if isinstance(call, FunctionCall)]
     malformed = tuple(call for call in parsed.calls if isinstance(call, MalformedCall))
@@ -115,7 +115,7 @@ def reply_of(
         named.append(FunctionCall(call.name, call.arguments, id))
     if own:  # of which the client knows
         content = content.removeprefix(own.strip())
-    return Reply(completion, content, tuple(named), malformed, _thought_and_rest(marked)[0], own)
+    return ReplyChoice(completion, content, tuple(named), malformed, _thought_and_rest(marked)[0], own)
 
 
 def _thought_and_rest(text: str) -> tuple[str, str]:

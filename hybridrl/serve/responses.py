@@ -12,14 +12,14 @@ import numpy as np
 
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trace import spans
-from hybridrl.serve.replies import Reply, text_of
+from hybridrl.serve.replies import ReplyChoice, text_of
 from hybridrl.serve.schema import ChatRequest, CompletionRequest, GenerateRequest
 
 _LOWEST = -9999.0  # JSON has no infinity
 
 
 @dataclass
-class Answer:
+class ResponseBuilder:
     """Builds the response of one call.
 
     Attributes:
@@ -35,7 +35,7 @@ class Answer:
     tokenizer: Any
     request: ChatRequest | CompletionRequest
     prompts: Sequence[list[int]]
-    replies: dict[int, Reply] = field(default_factory=dict)
+    replies: dict[int, ReplyChoice] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

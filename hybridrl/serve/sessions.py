@@ -22,8 +22,8 @@ from hybridrl.rollout.token_tree import TokenTree, Turn
 from hybridrl.rollout.trace import training_trace
 from hybridrl.serve.conversation import MATCHERS, inner_messages, keys_of
 from hybridrl.serve.history import History, Said
-from hybridrl.serve.images import Picture, Prompt, pictures_in, placed, with_patches
-from hybridrl.serve.replies import Reply, calls_in
+from hybridrl.serve.images import ClientImage, Prompt, pictures_in, placed, with_patches
+from hybridrl.serve.replies import ReplyChoice, calls_in
 from hybridrl.serve.schema import TOO_LONG, ApiError, ChatRequest, SessionSettings
 
 ID_PREFIX = "session-"
@@ -50,7 +50,7 @@ class _Shown:
         }
 
 
-class Session:
+class ServerSession:
     """The calls of one agent.
 
     Args:
@@ -62,7 +62,7 @@ class Session:
         self.id = id
         self.settings = settings
         self.tree = TokenTree()
-        self.pictures: dict[str, Picture] = {}  # of its conversations, by digest
+        self.pictures: dict[str, ClientImage] = {}  # of its conversations, by digest
         self.created = time.time()
         self.used = time.monotonic()
         self.in_flight = 0
@@ -72,7 +72,7 @@ class Session:
         self._history = History()
         self._shown: dict[int, _Shown] = {}
         self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
-        self._answers: OrderedDict[str, list[Reply]] = OrderedDict()
+        self._answers: OrderedDict[str, list[ReplyChoice]] = OrderedDict()
         self._stored: dict[str, Said | None] = {}  # conversations by the id of their last answer
         self._calls = 0
 
@@ -86,7 +86,7 @@ class Session:
         turns: Turns,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        pictures: Mapping[str, Picture],
+        pictures: Mapping[str, ClientImage],
     ) -> Prompt | None:
         """A conversation whose beginning is known, as tokens and images; None where it is not.
 
@@ -109,7 +109,7 @@ class Session:
         return None
 
     def add(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: Prompt, reply: Reply
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: Prompt, reply: ReplyChoice
     ) -> None:
         """Note an answer of the model to a conversation."""
         turn = self.tree.add(prompt.ids, reply.completion, () if prompt.images is None else prompt.images.in_tokens())
@@ -157,14 +157,14 @@ class Session:
 
     # ------------------------------------------------------------------ requests that come again
 
-    def remember(self, fingerprint: str, replies: list[Reply]) -> None:
+    def remember(self, fingerprint: str, replies: list[ReplyChoice]) -> None:
         """Keep the answer to a request for a client that does not get it."""
         self._answers[fingerprint] = replies
         self._answers.move_to_end(fingerprint)
         while len(self._answers) > _KEPT_ANSWERS:
             self._answers.popitem(last=False)
 
-    def remembered(self, fingerprint: str) -> list[Reply] | None:
+    def remembered(self, fingerprint: str) -> list[ReplyChoice] | None:
         """The answer to the same request before."""
         return self._answers.get(fingerprint)
 
@@ -213,7 +213,7 @@ class Session:
         return training_trace(self.tree, {index: shown.as_trace() for index, shown in self._shown.items()})
 
 
-class Sessions:
+class SessionTable:
     """The sessions of a server.
 
     Args:
@@ -224,9 +224,9 @@ class Sessions:
     def __init__(self, limit: int, idle_s: float) -> None:
         self._limit = limit
         self._idle_s = idle_s
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, ServerSession] = {}
 
-    def open(self, settings: SessionSettings) -> Session:
+    def open(self, settings: SessionSettings) -> ServerSession:
         """A new session.
 
         Raises:
@@ -241,7 +241,7 @@ class Sessions:
                 "(actor_rollout_ref.rollout.server.max_sessions). Close some with DELETE /sessions/ID",
                 code="rate_limit_exceeded",
             )
-        session = Session(ID_PREFIX + secrets.token_urlsafe(24), settings)
+        session = ServerSession(ID_PREFIX + secrets.token_urlsafe(24), settings)
         self._open[session.id] = session
         return session
 
@@ -249,7 +249,7 @@ class Sessions:
         """Whether a session is open."""
         return id in self._open
 
-    def get(self, id: str) -> Session:
+    def get(self, id: str) -> ServerSession:
         """A session that is open.
 
         Raises:
@@ -261,7 +261,7 @@ class Sessions:
         session.used = time.monotonic()
         return session
 
-    def close(self, id: str) -> Session:
+    def close(self, id: str) -> ServerSession:
         """Forget a session.
 
         Raises:

@@ -17,7 +17,7 @@ from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.serve.app import Served
 from hybridrl.serve.http import Listener, new_token
-from hybridrl.serve.process import ServerProcess, Setup
+from hybridrl.serve.process import ServerProcess, ServerSetup
 from hybridrl.utils.files import replacing
 
 ACCESS_FILE = "server.json"
@@ -56,7 +56,7 @@ def served_name(rollout: RolloutConfig, model: ModelConfig) -> str:
     return rollout.prometheus.served_model_name or model.path
 
 
-def served_model(setup: Setup) -> Served:
+def served_model(setup: ServerSetup) -> Served:
     """The model as the API describes it, with its tokenizer, its chat template and the parser of its tool calls."""
     rollout, model = setup.rollout, setup.model
     import_external_lib(model.external_lib)  # it may register a parser
@@ -110,7 +110,7 @@ def make_server(
     """
     token = new_token(rollout.server.api_key_env)
     listener = Listener(rollout.server.host, rollout.server.port)
-    setup = Setup(
+    setup = ServerSetup(
         rollout, model, token, heeds_seeds, dict(template_kwargs or {}), dict(image_kwargs or {}), records_routing
     )
     server = ServerProcess(client, setup, listener, log_file)

@@ -6,10 +6,10 @@ from contextlib import aclosing
 from typing import Any
 
 from hybridrl.rollout.request import Completion
-from hybridrl.serve.dialects.base import Dialect, Exchange, event
+from hybridrl.serve.dialects.base import CallContext, Dialect, event
 from hybridrl.serve.pending import ClientGone, PendingRequests
-from hybridrl.serve.replies import Reply
-from hybridrl.serve.responses import Answer
+from hybridrl.serve.replies import ReplyChoice
+from hybridrl.serve.responses import ResponseBuilder
 from hybridrl.serve.schema import ApiError
 
 logger = logging.getLogger(__name__)
@@ -48,17 +48,17 @@ async def as_replies(pending: PendingRequests, replied: Callable[[int, Completio
                 yield index, await replied(index, completion)
 
 
-async def as_stream(known: Sequence[Reply]) -> AsyncGenerator[Any, None]:
+async def as_stream(known: Sequence[ReplyChoice]) -> AsyncGenerator[Any, None]:
     """(index, reply) of answers that are there already."""
     for index, reply in enumerate(known):
         yield index, reply
 
 
 async def turn_events(
-    dialect: Dialect, exchange: Exchange, found: AsyncGenerator[Any, None]
+    dialect: Dialect, exchange: CallContext, found: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[str, None]:
     """Server-sent events: each choice as a whole, as soon as it is complete."""
-    replies: dict[int, Reply] = {}
+    replies: dict[int, ReplyChoice] = {}
     try:
         for text in dialect.opening(exchange):
             yield text
@@ -81,7 +81,7 @@ async def turn_events(
 
 
 async def text_events(
-    pending: PendingRequests, answer: Answer, noted: Callable[[int, Completion], Completion]
+    pending: PendingRequests, answer: ResponseBuilder, noted: Callable[[int, Completion], Completion]
 ) -> AsyncGenerator[str, None]:
     """Server-sent events of `/v1/completions`."""
     completions: dict[int, Completion] = {}

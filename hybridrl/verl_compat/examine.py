@@ -12,7 +12,7 @@ from hybridrl.config.command import read_words, refuse_options, user_file
 from hybridrl.config.compose import compose_config, configs_folder, parse_overrides
 from hybridrl.config.verl.keys import key_book
 from hybridrl.errors import ConfigError
-from hybridrl.verl_compat.shell import Command
+from hybridrl.verl_compat.shell import ScriptCommand
 
 State = Literal["mapped", "no effect here", "not supported"]
 
@@ -36,12 +36,12 @@ class Examined:
         notices: what a run would tell the user before it starts.
     """
 
-    command: Command
+    command: ScriptCommand
     faults: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
-def examine(command: Command, placeholders: "Placeholders | None" = None) -> Examined:
+def examine(command: ScriptCommand, placeholders: "Placeholders | None" = None) -> Examined:
     """Compose and check a command without starting anything.
 
     Args:
@@ -68,7 +68,7 @@ def examine(command: Command, placeholders: "Placeholders | None" = None) -> Exa
     return examined
 
 
-def settings_of(command: Command, faults: Sequence[str] = ()) -> list[Setting]:
+def settings_of(command: ScriptCommand, faults: Sequence[str] = ()) -> list[Setting]:
     """Return the state of each word of a command; none if the program does not exist here.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridrl.errors import ConfigError
 from hybridrl.verl_compat.examine import Placeholders, Setting, examine, settings_of
-from hybridrl.verl_compat.shell import Command, named_by_path, read_script, run_script
+from hybridrl.verl_compat.shell import ScriptCommand, named_by_path, read_script, run_script
 
 _STATES = ("mapped", "no effect here", "not supported")
 
@@ -55,7 +55,7 @@ def report(script: Path, words: list[str]) -> bool:
     return all(can_run)
 
 
-def _report_command(command: Command) -> bool:
+def _report_command(command: ScriptCommand) -> bool:
     program = command.program
     there = f" -> python -m {program.module}" if program is not None and program.module else ""
     print(f"{command.module}{there}")

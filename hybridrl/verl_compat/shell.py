@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridrl.config.verl.tables import Program, programs
+from hybridrl.config.verl.tables import VerlProgram, programs
 from hybridrl.errors import ConfigError
 
 STAND_INS = "HYBRIDRL_STAND_INS"  # the variable with the folder of the stand-ins
@@ -71,7 +71,7 @@ _TRANSLATOR = '#!/bin/sh\nexec {python} -m hybridrl.verl_compat.stand_in {name} 
 
 
 @dataclass(frozen=True)
-class Command:
+class ScriptCommand:
     """One command of a script that starts a program of verl.
 
     Attributes:
@@ -87,16 +87,16 @@ class Command:
     launcher: list[str] = field(default_factory=list)
 
     @property
-    def program(self) -> Program | None:
+    def program(self) -> VerlProgram | None:
         """The program of hybridrl that the module stands for; None if the module is unknown."""
         return programs().get(self.module)
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScriptReading:
     """The commands of a script, and how bash ended: its exit status and the end of its standard error."""
 
-    commands: list[Command]
+    commands: list[ScriptCommand]
     status: int
     errors: str
 
@@ -107,7 +107,7 @@ def read_script(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     seconds: float = 60,
-) -> Reading:
+) -> ScriptReading:
     """Run a script in bash without its programs, and return the commands of verl that it would start.
 
     Assignments, functions, loops and redirections take place; a redirection that would overwrite a file fails.
@@ -159,7 +159,7 @@ def read_script(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         written = commands.read_text(encoding="utf-8", errors="replace") if commands.exists() else ""
-    return Reading(_commands(written), process.returncode, errors[-2000:])
+    return ScriptReading(_commands(written), process.returncode, errors[-2000:])
 
 
 def run_script(script: Path, words: Sequence[str] = ()) -> int:
@@ -239,7 +239,7 @@ def _write_tool(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def _commands(written: str) -> list[Command]:
+def _commands(written: str) -> list[ScriptCommand]:
     """The commands among the words that the stand-ins wrote down."""
     commands, words = [], []
     for word in written.split("\0"):
@@ -251,5 +251,5 @@ def _commands(written: str) -> list[Command]:
         modules = [at for at, word in enumerate(line) if at and line[at - 1] == "-m" and word.startswith("verl.")]
         if modules:
             at = modules[0]
-            commands.append(Command(line[at], line[at + 1 :], Path(folder), line[: at - 1]))
+            commands.append(ScriptCommand(line[at], line[at + 1 :], Path(folder), line[: at - 1]))
     return commands

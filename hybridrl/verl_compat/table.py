@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybridrl.errors import ConfigError
 from hybridrl.verl_compat.examine import Examined, Placeholders, examine
-from hybridrl.verl_compat.shell import Reading, read_script
+from hybridrl.verl_compat.shell import ScriptReading, read_script
 
 _FOLDERS = ("examples", "tests", "recipe")
 _BEGIN, _END = "<!-- begin: scripts (python -m hybridrl.verl_compat table) -->", "<!-- end: scripts -->"
@@ -90,7 +90,7 @@ def count(name: str, checkout: Path) -> Counted:
     return Counted(name, scripts, commands)
 
 
-def _read(script: Path, checkout: Path, home: str) -> Reading:
+def _read(script: Path, checkout: Path, home: str) -> ScriptReading:
     """The commands of a script; variables and arguments that it insists on get a placeholder."""
     words = ["8", f"{home}/save"] if "$# -lt" in script.read_text(errors="replace").replace('"', "") else []
     environment = {"HOME": home}

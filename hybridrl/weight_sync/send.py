@@ -29,7 +29,7 @@ from ray.exceptions import RayError, RayTaskError
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.messages import Bucket, Entry, ShardBucket, TransportKind
+from hybridrl.weight_sync.messages import Bucket, BucketEntry, ShardBucket, TransportKind
 
 _ALIGNMENT = 512  # bytes; more than any dtype or vector load requires
 _SLOTS = 2
@@ -38,7 +38,7 @@ _LEAST_BUCKET = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Target:
+class UpdateTarget:
     """An engine that receives weights.
 
     Attributes:
@@ -79,12 +79,12 @@ class Transport(ABC):
 
     kind: TransportKind
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         self.targets = list(targets)
         self.capacity = 0
         self._slot = 0
         self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
-        self._dead_targets: list[Target] = []  # processes that ended meanwhile
+        self._dead_targets: list[UpdateTarget] = []  # processes that ended meanwhile
 
     def reserve(self, size: int) -> torch.Tensor:
         """Return at least `size` bytes to write the next bucket into. Waits until no engine reads them any more."""
@@ -104,7 +104,7 @@ class Transport(ABC):
         self._acks[self._slot] = self._announce(self._slot, content)
         self._slot = (self._slot + 1) % _SLOTS
 
-    def message(self, where: Any, content: tuple[Entry, ...], target: Target) -> Bucket | ShardBucket:
+    def message(self, where: Any, content: tuple[BucketEntry, ...], target: UpdateTarget) -> Bucket | ShardBucket:
         """Return the message to an engine about a bucket; `where` locates the bytes."""
         return Bucket(self.kind, where, content)
 
@@ -178,7 +178,7 @@ class SharedMemoryTransport(Transport):
 
     kind: TransportKind = "shared_memory"
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
         self._segments: list[shared_memory.SharedMemory] = []
 
@@ -219,7 +219,7 @@ class RankTransport(Transport):
     written there is discarded.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         rank = distributed.get_rank()
         super().__init__([target for target in targets if target.ranks[0] == rank])
         self.is_read = any(rank in target.ranks for target in targets)
@@ -251,7 +251,7 @@ class CudaIpcTransport(RankTransport):
 
     kind: TransportKind = "cuda_ipc"
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
         self._buffers: list[torch.Tensor] = []
         self._exports: list[device.SharedMemory | None] = [None] * _SLOTS
@@ -293,7 +293,7 @@ class BroadcastTransport(Transport):
     kind: TransportKind = "broadcast"
     _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
         self._buffers: list[torch.Tensor] = []
         self._failed = False
@@ -311,7 +311,7 @@ class BroadcastTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return self._buffers[slot]
 
-    def _announce(self, slot: int, content: tuple[Entry, ...]) -> list[Any]:
+    def _announce(self, slot: int, content: tuple[BucketEntry, ...]) -> list[Any]:
         if self._failed:
             return []
         assert self._cached_group is not None
@@ -352,7 +352,7 @@ def why_no_ipc() -> str | None:
     return reasons[0] if reasons else None
 
 
-def transports_to(targets: Sequence[Target], node_id: str) -> list[Transport]:
+def transports_to(targets: Sequence[UpdateTarget], node_id: str) -> list[Transport]:
     """Return the transports that this rank writes to. All ranks call this together.
 
     Args:
@@ -374,7 +374,9 @@ def transports_to(targets: Sequence[Target], node_id: str) -> list[Transport]:
     return transports
 
 
-def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targets: Sequence[Target]) -> TransferReport:
+def send_adapter(
+    config: str, tensors: Iterable[tuple[str, torch.Tensor]], targets: Sequence[UpdateTarget]
+) -> TransferReport:
     """Send an adapter (LoRA) to engines that have its base, through Ray's object store: it is small.
 
     Args:
@@ -432,7 +434,7 @@ class _Packer:
         self.transports = transports
         self.bucket_bytes = bucket_bytes
         self.bytes = self.buckets = 0
-        self._entries: list[Entry] = []
+        self._entries: list[BucketEntry] = []
         self._buffers: list[torch.Tensor] = []
         self._offset = 0
 
@@ -446,7 +448,7 @@ class _Packer:
         for buffer in self._buffers:
             buffer[self._offset : self._offset + size].copy_(flat)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._entries.append(Entry(name, dtype, tuple(tensor.shape), self._offset, size))
+        self._entries.append(BucketEntry(name, dtype, tuple(tensor.shape), self._offset, size))
         self.bytes += size
         self._offset += -(-size // _ALIGNMENT) * _ALIGNMENT
 

@@ -34,9 +34,16 @@ from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync import send
-from hybridrl.weight_sync.delta import Change, SentPieces
+from hybridrl.weight_sync.delta import DeltaForm, SentPieces
 from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket, TransportKind
-from hybridrl.weight_sync.send import CudaIpcTransport, RankTransport, Target, TransferReport, Transport, make_segments
+from hybridrl.weight_sync.send import (
+    CudaIpcTransport,
+    RankTransport,
+    TransferReport,
+    Transport,
+    UpdateTarget,
+    make_segments,
+)
 
 #: slots and staging memory share two buckets
 _BUCKETS, _SHARES = 2, 3
@@ -70,7 +77,7 @@ class Content(NamedTuple):
 
     round: Round
     digests: dict[int, dict[tuple[str, Box], int]]
-    changes: dict[int, dict[int, tuple[Change, ...]]] | None = None
+    changes: dict[int, dict[int, tuple[DeltaForm, ...]]] | None = None
 
     def bucket(self, kind: TransportKind, where: Any, size: int, devices: Sequence[int]) -> ShardBucket:
         """Return the message to an engine on these devices."""
@@ -109,7 +116,7 @@ class ShardSender:
         self._plan_reported = False
         self._sent = SentPieces() if delta else None
 
-    def why_not(self, shards: Iterable[WeightShard], targets: Sequence[Target]) -> str | None:
+    def why_not(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> str | None:
         """Return why these engines cannot get their weights by a plan, or None if they can.
 
         The engines have to be waiting for weights. Each is asked once.
@@ -129,7 +136,7 @@ class ShardSender:
                 return f"{len(needs)} of the engine's {target.processes} processes say what they need"
         return None
 
-    def send(self, shards: Iterable[WeightShard], targets: Sequence[Target]) -> TransferReport:
+    def send(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> TransferReport:
         """Send the shards to engines for which `why_not` has returned None."""
         started = time.perf_counter()
         reached = [target for target in targets if target.incarnation in self._needs]
@@ -222,7 +229,7 @@ class ShardSender:
         checkpoint = Checkpoint({name: shapes[name] for name in order}, {name: dtypes[name] for name in order})
         return _Training(checkpoint, boxes_by_rank, [part[2] for part in gathered], [part[3] for part in gathered])
 
-    def _ask(self, targets: Sequence[Target]) -> None:
+    def _ask(self, targets: Sequence[UpdateTarget]) -> None:
         """Request the requirements of engines that are new. Engines that have ended in between are left out."""
         training = self._gathered
         if len(self._needs) > _MOST_REQUIREMENTS:  # most are of engines that were restarted; others are asked again
@@ -243,13 +250,13 @@ class ShardSender:
                         continue
         self._needs |= distributed.broadcast_object(answers)
 
-    def _rounds(self, targets: Sequence[Target]) -> list[Round]:
+    def _rounds(self, targets: Sequence[UpdateTarget]) -> list[Round]:
         key = tuple(target.incarnation for target in targets)
         if key != self._planned[0]:
             self._planned = key, self._plan(targets)
         return self._planned[1]
 
-    def _plan(self, targets: Sequence[Target]) -> list[Round]:
+    def _plan(self, targets: Sequence[UpdateTarget]) -> list[Round]:
         training, ranks = self._gathered, distributed.get_world_size()
         generation_boxes: list[dict[str, Boxes]] = [{} for _ in range(ranks)]
         own = {distributed.get_rank()}  # the devices whose messages this rank has to know
@@ -282,7 +289,7 @@ class ShardSender:
         self._report_plan(targets, rounds, int(sizes.max()))
         return rounds
 
-    def _report_plan(self, targets: Sequence[Target], rounds: Sequence[Round], largest: int) -> None:
+    def _report_plan(self, targets: Sequence[UpdateTarget], rounds: Sequence[Round], largest: int) -> None:
         if self._plan_reported or distributed.get_rank() != 0:
             return
         self._plan_reported = True
@@ -303,7 +310,7 @@ class ShardSender:
                 "warning",
             )
 
-    def _transports(self, targets: Sequence[Target]) -> list[Transport]:
+    def _transports(self, targets: Sequence[UpdateTarget]) -> list[Transport]:
         shared = [target for target in targets if target.ranks]
         apart = [target for target in targets if not target.ranks]
         transports: list[Transport] = []
@@ -342,7 +349,7 @@ class ShardMemoryTransport(RankTransport):
 
     kind: TransportKind = "shared_memory"
 
-    def __init__(self, targets: Sequence[Target], writers: int) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget], writers: int) -> None:
         super().__init__(targets)
         self._writers = writers
         self._segments: list[shared_memory.SharedMemory] = []
@@ -361,7 +368,7 @@ class ShardMemoryTransport(RankTransport):
     def _export(self, slot: int) -> tuple[int, str]:
         return distributed.get_rank(), self._segments[slot].name
 
-    def message(self, where: Any, content: Content, target: Target) -> ShardBucket:  # type: ignore[override]
+    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
         names = tuple(where[rank] for rank in target.ranks)
         return content.bucket(self.kind, names, self.capacity, target.ranks)
 
@@ -376,7 +383,7 @@ class ShardMemoryTransport(RankTransport):
 class ShardIpcTransport(CudaIpcTransport):
     """Sends to engines on the trainer's own GPUs."""
 
-    def message(self, where: Any, content: Content, target: Target) -> ShardBucket:  # type: ignore[override]
+    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
         return content.bucket(self.kind, where, self.capacity, target.ranks)
 
 
@@ -393,14 +400,14 @@ class PointToPointTransport(Transport):
     kind: TransportKind = "point_to_point"
     _cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
 
-    def __init__(self, targets: Sequence[Target], sent: SentPieces | None = None) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget], sent: SentPieces | None = None) -> None:
         self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
         super().__init__(targets)
         self.sent = self.saved = 0
         self._before = sent
         if sent is not None:
             sent.begin()
-        self._changes: dict[int, tuple[Change, ...]] = {}
+        self._changes: dict[int, tuple[DeltaForm, ...]] = {}
         self._receivers = [(target.incarnation, number) for target in targets for number in range(target.processes)]
         self._failed = False
         self._parts: list[tuple[Message, torch.Tensor]] = []
@@ -472,9 +479,9 @@ class PointToPointTransport(Transport):
             type(self)._cached_group, self._failed = None, True
         return acks
 
-    def _all_changes(self) -> dict[int, dict[int, tuple[Change, ...]]]:
+    def _all_changes(self) -> dict[int, dict[int, tuple[DeltaForm, ...]]]:
         """Return the forms in which the pieces of the round travel, by target and source rank."""
-        by_target: dict[int, dict[int, tuple[Change, ...]]] = {}
+        by_target: dict[int, dict[int, tuple[DeltaForm, ...]]] = {}
         for source, changes in enumerate(distributed.all_gather_object(self._changes)):
             for target, each in changes.items():
                 by_target.setdefault(target, {})[source] = each

@@ -23,7 +23,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import Target, TransferReport, send_adapter, stream, transports_to
+from hybridrl.weight_sync.send import TransferReport, UpdateTarget, send_adapter, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
@@ -34,7 +34,7 @@ from hybridrl.workers.update_plan import UpdatePlan
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerRole:
     """Tasks of a worker with one of verl's role strings.
 
     Attributes:
@@ -52,10 +52,10 @@ class Part:
 
 #: what each string means that the argument `role` may be; they are verl's
 PARTS = {
-    "actor": Part(trains=True),
-    "actor_rollout": Part(trains=True, generates=True),
-    "rollout": Part(generates=True),
-    "ref": Part(mesh="ref", frozen=True),
+    "actor": WorkerRole(trains=True),
+    "actor_rollout": WorkerRole(trains=True, generates=True),
+    "rollout": WorkerRole(generates=True),
+    "ref": WorkerRole(mesh="ref", frozen=True),
 }
 
 
@@ -173,7 +173,7 @@ class ActorRolloutRefWorker(ModelWorker):
             return self.rollout.generate(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, targets: Sequence[Target]) -> TransferReport:
+    def send_weights(self, targets: Sequence[UpdateTarget]) -> TransferReport:
         """Send the current weights to inference engines that are waiting for them.
 
         See `hybridrl.weight_sync.send_shards` and, for what cannot be planned, `hybridrl.weight_sync.send`.
@@ -195,7 +195,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 bucket_bytes=bucket_bytes,
             )
 
-    def _plans(self, targets: Sequence[Target], dtype: torch.dtype, bucket_bytes: int) -> bool:
+    def _plans(self, targets: Sequence[UpdateTarget], dtype: torch.dtype, bucket_bytes: int) -> bool:
         """Whether these engines get their weights by a plan (`rollout.checkpoint_engine.method`).
 
         Raises:

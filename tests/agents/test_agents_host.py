@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
-from hybridrl.utils.agent_host import Job, Program
+from hybridrl.utils.agent_host import AgentJob, AgentProgram
 from hybridrl.utils.plain_results import MalformedMessage, Result, decode_result
 from hybridrl.utils.supervisor import descendants
 from hybridrl.verdict import Verdict
@@ -80,13 +80,13 @@ def act(base_url, api_key, row):
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentHost]:
     file = tmp_path_factory.mktemp("agent") / "agent.py"
     file.write_text(AGENT)
-    made = AgentHost(Program(function=f"{file}:act"))
+    made = AgentHost(AgentProgram(function=f"{file}:act"))
     yield made
     made.close()
 
 
-def job(kind: str, **row: Any) -> Job:
-    return Job("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
+def job(kind: str, **row: Any) -> AgentJob:
+    return AgentJob("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
 
 
 def run(host: AgentHost, kind: str, **row: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_supervisor_that_is_killed_gives_no_score(host: AgentHost) -> None:
 
 def test_a_process_that_dies_again_and_again_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.py").write_text("def act(base_url, api_key, row):\n    return 1\n")
-    host = AgentHost(Program(function=f"{tmp_path / 'agent.py'}:act"))
+    host = AgentHost(AgentProgram(function=f"{tmp_path / 'agent.py'}:act"))
     try:
         (tmp_path / "agent.py").write_text("import os\nos._exit(7)\n")
         os.kill(host._process.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl.reward import RewardError
 from hybridrl.reward.function import RewardFunction, load
-from hybridrl.reward.signature import BATCH_NAMES, SAMPLE_NAMES, Call, Sample, understand
+from hybridrl.reward.signature import BATCH_NAMES, SAMPLE_NAMES, RewardCall, Sample, understand
 
 COLUMNS = {"question": "2 + 2", "answer": "4"}
 
@@ -168,7 +168,7 @@ def test_what_a_process_reports_is_how_the_pool_checks(user_file) -> None:
     with RewardPool(RewardFunction(path), 1, 10.0) as pool:
         pool.start(wait_for_one=True)
         (_, how), *_ = pool.calls
-        assert how == load(RewardFunction(path)).how and isinstance(how, Call)
+        assert how == load(RewardFunction(path)).how and isinstance(how, RewardCall)
         assert [one.score for one in pool.run(samples())] == [1.0, 0.0]
         with pytest.raises(RewardError, match="may be the response or the column 'response'"):
             pool.run(samples({"response": "r", "answer": "4"}))

@@ -14,7 +14,7 @@ from hybridrl.verdict import NoVerdictError, Reason
 
 
 @dataclass(frozen=True)
-class Reply:
+class UserReply:
     """A user's answer; see `BaseInteraction.generate_response`."""
 
     ended: bool
@@ -50,7 +50,7 @@ class InteractionSession:
         """The user's name."""
         return self._interaction.name
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """Return the user's answer to the model's last turn."""
         if self._id is None:
             self._id = await self._call(lambda: self._interaction.start_interaction(None, **self._kwargs))
@@ -64,7 +64,7 @@ class InteractionSession:
         ended, content, score, extra = returned
         if score is not None and not math.isfinite(score := float(score)):
             raise RolloutError(f"generate_response of {self.name} returned the score {score}; it must be finite")
-        return Reply(bool(ended), content, score, dict(extra or {}))
+        return UserReply(bool(ended), content, score, dict(extra or {}))
 
     async def score(self) -> float | None:
         """Return `calculate_score` of the conversation; None if the model never got to the user.

@@ -13,7 +13,7 @@ from ray import cloudpickle
 
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.session import Attempt, Task, run_attempt
-from hybridrl.agents.workers.setup import Setup, agents_of
+from hybridrl.agents.workers.setup import SessionWorkerSetup, agents_of
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
@@ -45,7 +45,7 @@ class SessionWorker:
         self._messages: list[Message] = []
         self._has_messages = asyncio.Event()
 
-    async def start(self, setup: Setup, folder: str | None = None) -> int:
+    async def start(self, setup: SessionWorkerSetup, folder: str | None = None) -> int:
         """Make what the sessions share; returns the id of this process.
 
         Args:

@@ -15,7 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.agents.session import Attempt, Task
 from hybridrl.agents.workers.actor import Message, SessionWorker
-from hybridrl.agents.workers.setup import Setup
+from hybridrl.agents.workers.setup import SessionWorkerSetup
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
@@ -72,7 +72,7 @@ class SessionPool:
         RolloutError: Ray does not run.
     """
 
-    def __init__(self, setup: Setup, count: int) -> None:
+    def __init__(self, setup: SessionWorkerSetup, count: int) -> None:
         if not ray.is_initialized():
             raise RolloutError(
                 f"the {count} processes that run sessions need Ray, which has not been started; start it, or set "

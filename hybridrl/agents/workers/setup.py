@@ -31,7 +31,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (AGENT_LOOPS, TOOLS, TOOL_PARSERS, ENVI
 
 
 @dataclass(frozen=True)
-class Setup:
+class SessionWorkerSetup:
     """The start-up data of a session worker.
 
     Attributes:
@@ -57,7 +57,7 @@ class Setup:
     default_environment: str | None
 
 
-def setup_of(agents: Agents) -> Setup:
+def setup_of(agents: Agents) -> SessionWorkerSetup:
     """Collect the start-up data from which other processes build the same `Agents`.
 
     Raises:
@@ -87,7 +87,7 @@ def setup_of(agents: Agents) -> Setup:
         raise RolloutError(f"the configuration cannot be sent to the processes that run sessions: {error!r}") from error
     own = type(agents.tokenizer).__module__.startswith("transformers_modules")
     acted_on = agents.environments
-    return Setup(
+    return SessionWorkerSetup(
         [os.path.abspath(path) for path in sys.path],
         os.getcwd(),
         list(files),
@@ -102,7 +102,7 @@ def setup_of(agents: Agents) -> Setup:
     )
 
 
-def agents_of(setup: Setup) -> Agents:
+def agents_of(setup: SessionWorkerSetup) -> Agents:
     """Build the `Agents` that the sessions of this process share.
 
     Raises:

@@ -18,7 +18,7 @@ from hybridrl.registry import REWARD_MANAGERS
 
 
 @dataclass(frozen=True)
-class Branch:
+class ConfigBranch:
     """A part of a configuration.
 
     Attributes:
@@ -63,9 +63,9 @@ def value_at(config: Any, name: str) -> Any:
     return config
 
 
-def branches(config: RootConfig) -> Iterator[Branch]:
+def branches(config: RootConfig) -> Iterator[ConfigBranch]:
     """Yield the whole tree, then the others. Those with faults are left out: another check reports them."""
-    yield Branch("", config)
+    yield ConfigBranch("", config)
     if isinstance(config, PPOTrainerConfig):
         yield from _of_roles(config)
         yield from _of_manager(config)
@@ -75,14 +75,16 @@ def branches(config: RootConfig) -> Iterator[Branch]:
             yield from _read(RewardPartConfig, given, f"reward.functions.{name}", config)
 
 
-def _read(settings: type, given: Any, where: str, config: RootConfig, unused: Unmet | None = None) -> Iterator[Branch]:
+def _read(
+    settings: type, given: Any, where: str, config: RootConfig, unused: Unmet | None = None
+) -> Iterator[ConfigBranch]:
     if isinstance(given, Mapping):
         value, faults = read_own(settings, given, f"{where}.", config)
         if value is not None and not faults:
-            yield Branch(where, value, given, unused)
+            yield ConfigBranch(where, value, given, unused)
 
 
-def _of_roles(config: PPOTrainerConfig) -> Iterator[Branch]:
+def _of_roles(config: PPOTrainerConfig) -> Iterator[ConfigBranch]:
     for spec in ROLES.values():
         if spec.settings is None:
             continue
@@ -95,7 +97,7 @@ def _of_roles(config: PPOTrainerConfig) -> Iterator[Branch]:
         yield from _read(spec.settings, config.roles.get(spec.name) or {}, spec.where, config, unused)
 
 
-def _of_manager(config: PPOTrainerConfig) -> Iterator[Branch]:
+def _of_manager(config: PPOTrainerConfig) -> Iterator[ConfigBranch]:
     manager = config.reward.reward_manager
     if manager.source == "register" and REWARD_MANAGERS.is_builtin(manager.name):
         settings = REWARD_MANAGERS.settings(manager.name)
@@ -103,7 +105,7 @@ def _of_manager(config: PPOTrainerConfig) -> Iterator[Branch]:
             yield from _read(settings, config.reward.reward_kwargs or {}, "reward.reward_kwargs", config)
 
 
-def _of_teachers(config: PPOTrainerConfig) -> Iterator[Branch]:
+def _of_teachers(config: PPOTrainerConfig) -> Iterator[ConfigBranch]:
     if not config.distillation.enabled:
         return
     try:
@@ -111,4 +113,4 @@ def _of_teachers(config: PPOTrainerConfig) -> Iterator[Branch]:
     except ConfigError:
         return
     for teacher in teachers:
-        yield Branch(teacher.where, teacher.settings, config.distillation.teacher_models[teacher.name])
+        yield ConfigBranch(teacher.where, teacher.settings, config.distillation.teacher_models[teacher.name])

@@ -14,10 +14,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.checks.branches import Branch, branches, value_at
+from hybridrl.config.checks.branches import ConfigBranch, branches, value_at
 from hybridrl.config.output import as_dict
 from hybridrl.config.schema.needs import Condition, Needs, Unmet, conditions
-from hybridrl.config.schema.node import Limits, default_tree, is_group
+from hybridrl.config.schema.node import ValueLimits, default_tree, is_group
 from hybridrl.config.schema.root import ROOTS, RootConfig
 from hybridrl.config.verl.tables import idle_notices
 
@@ -35,7 +35,7 @@ class Conditional:
     """
 
     key: str
-    limits: Limits
+    limits: ValueLimits
     needs: tuple[tuple[Condition, str], ...]
 
 
@@ -81,7 +81,7 @@ def check_idle(config: RootConfig, others: Sequence[str] = ()) -> tuple[list[str
     return faults, [idle.text() for (_, _, noticed), idle in found.items() if noticed]
 
 
-def _idle_in(branch: Branch, config: RootConfig, reported: Collection[str]) -> Iterator[tuple[str, Any, Unmet]]:
+def _idle_in(branch: ConfigBranch, config: RootConfig, reported: Collection[str]) -> Iterator[tuple[str, Any, Unmet]]:
     """Yield the settings of a branch that cannot act: name, value and the first reason."""
     if branch.unused is not None:
         yield from ((f"{branch.prefix}{name}", value, branch.unused) for name, value in (branch.given or {}).items())
@@ -102,7 +102,7 @@ def _idle_in(branch: Branch, config: RootConfig, reported: Collection[str]) -> I
             break  # the first reason is enough
 
 
-def acts(branch: Branch, config: RootConfig, key: str) -> bool:
+def acts(branch: ConfigBranch, config: RootConfig, key: str) -> bool:
     """Whether everything is there that a setting of a branch depends on."""
     lookup = functools.partial(branch.lookup, config)
     needs = next((item.needs for item in conditional(branch.settings, branch.prefix) if item.key == key), ())
@@ -131,12 +131,12 @@ def _conditional(
         if is_group(item):
             yield from _conditional(item.type, f"{name}.", needs, item.metadata.get("inner"))  # type: ignore[arg-type]
         elif needs:
-            yield Conditional(name, item.metadata.get("limits", Limits()), needs)
+            yield Conditional(name, item.metadata.get("limits", ValueLimits()), needs)
 
 
 def default_at(config: RootConfig, key: str) -> Any:
     """The value that a setting of a composed tree has unless it is set."""
-    return default_of_key(type(config), Conditional(key, Limits(), ()), as_dict(config))
+    return default_of_key(type(config), Conditional(key, ValueLimits(), ()), as_dict(config))
 
 
 def default_of_key(root: type, item: Conditional, tree: Mapping[str, Any]) -> Any:
@@ -153,7 +153,7 @@ def default_of_key(root: type, item: Conditional, tree: Mapping[str, Any]) -> An
     return item.limits.synonyms.get(value, value) if isinstance(value, str) else value
 
 
-def _is_set(branch: Branch, config: RootConfig, item: Conditional, value: Any, tree: Mapping[str, Any]) -> bool:
+def _is_set(branch: ConfigBranch, config: RootConfig, item: Conditional, value: Any, tree: Mapping[str, Any]) -> bool:
     """Whether a setting was set to something else than its default.
 
     A program may assign a setting that others follow, after which these only seem to be set: what they have counts only

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.settings import Limits as Limits
+from hybridrl.settings import ValueLimits as ValueLimits
 from hybridrl.settings import key as key
 
 

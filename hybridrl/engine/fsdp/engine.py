@@ -34,19 +34,19 @@ from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
 from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
-from hybridrl.engine.fsdp.offload import Offload, warn_unused_policy
+from hybridrl.engine.fsdp.offload import FSDPOffload, warn_unused_policy
 from hybridrl.engine.fsdp.packing import check_attention, check_windows, keeps_rows_apart, may_pack
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of, with_attention
-from hybridrl.engine.fsdp.source import Source, check_four_bit
+from hybridrl.engine.fsdp.source import ModuleSource, check_four_bit
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
+from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout, small_tree
@@ -176,7 +176,7 @@ class FSDPEngine(
         self.packed = self.packed and may_pack(model.path, self.config, self.compute_dtype)
         if self.packed or self.shares_prefixes is not False:
             self.work = work_of(self.config, value_model=self.model_type != "language_model")
-        source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
+        source = ModuleSource(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
             self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)
             self._sharded.fill(source.open)
@@ -205,7 +205,7 @@ class FSDPEngine(
         check_windows(self.module, self.response_logits)
         if self.packed and self._sequences is None:  # ranks that share sequences find out in each pass
             self.packed = keeps_rows_apart(model.path, self.module, self.response_logits, self.compute_dtype)
-        self._offload = Offload(
+        self._offload = FSDPOffload(
             self.module,
             self._masters,
             self.optimizer,
@@ -269,7 +269,7 @@ class FSDPEngine(
 
     # ------------------------------------------------------------------ computing
 
-    def forward_only(self, layouts: Sequence[Layout], request: Wanted) -> list[dict[str, torch.Tensor]]:
+    def forward_only(self, layouts: Sequence[MicroBatchLayout], request: Wanted) -> list[dict[str, torch.Tensor]]:
         self.module.eval()
         self._fuses_all(request)  # before what a micro-batch sets
         with torch.no_grad():
@@ -278,7 +278,9 @@ class FSDPEngine(
             self._sharded.reshard()
         return computed
 
-    def forward_backward(self, layouts: Sequence[Layout], request: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
         ranks = distributed.get_world_size()
         self._fuses_all(request)
         self.module.train()
@@ -306,13 +308,13 @@ class FSDPEngine(
     def recorded_routing(self) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
         return self._routing.recorded()
 
-    def _replaying(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
+    def _replaying(self, layout: MicroBatchLayout) -> contextlib.AbstractContextManager[None]:
         """Within the context, tokens use the experts of the layout, if it has any."""
         if layout.experts is None:
             return contextlib.nullcontext()
         return self._routing.replayed(layout.experts.to(device.current_device(), non_blocking=True))
 
-    def _inferred(self, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
+    def _inferred(self, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of a micro-batch without gradients; `routed_experts` of its real tokens, in main memory."""
         with self._attention_for(layout), self._replaying(layout):
             if ROUTED_EXPERTS not in request.outputs:
@@ -333,10 +335,10 @@ class FSDPEngine(
             plan.images = BatchImages(batch, self.config)
         return plan
 
-    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[MicroBatchLayout]:
         return [self._for_all_ranks(layout) for layout in super()._layouts(plan, function)]
 
-    def _for_all_ranks(self, layout: Layout) -> Layout:
+    def _for_all_ranks(self, layout: MicroBatchLayout) -> MicroBatchLayout:
         """The micro-batch with what every rank has to compute where any does."""
         return with_some_image(layout, self.config) if self._sees_images and self._sharded else layout
 
@@ -379,7 +381,7 @@ class FSDPEngine(
             )
         return not problems
 
-    def _forward(self, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
+    def _forward(self, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         part, owned = self._own_part(layout)
         part = part.to(device.current_device())
         computed = self._compute(part, request)
@@ -387,18 +389,18 @@ class FSDPEngine(
             computed = self._sequences.join(computed, owned)
         return part.of_rows(computed) if isinstance(part, TreeLayout) else computed
 
-    def _own_part(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
+    def _own_part(self, layout: MicroBatchLayout) -> tuple[MicroBatchLayout, torch.Tensor]:
         """Return this rank's tokens of a micro-batch, and the mask of its outputs."""
         if self._sequences is None:
             return layout, torch.ones_like(layout.selected, dtype=torch.bool)
         part, owned = self._sequences.split(layout)
         return layout.part(part) if isinstance(layout, TreeLayout) else part, owned
 
-    def _compute(self, layout: Layout, request: Wanted) -> dict[str, torch.Tensor]:
+    def _compute(self, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
         functions = self._functions(request)
 
-        def of_other(read: Callable[[FSDPEngine, Layout], Any], function: LogitsFunction) -> Any:
+        def of_other(read: Callable[[FSDPEngine, MicroBatchLayout], Any], function: LogitsFunction) -> Any:
             if function.other is None:
                 return None
             with self.without_adapter() if function.other is self else contextlib.nullcontext():
@@ -416,7 +418,7 @@ class FSDPEngine(
             outputs |= function(logits, layout.inputs or {}, request.temperature, other)
         return outputs
 
-    def _logits(self, layout: Layout) -> torch.Tensor:
+    def _logits(self, layout: MicroBatchLayout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
 
     @property
@@ -438,7 +440,7 @@ class FSDPEngine(
         self.reference = reference
 
     @torch.no_grad()
-    def response_logits(self, layout: Layout) -> torch.Tensor:
+    def response_logits(self, layout: MicroBatchLayout) -> torch.Tensor:
         """The logits `[N, V]` of this engine's model on another engine's micro-batch, without gradient.
 
         Where ranks share sequences, `layout` has this rank's tokens.
@@ -450,7 +452,7 @@ class FSDPEngine(
         return logits
 
     @torch.no_grad()
-    def hidden(self, layout: Layout) -> Hidden:
+    def hidden(self, layout: MicroBatchLayout) -> Hidden:
         """Return the inputs of the output layer from which `response_logits` would be computed."""
         with self._attention_for(layout):
             hidden = self._fusing.hidden(layout, copies=self._sharded is not None)
@@ -525,7 +527,7 @@ class FSDPEngine(
         with with_attention(self.module, attention.plain_attention(config)):
             yield
 
-    def _attention_for(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
+    def _attention_for(self, layout: MicroBatchLayout) -> contextlib.AbstractContextManager[None]:
         """Within the context, the attention that this micro-batch needs."""
         if not isinstance(layout, TreeLayout):
             return contextlib.nullcontext()

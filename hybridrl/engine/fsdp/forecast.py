@@ -18,7 +18,7 @@ from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.fsdp.sharing import may_share
 from hybridrl.engine.logit_change import LogitChange
-from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
+from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
@@ -165,7 +165,7 @@ class _Passes:
         finally:
             _along_paths.reset(token)
 
-    def _peak_of(self, layout: Layout, training: bool) -> int:
+    def _peak_of(self, layout: MicroBatchLayout, training: bool) -> int:
         self.module.train(training)
 
         def run() -> None:
@@ -176,7 +176,7 @@ class _Passes:
         with torch.set_grad_enabled(training), _GroupedProducts():
             return peak_of(run, *self.module.parameters(), *self.module.buffers()) // self.sharers
 
-    def _layout(self, micro: MicroBatching, response: int) -> Layout:
+    def _layout(self, micro: MicroBatching, response: int) -> MicroBatchLayout:
         length = self.work.prompt + self.work.response
         most = self.work.rows * self.sharers  # ranks that share sequences have the rows of all of them
         rows = min(most, micro.size or most)
@@ -211,7 +211,7 @@ class _Passes:
         largest = max(plan.groups, key=plan.tokens)
         return plan.layout(largest), len(largest)
 
-    def _outputs(self, layout: Layout) -> list[torch.Tensor]:
+    def _outputs(self, layout: MicroBatchLayout) -> list[torch.Tensor]:
         kind = device.get_device_name()
         change = LogitChange.described(self.module.config) or LogitChange()
 
@@ -242,12 +242,12 @@ class _Passes:
         return list(statistics.values())
 
 
-def _on_meta(shape: Sequence[int], outputs: int) -> Layout:
+def _on_meta(shape: Sequence[int], outputs: int) -> MicroBatchLayout:
     """A micro-batch whose tensors have no values, with so many predicted tokens."""
     with torch.device("meta"):
         ids, selected = torch.zeros(*shape, dtype=torch.int64), torch.zeros(outputs, dtype=torch.int64)
         positions = torch.arange(shape[1])[None].expand(*shape)
-    return Layout(ids, positions, selected, selected, None)
+    return MicroBatchLayout(ids, positions, selected, selected, None)
 
 
 class _GroupedProducts(TorchDispatchMode):

@@ -18,7 +18,7 @@ from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.fsdp.forward import SelectingHead
 from hybridrl.engine.logit_change import LogitChange, left_out
 from hybridrl.engine.logits_functions import LogitsFunction
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 
 #: functions of logits, each with what the output layer of the engine reads that it compares with
 Compared = Sequence[tuple[LogitsFunction, Hidden | None]]
@@ -46,7 +46,7 @@ class Fusing:
         self,
         module: nn.Module,
         head: SelectingHead,
-        forward: Callable[[Layout], torch.Tensor],
+        forward: Callable[[MicroBatchLayout], torch.Tensor],
         most_tokens: int | None = None,
     ) -> None:
         self._module, self._head, self._forward, self._most_tokens = module, head, forward, most_tokens
@@ -54,7 +54,7 @@ class Fusing:
         self._change: LogitChange | None = None
 
     def outputs(
-        self, layout: Layout, temperature: float, requested: Collection[str], compared: Compared = ()
+        self, layout: MicroBatchLayout, temperature: float, requested: Collection[str], compared: Compared = ()
     ) -> dict[str, torch.Tensor]:
         """Return the statistics of tokens among `requested`, and the outputs of the functions, `[N, ...]`.
 
@@ -95,7 +95,7 @@ class Fusing:
         }
         return outputs | aside
 
-    def hidden(self, layout: Layout, copies: bool) -> Hidden:
+    def hidden(self, layout: MicroBatchLayout, copies: bool) -> Hidden:
         """Return the inputs from which the head would compute logits.
 
         Args:
@@ -113,14 +113,14 @@ class Fusing:
             self._forward(layout)
         return captured[0]
 
-    def _unchanged(self, compute: Callable[..., torch.Tensor], layout: Layout) -> torch.Tensor:
+    def _unchanged(self, compute: Callable[..., torch.Tensor], layout: MicroBatchLayout) -> torch.Tensor:
         """Return the model's output with `compute(hidden, weight, bias)` for logits, without its change of logits."""
         without_change = contextlib.nullcontext() if self._change is None else left_out(self._module)
         with self._head.replaced_by(compute), without_change:
             return self._forward(layout)
 
     @torch.no_grad()
-    def why_not(self, layout: Layout) -> str | None:
+    def why_not(self, layout: MicroBatchLayout) -> str | None:
         """Return why the model has to compute logits, tried on the first token; None if it need not. Collective."""
         if not self._head.is_linear:
             return "its output layer is not a plain linear layer"
@@ -140,7 +140,7 @@ class Fusing:
         self._change = None
         return changed
 
-    def _changes_as(self, change: LogitChange, layout: Layout) -> bool:
+    def _changes_as(self, change: LogitChange, layout: MicroBatchLayout) -> bool:
         """Whether the model does this to logits and nothing else, and nothing at all where it is left out.
 
         It is tried with an output of the layer whose values are far apart, so that a soft cap shows.
@@ -160,7 +160,7 @@ class Fusing:
 
 
 def _statistics(
-    hidden: Hidden, layout: Layout, temperature: float, requested: Collection[str], most_tokens: int | None
+    hidden: Hidden, layout: MicroBatchLayout, temperature: float, requested: Collection[str], most_tokens: int | None
 ) -> dict[str, torch.Tensor]:
     if not any(name in requested for name in _STATISTICS):
         return {}

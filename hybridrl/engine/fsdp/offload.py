@@ -5,7 +5,7 @@ page-locked for GPUs, which makes copies fast. A host copy stays valid while its
 that did not change are freed there without being copied back.
 
 Master weights and optimizer state arrive while the first micro-batches are computed. Their tensors are on the device
-from the beginning of an update; their values are there after `Offload.wait_for_state`.
+from the beginning of an update; their values are there after `FSDPOffload.wait_for_state`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Offloaded:
         self._on_host = True
 
 
-class Offload:
+class FSDPOffload:
     """Offloading of an engine's weights and optimizer state to main memory between its uses.
 
     Args:

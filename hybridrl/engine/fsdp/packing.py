@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hybridrl.engine.fsdp.sharing import with_attention
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.errors import ModelError
 from hybridrl.models import attention, loading
 from hybridrl.notify import notify
@@ -39,7 +39,7 @@ def check_attention(model: Any, engine: Any) -> None:
         )
 
 
-def check_windows(module: nn.Module, compute: Callable[[Layout], Any]) -> None:
+def check_windows(module: nn.Module, compute: Callable[[MicroBatchLayout], Any]) -> None:
     """Refuse flash attention where a model applies its sliding window by the mask alone, which it does not read.
 
     A forward pass without attention shows which arguments the layers pass to it. Collective.
@@ -87,7 +87,9 @@ def may_pack(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
     return reason is None
 
 
-def keeps_rows_apart(path: str, module: nn.Module, compute: Callable[[Layout], Any], dtype: torch.dtype) -> bool:
+def keeps_rows_apart(
+    path: str, module: nn.Module, compute: Callable[[MicroBatchLayout], Any], dtype: torch.dtype
+) -> bool:
     """Whether a model computes two rows in one as it does each alone, tried on short rows; warn if not. Collective.
 
     Code may fail to pass the boundaries of sequences to its attention, or ignore the positions of tokens. The first
@@ -114,12 +116,12 @@ def keeps_rows_apart(path: str, module: nn.Module, compute: Callable[[Layout], A
     return True
 
 
-def _layout(ids: torch.Tensor, lengths: list[int] | None) -> Layout:
+def _layout(ids: torch.Tensor, lengths: list[int] | None) -> MicroBatchLayout:
     places = torch.arange(len(ids))
-    return Layout(ids[None], places[None] % _LENGTH, places, torch.zeros_like(places), lengths)
+    return MicroBatchLayout(ids[None], places[None] % _LENGTH, places, torch.zeros_like(places), lengths)
 
 
-def _states(module: nn.Module, compute: Callable[[Layout], Any], layout: Layout) -> torch.Tensor:
+def _states(module: nn.Module, compute: Callable[[MicroBatchLayout], Any], layout: MicroBatchLayout) -> torch.Tensor:
     """Return the inputs of the output layer, `[N, H]`; outputs would show nothing, as a new critic's layer is zero."""
     states: list[torch.Tensor] = []
     head: nn.Module = module.get_output_embeddings()  # type: ignore[operator]

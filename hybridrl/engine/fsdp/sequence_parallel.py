@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.engine.train_engine import Geometry
 from hybridrl.errors import ModelError
@@ -66,7 +66,7 @@ class SequenceParallel:
         self.size, self.rank = size, rank % size
         self.geometry = Geometry(rank // size, world // size, dp_group, cp_rank=self.rank, cp_size=size)
 
-    def split(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
+    def split(self, layout: MicroBatchLayout) -> tuple[MicroBatchLayout, torch.Tensor]:
         """Return this rank's tokens of a micro-batch of one row, and the mask of the N outputs that are theirs, `[N]`.
 
         The row is padded to a multiple of the ranks by a sequence of its own. The boundaries stay those of the whole
@@ -77,7 +77,7 @@ class SequenceParallel:
         begin, end = self._place(length)
         owned = (layout.selected >= begin) & (layout.selected < end)
         lengths = layout.lengths or [length]
-        part = Layout(
+        part = MicroBatchLayout(
             input_ids=pad(layout.input_ids, [0, missing])[:, begin:end],
             position_ids=pad(layout.position_ids, [0, missing])[..., begin:end],
             selected=layout.selected[owned] - begin,

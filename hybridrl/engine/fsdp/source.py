@@ -75,7 +75,7 @@ class PackedWeights:
             yield name, tensor
 
 
-class Source:
+class ModuleSource:
     """Builds a module without weights, or with them.
 
     Args:

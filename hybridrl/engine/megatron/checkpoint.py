@@ -15,7 +15,7 @@ import torch
 
 from hybridrl.engine import saved_parts
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
-from hybridrl.engine.megatron.mapping import Entry
+from hybridrl.engine.megatron.mapping import LocalTensor
 from hybridrl.engine.optim.low_bit import CODES, SCALE
 from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range
 from hybridrl.engine.saved_parts import SEPARATOR
@@ -82,12 +82,14 @@ def _finish_hf(engine: MegatronEngine, files: ModelFiles, folder: Path) -> None:
     saved_parts.save_tokenizer(engine.model_config, folder)
 
 
-def _entries(engine: MegatronEngine) -> dict[tuple[int, str], Entry]:
+def _entries(engine: MegatronEngine) -> dict[tuple[int, str], LocalTensor]:
     """This rank's parameters and buffers, by the number of their chunk and their name in it."""
     return {(engine.chunks.index(entry.chunk), entry.name): entry for entry in engine.weight_map.entries}
 
 
-def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+def _views(
+    entry: LocalTensor, shard: Shard, flat: torch.Tensor
+) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
     """Split the range of a flattened parameter that a rank updates by the Hugging Face tensors that it belongs to.
 
     Args:

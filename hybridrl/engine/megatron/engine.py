@@ -26,12 +26,12 @@ from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_firs
 from hybridrl.engine.megatron.forecast import forecast
 from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_packed
 from hybridrl.engine.megatron.mapping import WeightMap
-from hybridrl.engine.megatron.offload import DiscardedStorages, Offload, OffloadedStorages
+from hybridrl.engine.megatron.offload import DiscardedStorages, MegatronOffload, OffloadedStorages
 from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
@@ -174,7 +174,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             )
         return reason is None
 
-    def _make_offload(self) -> Offload:
+    def _make_offload(self) -> MegatronOffload:
         engine, optimizer = self.engine_config, self.optimizer
         parameters = states = gradients = None
         if engine.param_offload:
@@ -183,7 +183,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             states = OffloadedStorages(lambda: [*optimizer.separate_masters(), *optimizer.state_tensors()])
         if optimizer is not None and engine.grad_offload:
             gradients = DiscardedStorages(optimizer.gradient_buffers)
-        return Offload(parameters, gradients, states)
+        return MegatronOffload(parameters, gradients, states)
 
     @property
     def geometry(self) -> Geometry:
@@ -195,19 +195,23 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     # ------------------------------------------------------------------ computing
 
-    def forward_only(self, layouts: Sequence[Layout], request: Wanted) -> list[dict[str, torch.Tensor]] | None:
+    def forward_only(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+    ) -> list[dict[str, torch.Tensor]] | None:
         comparison = self._comparison(layouts, request)
         with self.activate():
             return self._schedule.forward_only(self.chunks, layouts, request, comparison)
 
-    def forward_backward(self, layouts: Sequence[Layout], request: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
         comparison = self._comparison(layouts, request)
         self._set_mode(training=True)
         with self.activate():
             self._schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
         self._set_mode(training=False)
 
-    def _comparison(self, layouts: Sequence[Layout], request: Wanted) -> Comparison:
+    def _comparison(self, layouts: Sequence[MicroBatchLayout], request: Wanted) -> Comparison:
         """The functions of logits among the outputs. The engines that they compare with read the micro-batches here.
 
         Of those, the hidden states of all response tokens of the call are kept on the last stage, and no logits.
@@ -221,7 +225,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             [(function, None if function.other is None else function.other.hidden(layouts)) for function in functions]
         )
 
-    def hidden(self, layouts: Sequence[Layout]) -> list[Hidden] | None:
+    def hidden(self, layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
         """Return the inputs of this engine's output layer for another engine's micro-batches; None on early stages."""
         with self.activate():
             return self._schedule.hidden(self.chunks, layouts)

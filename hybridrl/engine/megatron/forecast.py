@@ -18,7 +18,7 @@ from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usab
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
 from hybridrl.engine.megatron.schedule import Comparison
 from hybridrl.engine.micro_batched import OUTPUTS, Wanted
-from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
+from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models import loading
@@ -30,7 +30,7 @@ _DISPATCHER = "alltoall"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ForecastDevice:
     """Properties of the device that the model will be on.
 
     Attributes:
@@ -47,7 +47,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ForecastRequest:
     """Request to the forecast process: arguments of `Engine.forecast`, with a dtype independent of the device."""
 
     model_type: str
@@ -56,7 +56,7 @@ class Request:
     optim: Any
     ranks: int
     work: Workload
-    target: Target
+    target: ForecastDevice
 
 
 def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast | None:
@@ -71,7 +71,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     return largest_stage
 
 
-def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Request:
+def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> ForecastRequest:
     """The request of a process with a device of the kind that the model will be on."""
     dtype = build.dtype_of(engine)
     packed = bool(model.use_remove_padding) and device.is_gpu()
@@ -80,12 +80,12 @@ def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int
             model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
         )
         packed = why_not_packed(ParallelSizes.of(engine), dtype, config) is None
-    target = Target(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
+    target = ForecastDevice(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
     engine = replace(engine, dtype=str(dtype).removeprefix("torch."))
-    return Request(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
+    return ForecastRequest(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
 
 
-def compute(request: Request) -> Forecast | None:
+def compute(request: ForecastRequest) -> Forecast | None:
     """The forecast, in a process without a process group and without a GPU.
 
     Returns:
@@ -127,7 +127,7 @@ def _largest_stages(sizes: ParallelSizes, facts: Any) -> list[int]:
 class _Stage:
     """One rank of a pipeline stage."""
 
-    def __init__(self, request: Request, plan: build.Blueprint, sizes: ParallelSizes, stage: int) -> None:
+    def __init__(self, request: ForecastRequest, plan: build.Blueprint, sizes: ParallelSizes, stage: int) -> None:
         self._request, self._plan, self._sizes, self._stage = request, plan, sizes, stage
         self._kind = request.target.kind
 
@@ -231,7 +231,7 @@ class _Stage:
                 parameter.grad = None
             self._state.release_buffers()
 
-    def _layouts(self, micro: MicroBatching, response: int, training: bool) -> list[Layout]:
+    def _layouts(self, micro: MicroBatching, response: int, training: bool) -> list[MicroBatchLayout]:
         """Return copies of the largest micro-batch, as many as a rank holds at most at once."""
         work, sizes, packed = self._request.work, self._sizes, self._request.target.packed
         length = work.prompt + work.response
@@ -254,7 +254,7 @@ class _Stage:
         labels, lengths = torch.zeros_like(selected), [length] * rows if packed else None
         if packed:
             ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
-        return [Layout(ids, positions, selected, labels, lengths)] * count
+        return [MicroBatchLayout(ids, positions, selected, labels, lengths)] * count
 
     def _set_chunk_size(self, tokens: int) -> None:
         outputs = self._schedule.outputs

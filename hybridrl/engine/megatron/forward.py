@@ -19,13 +19,13 @@ from hybridrl.engine.megatron.mapping import padded_vocabulary
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.engine.megatron.vocabulary import (
     STATISTICS,
-    Part,
+    VocabularyShard,
     parallel_linear_statistics,
     parallel_statistics,
 )
 from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.engine.micro_batched import Wanted
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.models import attention
 from hybridrl.utils import device
@@ -79,12 +79,12 @@ class Arranger:
         sizes = self.state.sizes
         return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self.sequence_parallel else 1)
 
-    def shape(self, layouts: Sequence[Layout]) -> tuple[int, int]:
+    def shape(self, layouts: Sequence[MicroBatchLayout]) -> tuple[int, int]:
         """The smallest `(b, W)` that every micro-batch can be padded to."""
         rows = max(layout.input_ids.shape[0] for layout in layouts)
         return rows, max(sum(self._padded_lengths(layout)) for layout in layouts)
 
-    def arrange(self, layout: Layout, shape: tuple[int, int] | None = None) -> RankLayout:
+    def arrange(self, layout: MicroBatchLayout, shape: tuple[int, int] | None = None) -> RankLayout:
         """This rank's part of a micro-batch.
 
         Args:
@@ -125,10 +125,10 @@ class Arranger:
             {name: tensor.to(here) for name, tensor in (layout.inputs or {}).items()},
         )
 
-    def _real_lengths(self, layout: Layout) -> list[int]:
+    def _real_lengths(self, layout: MicroBatchLayout) -> list[int]:
         return [layout.input_ids.shape[1]] if layout.lengths is None else layout.lengths
 
-    def _padded_lengths(self, layout: Layout, width: int | None = None) -> list[int]:
+    def _padded_lengths(self, layout: MicroBatchLayout, width: int | None = None) -> list[int]:
         """Return the padded length of each sequence of a row, and of a sequence of padding if the row needs one."""
         sizes, multiple = self.state.sizes, self._row_multiple
         each = 2 * sizes.cp if sizes.cp > 1 else 1
@@ -157,7 +157,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _check_positions(layout: Layout) -> None:
+def _check_positions(layout: MicroBatchLayout) -> None:
     lengths = layout.lengths or [layout.input_ids.shape[1]]
     expected = torch.cat([torch.arange(length) for length in lengths])
     if layout.attention_mask is not None or not bool((layout.position_ids == expected).all()):
@@ -230,7 +230,7 @@ class Outputs:
 
     chunk: nn.Module
     state: ParallelState
-    part: Part
+    part: VocabularyShard
     sequence_parallel: bool
     why_whole: str | None
     fused: bool = False
@@ -251,7 +251,7 @@ class Outputs:
         most_tokens: int | None,
     ) -> Outputs:
         """The outputs of the last chunk of a model; `fused` has an effect where logits can be computed by chunks."""
-        part = Part.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
+        part = VocabularyShard.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
         language = plan.model_type == "language_model"
         reason = why_not_fused(chunk) if language else "a value model has no logits"
         return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None, most_tokens)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from hybridrl.engine.capabilities import WeightShard
-from hybridrl.engine.megatron.mapping import Entry, Piece, WeightMap
-from hybridrl.engine.saved_boxes import Source
+from hybridrl.engine.megatron.mapping import LocalTensor, Piece, WeightMap
+from hybridrl.engine.saved_boxes import TensorSource
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, count, whole
 from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights, checked_source
@@ -52,7 +52,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class InMemory(Source):
+class InMemory(TensorSource):
     """A state dict, or files of PyTorch's format that are mapped into memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], where: str = "the state dict") -> None:
@@ -70,7 +70,7 @@ class InMemory(Source):
         return self._tensors[name][box.within(whole(self.shape(name)))]
 
 
-class SafetensorsFiles(Source):
+class SafetensorsFiles(TensorSource):
     """Safetensors files of a folder. Tensors are read on demand."""
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class SafetensorsFiles(Source):
         return self._file_of[name].get_slice(name)[box.within(whole(self.shape(name)))]
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Path) -> TensorSource:
     """Open the weights of a model directory, or of a model on the hub.
 
     Raises:
@@ -120,7 +120,7 @@ def open_source(path: str | Path) -> Source:
     return InMemory(tensors, str(source))
 
 
-def load_hf(weights: WeightMap, source: Source) -> None:
+def load_hf(weights: WeightMap, source: TensorSource) -> None:
     """Fill this rank's parameters from a checkpoint. Rows that pad the vocabulary become 0.
 
     Raises:
@@ -138,7 +138,7 @@ def load_hf(weights: WeightMap, source: Source) -> None:
     _check_tied(weights, reader)
 
 
-def load_masters(weights: WeightMap, source: Source, shards: Iterable[Shard]) -> None:
+def load_masters(weights: WeightMap, source: TensorSource, shards: Iterable[Shard]) -> None:
     """Fill master weights that have more digits than the parameters, which were loaded from the same checkpoint."""
     reader = _Reader(source)
     entries = {(weights.chunks.index(entry.chunk), entry.name): entry for entry in weights.entries}
@@ -155,7 +155,7 @@ def load_masters(weights: WeightMap, source: Source, shards: Iterable[Shard]) ->
 class _Reader:
     """Reads boxes by the names of the table from checkpoints that have them in other forms."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         self.source = source
         self.names = frozenset(source.names)
 
@@ -198,7 +198,7 @@ class _Reader:
         return None
 
 
-def _fill(entry: Entry, reader: _Reader) -> None:
+def _fill(entry: LocalTensor, reader: _Reader) -> None:
     tensor = entry.tensor.detach()
     if sum(piece.box.elements for piece in entry.pieces) < tensor.numel():
         tensor.zero_()
@@ -206,7 +206,7 @@ def _fill(entry: Entry, reader: _Reader) -> None:
         piece.of(tensor).copy_(reader.read(piece))
 
 
-def _check_unused(weights: WeightMap, source: Source) -> None:
+def _check_unused(weights: WeightMap, source: TensorSource) -> None:
     """Refuse a checkpoint that has tensors which the table does not name, of this rank's layers or outside the layers.
 
     The heads of both kinds of model may be there: a value model may start from a language model, and the reverse.
@@ -301,7 +301,7 @@ class Exporter:
             True: parallel_state.get_expert_data_parallel_rank() == 0,
         }
         self._specs: dict[str, _Whole] | None = None
-        self._local: dict[tuple[str, Box], tuple[Entry, Piece]] = {}
+        self._local: dict[tuple[str, Box], tuple[LocalTensor, Piece]] = {}
         for entry in weights.entries:
             for piece in entry.pieces:
                 self._local[piece.name, piece.box] = (entry, piece)
@@ -337,7 +337,7 @@ class Exporter:
         """Return the shape of every tensor of the model, by Hugging Face name. All ranks call it together."""
         return {name: spec.shape for name, spec in self._catalogue().items()}
 
-    def is_first(self, entry: Entry, piece: Piece) -> bool:
+    def is_first(self, entry: LocalTensor, piece: Piece) -> bool:
         """Whether this rank is the first of those that hold a piece. All ranks called `shapes` before."""
         here = dist.get_rank(self._groups[entry.of_expert])
         return self._is_first[entry.of_expert] and piece.box in self._catalogue()[piece.name].boxes.get(here, ())

@@ -341,7 +341,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LocalTensor:
     """A parameter, or a saved buffer, of this rank.
 
     Attributes:
@@ -423,7 +423,7 @@ class WeightMap:
             table[_OUTPUT] = table[_EMBEDDING]
         return table
 
-    def _entries(self, chunk: nn.Module) -> Iterator[Entry]:
+    def _entries(self, chunk: nn.Module) -> Iterator[LocalTensor]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
         buffers = dict(chunk.named_buffers())
         for name in chunk.state_dict(keep_vars=True):
@@ -435,7 +435,7 @@ class WeightMap:
                     continue  # extra state of a module (Transformer Engine's)
             yield self._entry(chunk, name, tensor, numbers)
 
-    def _entry(self, chunk: nn.Module, name: str, tensor: torch.Tensor, numbers: Sequence[int]) -> Entry:
+    def _entry(self, chunk: nn.Module, name: str, tensor: torch.Tensor, numbers: Sequence[int]) -> LocalTensor:
         of_whole = _LAYER.sub(lambda match: str(numbers[int(match.group())]), local_layers_name(name))
         first = self.ranks.expert * int(self._facts.get("num_moe_experts") or 0) // self.ranks.experts
         of_whole, of_expert = _EXPERT.subn(lambda match: str(first + int(match.group())), of_whole)
@@ -455,4 +455,4 @@ class WeightMap:
         covered = sum(piece.box.elements for piece in pieces)
         if covered != tensor.numel() and not isinstance(kind, Vocabulary):
             raise ModelError(f"{of_whole}: its rule covers {covered} of its {tensor.numel()} elements")
-        return Entry(chunk, name, pieces, bool(of_expert), kind.may_be_absent)
+        return LocalTensor(chunk, name, pieces, bool(of_expert), kind.may_be_absent)

@@ -5,7 +5,7 @@ not tensors are replaced here, but the memory of their storages is released, and
 was allocated again.
 
 Master weights and optimizer state arrive while the first micro-batches are computed. Their memory is there from the
-beginning of an update, their values after `Offload.wait_for_state`.
+beginning of an update, their values after `MegatronOffload.wait_for_state`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DiscardedStorages:
                 _bytes_of(storage).zero_()
 
 
-class Offload:
+class MegatronOffload:
     """Offloading of an engine's weights, gradients and optimizer state between its uses.
 
     Args:

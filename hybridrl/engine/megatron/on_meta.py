@@ -21,7 +21,7 @@ from hybridrl.engine.forecast import fused_attention
 from hybridrl.engine.megatron.forward import Arranger, RankLayout, packed_parameters
 from hybridrl.engine.megatron.layers import CausalAttention
 from hybridrl.engine.megatron.schedule import Schedule
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.utils import device
 
 META = torch.device("meta")
@@ -190,7 +190,7 @@ class MetaLayout(RankLayout):
 class MetaArranger(Arranger):
     """Arranges micro-batches in main memory, and puts them on the meta device."""
 
-    def arrange(self, layout: Layout, shape: tuple[int, int] | None = None) -> RankLayout:
+    def arrange(self, layout: MicroBatchLayout, shape: tuple[int, int] | None = None) -> RankLayout:
         arranged = super().arrange(layout, shape)
         names = ("input_ids", "position_ids", "lengths", "selected", "labels", "owned", "inputs")
         return MetaLayout(**{name: getattr(arranged, name) for name in names})

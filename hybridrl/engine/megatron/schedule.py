@@ -14,7 +14,7 @@ from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.megatron.forward import Arranger, Compared, Outputs, RankLayout, packed_parameters
 from hybridrl.engine.megatron.parallel import ParallelState
 from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.engine.microbatch import MicroBatchLayout, dummy_layout
 from hybridrl.utils import device
 
 Numbered = tuple[int, RankLayout]
@@ -50,7 +50,7 @@ class Schedule:
     outputs: Outputs | None
 
     def forward_only(
-        self, chunks: Sequence[nn.Module], layouts: Sequence[Layout], request: Wanted, comparison: Comparison
+        self, chunks: Sequence[nn.Module], layouts: Sequence[MicroBatchLayout], request: Wanted, comparison: Comparison
     ) -> list[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, on the last stage; None on others."""
 
@@ -63,7 +63,7 @@ class Schedule:
             outputs = self._run(chunks, layouts, request, finish, forward_only=True)
         return outputs[: len(layouts)] if self.state.is_last_stage else None
 
-    def hidden(self, chunks: Sequence[nn.Module], layouts: Sequence[Layout]) -> list[Hidden] | None:
+    def hidden(self, chunks: Sequence[nn.Module], layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
         """Return the inputs of the output layer of each micro-batch, also of those that a pipeline adds; see above."""
 
         def finish(output: torch.Tensor, numbered: Numbered, **_: Any) -> Hidden:
@@ -78,7 +78,7 @@ class Schedule:
     def forward_backward(
         self,
         wrapped: Sequence[nn.Module],
-        layouts: Sequence[Layout],
+        layouts: Sequence[MicroBatchLayout],
         request: Wanted,
         share_of_loss: ShareOfLoss,
         comparison: Comparison,
@@ -97,7 +97,7 @@ class Schedule:
     def _run(
         self,
         models: Sequence[nn.Module],
-        layouts: Sequence[Layout],
+        layouts: Sequence[MicroBatchLayout],
         request: Wanted,
         finish: Callable[..., Any],
         **options: Any,
@@ -155,7 +155,7 @@ def _instead_of_logits(logits: torch.Tensor, outputs: Any) -> tuple[torch.Tensor
     return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), outputs
 
 
-def _dummy_like(layout: Layout) -> Layout:
+def _dummy_like(layout: MicroBatchLayout) -> MicroBatchLayout:
     """A dummy micro-batch with the same fields."""
     dummy = dummy_layout()
     if layout.inputs is not None:

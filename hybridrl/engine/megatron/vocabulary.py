@@ -26,7 +26,7 @@ _LOWEST = -1e4
 _BLOCK_ELEMENTS = 1 << 24
 
 
-class Part(NamedTuple):
+class VocabularyShard(NamedTuple):
     """The part of the vocabulary that a rank has logits of.
 
     Attributes:
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     vocabulary: int
 
     @classmethod
-    def of(cls, vocabulary: int, padded: int, group: Any) -> Part:
+    def of(cls, vocabulary: int, padded: int, group: Any) -> VocabularyShard:
         """This rank's part; all are equal, but for padding at the end of the last ones."""
         share = padded // group.size()
         first = share * group.rank()
@@ -59,7 +59,7 @@ def parallel_statistics(
     labels: torch.Tensor,
     temperature: float,
     outputs: Collection[str],
-    part: Part,
+    part: VocabularyShard,
     chunk_size: int | None = None,
     most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ def parallel_linear_statistics(
     labels: torch.Tensor,
     temperature: float,
     outputs: Collection[str],
-    part: Part,
+    part: VocabularyShard,
     chunk_size: int | None = None,
     most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -150,7 +150,12 @@ class _Sums(NamedTuple):
         return _Sums(self.top[rows], self.values[:, rows])
 
     def fill(
-        self, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part, most_tokens: int | None = None
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        part: VocabularyShard,
+        most_tokens: int | None = None,
     ) -> None:
         """Compute them from the logits `[N, part.size]`, of at most so many tokens at a time."""
         if not part.size:
@@ -169,7 +174,7 @@ class _Sums(NamedTuple):
             self.values[2, rows] = shifted.clamp_(min=_LOWEST).mul_(p).sum(-1)
             self.values[3, rows] = p.mul_(p).sum(-1)
 
-    def over_ranks(self, labels: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+    def over_ranks(self, labels: torch.Tensor, part: VocabularyShard) -> tuple[torch.Tensor, ...]:
         """log p(y), H, sum p^2, and m + log S, whose difference from z is log p; the same on each rank.
 
         With M the maximum and d = m - M, a rank's sums relative to M are
@@ -205,7 +210,12 @@ class _ForBackward(NamedTuple):
         return _ForBackward(*(tensor[rows] for tensor in self))
 
     def write(
-        self, grad: torch.Tensor, logits: torch.Tensor, scale: float, part: Part, most_tokens: int | None = None
+        self,
+        grad: torch.Tensor,
+        logits: torch.Tensor,
+        scale: float,
+        part: VocabularyShard,
+        most_tokens: int | None = None,
     ) -> torch.Tensor:
         """Write the gradient of the logits `[N, part.size]` into `grad`, which may be the logits."""
         own, local = part.places(self.labels)
@@ -233,7 +243,12 @@ class _ParallelStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part, most_tokens: int | None
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        part: VocabularyShard,
+        most_tokens: int | None,
     ) -> tuple[torch.Tensor, ...]:
         sums = _Sums.empty(len(logits), logits)
         sums.fill(logits, labels, scale, part, most_tokens)
@@ -269,7 +284,7 @@ class _ParallelLinearStatistics(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         scale: float,
-        part: Part,
+        part: VocabularyShard,
         rows: int,
     ) -> tuple[torch.Tensor, ...]:
         sums = _Sums.empty(len(hidden), hidden)

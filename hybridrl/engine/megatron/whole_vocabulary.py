@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.nn.functional import linear, pad
 
 from hybridrl.engine.chunked_function import Hidden, OwnVocabulary
-from hybridrl.engine.megatron.vocabulary import Part
+from hybridrl.engine.megatron.vocabulary import VocabularyShard
 
 
 class SharedVocabulary(OwnVocabulary):
     """Ranks with a part of the output layer's rows each, `[padded vocabulary / ranks, H]`."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: VocabularyShard) -> None:
         self.part = part
 
     def share(self, tokens: int) -> int:

@@ -22,7 +22,7 @@ from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.rollout.inference_engine import EngineSpec, classifier_overrides
-from hybridrl.rollout.request import Findings, Reading
+from hybridrl.rollout.request import PrefillRequest, PromptLogprobs
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
@@ -212,7 +212,7 @@ def sampling(params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: i
 
 
 @dataclass(slots=True)
-class Output:
+class PartialOutput:
     """Output of SGLang for a request so far.
 
     Attributes:
@@ -232,7 +232,7 @@ class Output:
     message: str
     cached_tokens: int
     experts: np.ndarray | None = None
-    found: Findings | None = None
+    found: PromptLogprobs | None = None
 
 
 class Server:
@@ -279,7 +279,7 @@ class Server:
         priority: int,
         routing: bool,
         images: "NamedImages | None" = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncIterator[PartialOutput]:
         """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
 
         With `routing`, the last one has the experts of the tokens.
@@ -315,7 +315,9 @@ class Server:
         except HTTPException as error:
             raise ValueError(error.detail) from error
 
-    async def read(self, request_id: str, prompt_ids: Sequence[int], reading: Reading, priority: int) -> Output:
+    async def read(
+        self, request_id: str, prompt_ids: Sequence[int], reading: PrefillRequest, priority: int
+    ) -> PartialOutput:
         """Compute the log-probabilities of a prompt; the output has no tokens.
 
         Raises:
@@ -343,7 +345,7 @@ class Server:
             raise ValueError(error.detail) from error
         return output
 
-    async def score(self, request_id: str, prompt_ids: Sequence[int], priority: int) -> Output:
+    async def score(self, request_id: str, prompt_ids: Sequence[int], priority: int) -> PartialOutput:
         """Compute a classifier's score of a prompt; the output has no tokens.
 
         Raises:
@@ -358,9 +360,9 @@ class Server:
         try:
             async for reply in self._manager.generate_request(request, None):
                 finish = reply["meta_info"].get("finish_reason") or {}
-                output = Output([], [], finish.get("type"), str(finish.get("message") or ""), 0)
+                output = PartialOutput([], [], finish.get("type"), str(finish.get("message") or ""), 0)
                 if output.finish != "abort":
-                    output.found = Findings(score=float(reply["embedding"][0]))
+                    output.found = PromptLogprobs(score=float(reply["embedding"][0]))
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output
@@ -431,7 +433,7 @@ class Server:
         self._engine.shutdown()
 
 
-def _output(reply: Mapping[str, Any], truncated: bool) -> Output:
+def _output(reply: Mapping[str, Any], truncated: bool) -> PartialOutput:
     meta, tokens = reply["meta_info"], reply["output_ids"]
     finish = meta.get("finish_reason") or {}
     log_probs: list[float] = []
@@ -441,7 +443,7 @@ def _output(reply: Mapping[str, Any], truncated: bool) -> Output:
         else:
             log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
         tokens = tokens[: len(log_probs)]
-    return Output(
+    return PartialOutput(
         token_ids=list(tokens),
         log_probs=log_probs[: len(tokens)],
         finish=finish.get("type"),
@@ -455,12 +457,12 @@ def _experts(encoded: str | None) -> np.ndarray | None:
     return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
 
 
-def _findings(meta: Mapping[str, Any], reading: Reading) -> Findings:
+def _findings(meta: Mapping[str, Any], reading: PrefillRequest) -> PromptLogprobs:
     """Read SGLang's entries, (log-probability, token, text) of each token; the first token has none."""
     own = meta["input_token_logprobs"][1:]
     tops = [entries[: reading.top] for entries in meta["input_top_logprobs"][1:]] if reading.top else [[] for _ in own]
     shape = (len(own), reading.top)
-    return Findings(
+    return PromptLogprobs(
         log_probs=np.asarray([entry[0] for entry in own], np.float32),
         top_log_probs=np.asarray([[entry[0] for entry in row] for row in tops], np.float32).reshape(shape),
         top_ids=np.asarray([[entry[1] for entry in row] for row in tops], np.int64).reshape(shape),

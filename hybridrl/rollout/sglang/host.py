@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.routing import RecordedLayers
-    from hybridrl.rollout.sglang.compat import Output, Server
+    from hybridrl.rollout.sglang.compat import PartialOutput, Server
     from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
     from hybridrl.rollout.stop_strings import StopStrings
@@ -253,7 +253,7 @@ class Host:
             self._released.difference_update(to_resume)
 
 
-def _completion(request_id: str, output: "Output", end: int | None, aborted: bool) -> "Completion":
+def _completion(request_id: str, output: "PartialOutput", end: int | None, aborted: bool) -> "Completion":
     from hybridrl.rollout.request import Completion
 
     answer = Completion(request_id, output.token_ids, output.log_probs, "stop", cached_tokens=output.cached_tokens)

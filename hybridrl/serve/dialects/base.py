@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hybridrl.serve.replies import Reply
+from hybridrl.serve.replies import ReplyChoice
 from hybridrl.serve.schema import ApiError, ChatRequest
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CallContext:
     """One call, as its answer needs it.
 
     Attributes:
@@ -30,11 +30,11 @@ class Exchange:
     prompt_ids: list[int]
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def generated(self, replies: Sequence[Reply]) -> int:
+    def generated(self, replies: Sequence[ReplyChoice]) -> int:
         """Tokens of all replies."""
         return sum(len(reply.completion.token_ids) for reply in replies)
 
-    def cached(self, replies: Sequence[Reply]) -> int:
+    def cached(self, replies: Sequence[ReplyChoice]) -> int:
         """Tokens of the prompt that an engine had in its cache."""
         return replies[0].completion.cached_tokens if replies else 0
 
@@ -49,23 +49,23 @@ class Dialect(ABC):
     id_prefix: ClassVar[str]
 
     @abstractmethod
-    def whole(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def whole(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
 
     @abstractmethod
-    def opening(self, exchange: Exchange) -> list[str]:
+    def opening(self, exchange: CallContext) -> list[str]:
         """The first server-sent events."""
 
     @abstractmethod
-    def choice(self, exchange: Exchange, index: int, reply: Reply) -> list[str]:
+    def choice(self, exchange: CallContext, index: int, reply: ReplyChoice) -> list[str]:
         """The events of a choice."""
 
     @abstractmethod
-    def closing(self, exchange: Exchange, replies: Sequence[Reply]) -> list[str]:
+    def closing(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> list[str]:
         """The last events."""
 
     @abstractmethod
-    def failed(self, exchange: Exchange, error: ApiError) -> list[str]:
+    def failed(self, exchange: CallContext, error: ApiError) -> list[str]:
         """The event of an error after the first event."""
 
     def keep_alive(self) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.serve.dialects.base import Dialect, Exchange, event
-from hybridrl.serve.replies import Reply
-from hybridrl.serve.responses import Answer
+from hybridrl.serve.dialects.base import CallContext, Dialect, event
+from hybridrl.serve.replies import ReplyChoice
+from hybridrl.serve.responses import ResponseBuilder
 from hybridrl.serve.schema import ApiError
 
 
@@ -14,28 +14,28 @@ class ChatDialect(Dialect):
 
     id_prefix = "chatcmpl"
 
-    def whole(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def whole(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> dict[str, Any]:
         return _answer(exchange, dict(enumerate(replies))).whole([reply.completion for reply in replies])
 
-    def opening(self, exchange: Exchange) -> list[str]:
+    def opening(self, exchange: CallContext) -> list[str]:
         return [event(chunk) for chunk in _answer(exchange, {}).opening()]
 
-    def choice(self, exchange: Exchange, index: int, reply: Reply) -> list[str]:
+    def choice(self, exchange: CallContext, index: int, reply: ReplyChoice) -> list[str]:
         return [event(_answer(exchange, {index: reply}).chunk(index, reply.completion))]
 
-    def closing(self, exchange: Exchange, replies: Sequence[Reply]) -> list[str]:
+    def closing(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> list[str]:
         last = []
         if exchange.request.stream_options.get("include_usage"):
             completions = [reply.completion for reply in replies]
             last.append(event(_answer(exchange, {}).usage_chunk(completions)))
         return [*last, "data: [DONE]\n\n"]
 
-    def failed(self, exchange: Exchange, error: ApiError) -> list[str]:
+    def failed(self, exchange: CallContext, error: ApiError) -> list[str]:
         return [event(error.body())]
 
 
-def _answer(exchange: Exchange, replies: dict[int, Reply]) -> Answer:
-    return Answer(
+def _answer(exchange: CallContext, replies: dict[int, ReplyChoice]) -> ResponseBuilder:
+    return ResponseBuilder(
         exchange.id,
         exchange.model,
         exchange.tokenizer,

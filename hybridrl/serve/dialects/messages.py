@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybridrl.models.chat import as_text
-from hybridrl.serve.dialects.base import Dialect, Exchange, event
+from hybridrl.serve.dialects.base import CallContext, Dialect, event
 from hybridrl.serve.limits import body_of_error
-from hybridrl.serve.replies import Reply
+from hybridrl.serve.replies import ReplyChoice
 from hybridrl.serve.schema import ApiError, ChatRequest, short
 
 #: what a block has before its deltas
@@ -216,7 +216,7 @@ class MessagesDialect(Dialect):
     def __init__(self, thinks: bool = False) -> None:
         self._thinks = thinks
 
-    def whole(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def whole(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> dict[str, Any]:
         (reply,) = replies
         return {
             **self._head(exchange),
@@ -225,11 +225,11 @@ class MessagesDialect(Dialect):
             "usage": self._usage(exchange, [reply]),
         }
 
-    def opening(self, exchange: Exchange) -> list[str]:
+    def opening(self, exchange: CallContext) -> list[str]:
         head = {**self._head(exchange), "content": [], "stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message=head | {"usage": self._usage(exchange, [])})]
 
-    def choice(self, exchange: Exchange, index: int, reply: Reply) -> list[str]:
+    def choice(self, exchange: CallContext, index: int, reply: ReplyChoice) -> list[str]:
         events: list[str] = []
         for number, block in enumerate(self._blocks(reply)):
             deltas = {
@@ -245,19 +245,19 @@ class MessagesDialect(Dialect):
         ending = self._ending(exchange, reply)
         return [*events, _event("message_delta", delta=ending, usage=self._usage(exchange, [reply]))]
 
-    def closing(self, exchange: Exchange, replies: Sequence[Reply]) -> list[str]:
+    def closing(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> list[str]:
         return [_event("message_stop")]
 
-    def failed(self, exchange: Exchange, error: ApiError) -> list[str]:
+    def failed(self, exchange: CallContext, error: ApiError) -> list[str]:
         return [event(body_of_error("/v1/messages", error), "error")]
 
     def keep_alive(self) -> str:
         return _event("ping")
 
-    def _head(self, exchange: Exchange) -> dict[str, Any]:
+    def _head(self, exchange: CallContext) -> dict[str, Any]:
         return {"id": exchange.id, "type": "message", "role": "assistant", "model": exchange.model}
 
-    def _blocks(self, reply: Reply) -> list[dict[str, Any]]:
+    def _blocks(self, reply: ReplyChoice) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
         if reply.reasoning and self._thinks:
             blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
@@ -269,7 +269,7 @@ class MessagesDialect(Dialect):
             )
         return blocks
 
-    def _ending(self, exchange: Exchange, reply: Reply) -> dict[str, Any]:
+    def _ending(self, exchange: CallContext, reply: ReplyChoice) -> dict[str, Any]:
         reason = _STOP_REASONS.get(reply.finish_reason, "end_turn")
         ids, ends = reply.completion.token_ids, exchange.request.stops
         stopped = None
@@ -278,7 +278,7 @@ class MessagesDialect(Dialect):
             stopped = min((stop for stop in ends if stop in text), key=text.find, default=None)
         return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": stopped}
 
-    def _usage(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def _usage(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> dict[str, Any]:
         cached = exchange.cached(replies)
         return {
             "input_tokens": len(exchange.prompt_ids) - cached,

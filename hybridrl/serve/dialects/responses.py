@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybridrl.models.chat import Message, as_text
-from hybridrl.serve.dialects.base import Dialect, Exchange, event
-from hybridrl.serve.replies import Reply
+from hybridrl.serve.dialects.base import CallContext, Dialect, event
+from hybridrl.serve.replies import ReplyChoice
 from hybridrl.serve.schema import ApiError, ChatRequest, short
 
 #: parameters that do not change the response; whether and how long a model thinks is up to its chat template
@@ -220,7 +220,7 @@ class ResponsesDialect(Dialect):
         self._body = body
         self._numbers = itertools.count()
 
-    def whole(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def whole(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> dict[str, Any]:
         (reply,) = replies
         cut = reply.finish_reason == "length"
         return self._response(exchange, "incomplete" if cut else "completed") | {
@@ -235,11 +235,11 @@ class ResponsesDialect(Dialect):
             },
         }
 
-    def opening(self, exchange: Exchange) -> list[str]:
+    def opening(self, exchange: CallContext) -> list[str]:
         begun = self._response(exchange, "in_progress")
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
-    def choice(self, exchange: Exchange, index: int, reply: Reply) -> list[str]:
+    def choice(self, exchange: CallContext, index: int, reply: ReplyChoice) -> list[str]:
         events = []
         for number, item in enumerate(self._items(exchange, reply)):
             events.append(self._event("output_item.added", output_index=number, item=_begun(item)))
@@ -264,11 +264,11 @@ class ResponsesDialect(Dialect):
             self._event("content_part.done", **where, part=part),
         ]
 
-    def closing(self, exchange: Exchange, replies: Sequence[Reply]) -> list[str]:
+    def closing(self, exchange: CallContext, replies: Sequence[ReplyChoice]) -> list[str]:
         response = self.whole(exchange, replies)
         return [self._event(response["status"], response=response)]
 
-    def failed(self, exchange: Exchange, error: ApiError) -> list[str]:
+    def failed(self, exchange: CallContext, error: ApiError) -> list[str]:
         about = error.body()["error"]
         found = self._response(exchange, "failed") | {"error": {"code": "server_error", "message": about["message"]}}
         return [self._event("failed", response=found)]
@@ -277,7 +277,7 @@ class ResponsesDialect(Dialect):
         name = f"response.{kind}"
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
-    def _response(self, exchange: Exchange, status: str) -> dict[str, Any]:
+    def _response(self, exchange: CallContext, status: str) -> dict[str, Any]:
         body, request = self._body, exchange.request
         return {
             "id": exchange.id,
@@ -302,7 +302,7 @@ class ResponsesDialect(Dialect):
             "usage": None,
         }
 
-    def _items(self, exchange: Exchange, reply: Reply) -> list[dict[str, Any]]:
+    def _items(self, exchange: CallContext, reply: ReplyChoice) -> list[dict[str, Any]]:
         status = "incomplete" if reply.finish_reason == "length" else "completed"
         unique = exchange.id.removeprefix(f"{self.id_prefix}-")
         items: list[dict[str, Any]] = []

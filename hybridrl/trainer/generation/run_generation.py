@@ -14,7 +14,7 @@ from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
 from hybridrl.trainer.experiment import code_of
-from hybridrl.trainer.generation.output import Output, parts_folder
+from hybridrl.trainer.generation.output import OutputFile, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
 from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
@@ -70,11 +70,11 @@ def _in_cluster(config: GenerationConfig) -> None:
             _generate(config, responder, output)
 
 
-def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> Output:
+def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> OutputFile:
     data = config.data
     settings = made_by | _settings(config)
     path = Path(data.output_path).expanduser()
-    output = Output(
+    output = OutputFile(
         path, responder.rows, data.batch_size, data.response_key, data.log_probs, settings, overwrite=data.overwrite
     )
     if output.is_complete:
@@ -108,7 +108,7 @@ def _weights(path: str) -> str:
     return digest([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
-def _generate(config: GenerationConfig, responder: Responder, output: Output) -> None:
+def _generate(config: GenerationConfig, responder: Responder, output: OutputFile) -> None:
     """Generate every missing part, then join the parts."""
     missing = output.missing()
     with Report(output, len(missing), config.data.response_key, config.trainer.progress_bar) as report:
@@ -119,7 +119,7 @@ def _generate(config: GenerationConfig, responder: Responder, output: Output) ->
         report.finish()
 
 
-def _answered(responder: Responder, output: Output, numbers: list[int]) -> Iterator[tuple[int, Any]]:
+def _answered(responder: Responder, output: OutputFile, numbers: list[int]) -> Iterator[tuple[int, Any]]:
     """Yield the responses of each part as it completes. At most `in_flight` parts are in progress."""
     if responder.in_flight == 1:
         for number in numbers:
