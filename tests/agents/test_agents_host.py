@@ -18,6 +18,7 @@ from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
 from hybridrl.utils.agent_host import Job, Program
 from hybridrl.utils.plain_results import MalformedMessage, Result, decode_result
+from hybridrl.utils.supervisor import descendants
 from hybridrl.verdict import Verdict
 
 AGENT = """
@@ -144,10 +145,9 @@ def test_sessions_are_scored_truly_or_not_at_all_whoever_is_killed(host: AgentHo
         killed = 0
         while not done.is_set():
             await asyncio.sleep(dice.uniform(0.05, 0.2))
-            own = psutil.Process(os.getpid()).children(recursive=True)
-            agents = [one for one in own if one.pid != host._process.pid]
+            agents = descendants(host._process.pid)  # this process may have others, such as those of its Ray
             kills_host = dice.random() < 0.3 and not host._losses  # it gives up where no agent answers in between
-            target = host._process.pid if kills_host else (dice.choice(agents).pid if agents else None)
+            target = host._process.pid if kills_host else (dice.choice(agents) if agents else None)
             if target is not None:
                 os.kill(target, signal.SIGKILL)
                 killed += 1
