@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridrl.notify import keeping_output, notify, redirect_lost_output
 from hybridrl.utils.forked import default_in_children, inherited_by_children
-from hybridrl.utils.termination import COPY_S, is_ours, settle
+from hybridrl.utils.termination import COPY_S, is_ours, listening, settle
 
 _HANGUP_LOG = "after_hangup.log"
 _SECOND: dict[signal.Signals, Any] = {
@@ -37,7 +37,8 @@ class StopRequest:
     """Listens for signals that ask the run to stop while it is entered.
 
     They are SIGINT, SIGTERM, SIGHUP (the terminal or the connection is gone), and SIGUSR1 and SIGUSR2, with which batch
-    systems warn that the time is almost over. `requested` holds the name of the first signal. A second SIGTERM raises
+    systems warn that the time is almost over. `requested` holds the name of the first signal, or why the program itself
+    asked (`hybridrl.utils.termination.request_stop`). A second SIGTERM raises
     `StepAbandoned` in a block of `abandonable`, or when the next one begins. A third SIGTERM or a second SIGINT gets
     Python's default handler, so a step that hangs can still be interrupted. A signal that follows so fast that it is a
     copy does not count. Further signals of the other kinds are ignored: the shell and the system each send a SIGHUP
@@ -58,6 +59,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._output.enter_context(keeping_output(self._log))
+        self._output.enter_context(listening(self._on_request))
         if threading.current_thread() is not threading.main_thread():
             return self  # only the main thread may handle signals: the program that started this one decides
         for name in _SECOND:
@@ -96,6 +98,11 @@ class StopRequest:
             raise StepAbandoned from error
         finally:
             self._may_abandon = False
+
+    def _on_request(self, reason: str) -> None:
+        """Stop for another reason than a signal; called in any thread (`hybridrl.utils.termination.request_stop`)."""
+        if self.requested is None:
+            self.requested, self._requested_at = reason, time.monotonic()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:

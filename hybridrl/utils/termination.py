@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from hybridrl.utils.forked import default_in_children, inherited_by_children
 COPY_S = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _settled = False
+_listener: Callable[[str], None] | None = None
 
 
 class Terminated(BaseException):
@@ -44,6 +45,25 @@ def settle() -> None:
     """Say that all is done but the end of the processes: a signal that arrives now changes the exit status no more."""
     global _settled
     _settled = True
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, `request_stop` calls `listener`."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def request_stop(reason: str) -> bool:
+    """Ask the run that trains in this process to stop after its step, as a signal does; return whether there is one."""
+    listener = _listener
+    if listener is not None:
+        listener(reason)
+    return listener is not None
 
 
 def is_ours(handler: Any) -> bool:

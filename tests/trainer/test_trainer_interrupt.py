@@ -112,3 +112,27 @@ def test_a_second_ctrl_c_ends_it(program) -> None:
     output = program.communicate(timeout=60)[0]
     assert "in order" not in output and "KeyboardInterrupt" in output
     assert program.returncode == -signal.SIGINT
+
+
+DEAD_RAY = """
+import pathlib, subprocess, sys, time
+from hybridrl.single_controller.ray.watch import ClusterWatch
+from hybridrl.trainer.interrupt import StopRequest
+
+raylet = subprocess.Popen(["sleep", "1000"])
+watch = ClusterWatch({"raylet": raylet.pid}, "the logs")
+with StopRequest(pathlib.Path(sys.argv[1])) as stop:
+    raylet.kill()
+    while stop.requested is None:
+        time.sleep(0.05)
+watch.dismiss()
+print("stopped by", stop.requested)
+"""
+
+
+def test_the_end_of_rays_process_stops_the_run_as_a_signal_does(tmp_path: Path) -> None:
+    """It went on for six steps, with the message that it could not, and ended with status 0."""
+    command = [sys.executable, "-c", DEAD_RAY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "stopped by the end of Ray's process raylet\n"
+    assert "error: Ray's process raylet was killed or crashed: the run stops after this step" in done.stderr
