@@ -75,3 +75,39 @@ def test_it_ends_with_its_own_status_where_all_is_done(program, tmp_path: Path) 
     (tmp_path / "go").touch()
     assert line_of(program) == "done" and program.wait(60) == 0
     subprocess.run(["kill", str(child)], check=True)
+
+
+BLOCKED = """
+import subprocess, threading
+from pathlib import Path
+from hybridrl.utils.child_processes import STOP_SIGNALS, block_stop_signals
+from hybridrl.utils.termination import ending_in_order
+
+def blocked(pid):
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigBlk" in line]
+    return {number for number in STOP_SIGNALS if int(mask, 16) >> (number - 1) & 1}
+
+def start():
+    # as Ray starts its processes: with a function that is called in the child
+    with subprocess.Popen(["sleep", "1000"], preexec_fn=lambda: None) as process:
+        found.append(blocked(process.pid))
+        process.kill()
+
+def start_blocked():
+    block_stop_signals()
+    start()
+
+found = []
+with ending_in_order():
+    start()
+    thread = threading.Thread(target=start_blocked)
+    thread.start()
+    thread.join()
+assert found == [set(), set(STOP_SIGNALS)], found
+"""
+
+
+def test_rays_processes_still_block_the_signals_that_stop_the_job() -> None:
+    """They ended a run: SIGUSR1 of a batch system, which goes to every process of the job, killed Ray's agent."""
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
