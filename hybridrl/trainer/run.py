@@ -178,6 +178,10 @@ class TrainingRun:
     def stop_requested(self) -> bool:
         return self._stop.requested is not None
 
+    def abandonable(self) -> AbstractContextManager[None]:
+        """Let a second stop request leave the block by `StepAbandoned`; see `StopRequest.abandonable`."""
+        return self._stop.abandonable()
+
     def due(self, frequency: int) -> bool:
         """Return whether an action is due that runs every `frequency` steps (never if not positive) and at the end."""
         return frequency > 0 and (self.step % frequency == 0 or self.step >= self.total_steps)
