@@ -29,7 +29,7 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.serve import RunServer
 from hybridrl.utils.agent_host import KEY, AgentJob, AgentProgram, Result, agent_result, framed
 from hybridrl.utils.files import check_writable
-from hybridrl.utils.plain_results import HEADER, LARGEST, MalformedMessage, decode_result
+from hybridrl.utils.plain_results import HEADER, LARGEST_RESULT, MalformedMessage, decode_result
 
 _START_S = 300.0
 _CALL_S = 60.0
@@ -455,7 +455,7 @@ async def _message(reader: asyncio.StreamReader) -> bytes:
     """
     try:
         (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        if length > LARGEST:
+        if length > LARGEST_RESULT:
             raise AgentFailed(f"the agent's process sent a message of {length} bytes")
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError:

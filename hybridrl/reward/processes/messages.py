@@ -173,7 +173,7 @@ class Channel:
             MalformedMessage: a message is longer than any of ours.
         """
         try:
-            while not self.closed:
+            while not self.closed and len(self._in) <= HEADER.size + LARGEST:  # however fast the process writes
                 data = self._socket.recv(_READ)
                 self._in += data
                 self.closed = not data
