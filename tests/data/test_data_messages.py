@@ -148,15 +148,15 @@ def test_text_that_the_template_leaves_out_names_row_and_turn(write: Any, tokeni
         "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.content }}>{% endfor %}"
         "{% if add_generation_prompt %}<{% endif %}"
     )
-    talk = [QUESTION, {"role": "human", "content": "again"}]
+    talk = [QUESTION, {"role": "critic", "content": "again"}]
     path = write("a.jsonl", [{"prompt": [QUESTION]}, {"prompt": talk}])
     for settings in ({}, {"truncation": "left"}, {"filter_overlong_prompts": True}):  # all at the start of a run
-        with pytest.raises(DataError, match=r"line 2: message 1 \(human\): the chat template leaves out .*'again'"):
+        with pytest.raises(DataError, match=r"line 2: message 1 \(critic\): the chat template leaves out .*'again'"):
             prompts(path, own, **settings)
-    with pytest.raises(DataError, match=r"line 1: message 1 \(human\)"):
+    with pytest.raises(DataError, match=r"line 1: message 1 \(critic\)"):
         sft(write("b.jsonl", [{"messages": [*talk, answer("12")]}]), own)
     sides = {"chosen": [*talk, answer("12")], "rejected": [*talk, answer("21")]}
-    with pytest.raises(DataError, match=r"line 1: message 1 \(human\)"):
+    with pytest.raises(DataError, match=r"line 1: message 1 \(critic\)"):
         create_preference_dataset(write("c.jsonl", [sides]), PairsDataConfig(), own)
 
 
