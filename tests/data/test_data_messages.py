@@ -221,6 +221,28 @@ def test_a_conversation_may_begin_with_the_assistant(write: Any, tokenizer: Any,
         assert first.startswith("Hello") and "Sort" not in first + second
 
 
+def test_of_two_turns_in_a_row_the_opening_of_the_second_is_not_learnt(write: Any, chatml: Any) -> None:
+    row = {"messages": [QUESTION, answer("12"), answer("21")]}
+    (item,) = sft(write("a.jsonl", [row]), chatml)
+    assert learnt(chatml, item) == "12<|im_end|>21<|im_end|>"
+    sides = {name: [QUESTION, answer("12"), answer(text)] for name, text in (("chosen", "21"), ("rejected", "22"))}
+    (pair,) = create_preference_dataset(write("b.jsonl", [sides]), PairsDataConfig(), chatml)
+    assert learnt(chatml, pair["chosen"]) == "21<|im_end|>"
+
+
+def test_empty_turns_and_repeated_prompts_are_told_with_their_rows(write: Any, tokenizer: Any, capsys: Any) -> None:
+    rows = [{"messages": [QUESTION, answer(text)]} for text in ("12", "", " ", "21")]
+    sft(write("a.jsonl", rows), tokenizer)
+    assert "2 of 4 rows have an empty turn of the assistant" in " ".join(capsys.readouterr().err.split())
+    text = QUESTION["content"]
+    pairs = [
+        {"prompt": text, "chosen": f"{text} 1", "rejected": f"{text} 2"},
+        {"prompt": text, "chosen": "1", "rejected": "2"},
+    ]
+    create_preference_dataset(write("b.jsonl", pairs), PairsDataConfig(prompt_key="prompt"), tokenizer)
+    assert "in 1 of 2 pairs both answers begin with the prompt" in " ".join(capsys.readouterr().err.split())
+
+
 def test_pairs_may_begin_with_the_assistant(write: Any, tokenizer: Any) -> None:
     sides = {"chosen": [answer("Hello"), QUESTION, answer("12")], "rejected": [answer("Hello"), QUESTION, answer("21")]}
     (pair,) = create_preference_dataset(write("a.jsonl", [sides]), PairsDataConfig(), tokenizer)
