@@ -238,6 +238,7 @@ class ConversationDataset(Dataset):
                 parts,
                 lambda i: self.locate(items[rows[i]]),
                 add_generation_prompt=generation,
+                continues=False,
                 template_kwargs=lambda i: self.template_arguments(items[rows[i]]),
             )
 

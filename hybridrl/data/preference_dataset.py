@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 512
 _NAMED_ROWS = 5
+_LONG_ENOUGH = 8  # characters of a prompt, with which answers do not begin by chance
 
 Conversation = list[Message]
 
@@ -138,7 +139,7 @@ class PreferenceDataset(ConversationDataset):
         self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
         self._left_out: collections.Counter[str] = collections.Counter()
         self._refused: list[tuple[int, _UnusablePair]] = []
-        self._cut = 0
+        self._cut, self._repeating = 0, 0
         self._sides: list[tuple[_Side, _Side]] = []
         kept: list[int] = []
         for start in range(0, len(self._rows), _CHUNK):
@@ -245,6 +246,14 @@ class PreferenceDataset(ConversationDataset):
                 )
             if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
                 raise _UnusablePair("an empty answer", f"the answer in column {key!r} is empty")
+        prompt = chosen[-2].get("content") if len(chosen) > 1 else None
+        begins = [side[-1].get("content") for side in (chosen, rejected)]
+        if (
+            isinstance(prompt, str)
+            and len(prompt.strip()) >= _LONG_ENOUGH
+            and all(isinstance(text, str) for text in begins)
+        ):
+            self._repeating += all(str(text).strip().startswith(prompt.strip()) for text in begins)
         if chosen[-1] == rejected[-1]:
             raise _UnusablePair(
                 "two equal answers",
@@ -391,6 +400,13 @@ class PreferenceDataset(ConversationDataset):
             raise DataError(f"{self.key}: no pair is left of {total}: {left_out}. Look at the data, or set other keys.")
         if left_out:
             notify(f"{self.key}: of {total} pairs {sum(self._left_out.values())} were left out: {left_out}")
+        if self._repeating:
+            notify(
+                f"{self.key}: in {self._repeating} of {total} pairs both answers begin with the prompt, as in files "
+                "whose answers hold the whole text; if that is so here, leave the prompt out of the answers: it would "
+                "be part of what is learnt",
+                "warning",
+            )
         if self._cut:
             notify(
                 f"{self.key}: {self._cut} of {total} pairs are longer than data.max_length={self.config.max_length} "

@@ -56,7 +56,7 @@ class SFTDataset(ConversationDataset):
         processor: ImageProcessor | None = None,
     ) -> None:
         super().__init__(data_files, tokenizer, config, max_samples, key, processor)
-        self._cut = 0
+        self._cut, self._empty = 0, 0
         self._ids: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         self._columns: dict[str, list[Any]] = self._checked_columns()
@@ -69,6 +69,12 @@ class SFTDataset(ConversationDataset):
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
         self._fields.tell()
         self._tell_of_cuts()
+        if self._empty:
+            notify(
+                f"{key}: {self._empty} of {len(self)} rows have an empty turn of the assistant, of which nothing but "
+                "the end is learnt; leave these rows out if answers are missing",
+                "warning",
+            )
         self._check_end_of_turn()
 
     def __getitem__(self, item: int) -> dict[str, Any]:
@@ -166,6 +172,8 @@ class SFTDataset(ConversationDataset):
                     f"{self.locate(start + number)}: no turn of the assistant is trained on (train is false or "
                     "weight is 0 in all of them), so there is nothing to learn. Leave the row out."
                 )
+            said = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
+            self._empty += any(not str(m.get("content") or "").strip() for m in said)
             shown.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
             self._fields.add(shown[-1])
         items = range(start, start + len(shown))

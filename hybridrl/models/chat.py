@@ -22,6 +22,8 @@ TEXT_AND_IMAGES = ("text", "image", "video")
 #: fields with thoughts of the assistant, as different libraries and chat templates call them
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
@@ -48,7 +50,10 @@ def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
             return f"message {number} is {type(message).__name__}, not an object with 'role' and 'content'"
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
-            return f"message {number} has no 'role' (keys found: {', '.join(map(str, message)) or 'none'})"
+            advice = "; write 'role' for 'from', and 'content' for 'value'" if "from" in message else ""
+            return f"message {number} has no 'role' (keys found: {', '.join(map(str, message)) or 'none'}){advice}"
+        if (usual := _usual_role(role)) is not None:
+            return f"message {number} has the role {role!r}, which chat templates do not know; write {usual!r}"
         if content is None and not message.get("tool_calls"):
             return f"message {number} ({role}) has no 'content'"
         fault = _fault_in_text(content) if isinstance(content, str) else None
@@ -58,6 +63,13 @@ def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
         if fault:
             return f"message {number} ({role}): {fault}"
     return None
+
+
+def _usual_role(role: str) -> str | None:
+    """What chat templates call a role that other libraries write in another way; None for other roles."""
+    lower = role.strip().lower()
+    usual = _USUAL_ROLES.get(lower, lower)
+    return usual if usual in _ROLES and usual != role else None
 
 
 def _fault_in_calls(calls: Any) -> str | None:
@@ -111,7 +123,7 @@ def _fault_in_text(text: str) -> str | None:
 def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
     """Return why `value` is neither text nor a list of chat messages, or None if it is one of them."""
     if not isinstance(value, str):
-        return fault_in_messages(value, kinds)
+        return fault_in_messages(value, kinds) or (None if _says_something(value) else "no message has any text")
     if not value.strip():
         return "the text is empty"
     if fault := _fault_in_text(value):
@@ -121,6 +133,15 @@ def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
             f"it is a list of messages written as text ({value[:40]!r}...); write the list itself, as JSON or parquet"
         )
     return None
+
+
+def _says_something(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has text, an image or a call."""
+    for message in messages:
+        content = joined_text(message.get("content"))
+        if message.get("tool_calls") or (content.strip() if isinstance(content, str) else content):
+            return True
+    return False
 
 
 def as_messages(

@@ -174,7 +174,7 @@ class RewardCall:
         fault = self.fault_in_columns(list(present), has_ground_truth=True)  # single rows may have none
         if fault is not None:
             raise RewardError(fault)
-        optional = [name for name in self.optional if name in present or (has_truth and name == "ground_truth")]
+        optional = [name for name in self.optional if name in present or (has_truth and name in self._truths)]
         more = [name for name in present if name not in self.arguments] if self.all_columns else []
         if self.all_columns and has_truth:
             more.append("ground_truth")
@@ -277,7 +277,9 @@ def understand(
             f"{source}: {name} has the parameter {single[0]!r}, and reward.reward_manager.name=batch calls functions "
             f"once with lists: call it solution_strs for a list, or solution_str for one response. {EXPECTED}."
         )
-    free = Free(required, others, takes_any, all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required))
+    empty = [key for key in others if named[key].default is None]
+    by_name = all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required)
+    free = Free(required, others, empty, takes_any, by_name)
     found = _as_in_trl(free) or _as_batch(free) or _as_sample(free) or _as_in_verl(free, by_position, form)
     if found is None:
         raise RewardError(f"{source}: {_not_understood(name, parameters, required)}")
@@ -293,12 +295,14 @@ class Free:
     Attributes:
         required: those without a default.
         others: those with one.
+        empty: those of `others` whose default is None, so that they wait for a value.
         takes_any: the function takes any further name.
         by_name: those without a default are passed by name only.
     """
 
     required: Sequence[str]
     others: Sequence[str]
+    empty: Sequence[str]
     takes_any: bool
     by_name: bool
 
@@ -312,8 +316,12 @@ class Free:
         return [name for name in _TEXTS[form] if name in self.required]
 
     def truths(self, form: Form) -> tuple[str, ...]:
-        """The one that is the ground truth by a usual name, unless the data have such a column."""
+        """The one that is the ground truth by a usual name, unless the data have such a column.
+
+        A default other than None says that it is something else, such as the length that is aimed at.
+        """
         found = tuple(name for name in _TRUTHS[form] if name in self.required)
+        found = found or tuple(name for name in _TRUTHS[form] if name in self.empty)
         proper = "ground_truth" if form == "sample" else "ground_truths"
         return () if len(found) != 1 or {proper, "ground_truth"} & set(self.names) else found
 

@@ -71,6 +71,17 @@ def test_values_with_defaults_are_not_guessed() -> None:
         arguments(function("solution_str, answer, label"), {})
 
 
+@pytest.mark.parametrize("truth", ["gt", "label", "target", "answer", "reference", "truth", "gold"])
+def test_a_ground_truth_that_may_be_left_out(truth) -> None:
+    """It kept None for every sample, so that each was judged without a reference."""
+    call = function(f"response, {truth}=None, weight=2")
+    assert arguments(call, {}) == {"response": "text 0", truth: "truth 0"}
+    assert arguments(call, {truth: "a column"}) == {"response": "text 0", truth: "a column"}
+    if truth != "gold":
+        assert arguments(function(f"responses, {truth}s=None"), {})[f"{truth}s"] == ["truth 0", "truth 1"]
+    assert arguments(function(f"solution_str, ground_truth, {truth}=None"), {}).get(truth) is None
+
+
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
