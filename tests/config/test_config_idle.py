@@ -185,7 +185,7 @@ CASES = [
         ),
     ),
     Case(
-        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+        f"{ROLLOUT}.agent.default_agent_loop=null",
         below(f"{ROLLOUT}.multi_turn", "enable=True"),
         [f"{ROLLOUT}.agent.default_agent_loop=env_agent"],
     ),

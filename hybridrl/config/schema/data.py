@@ -52,7 +52,7 @@ class PromptConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
-        read_by="image_processor",
+        read_by="processor-fields",
     )
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
@@ -81,7 +81,7 @@ class PromptConfig(ConfigNode):
         needs=on(".shuffle"),
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the chat template", read_by="chat_template"
+        {}, "further arguments of the chat template", read_by="template-variables"
     )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
@@ -144,7 +144,7 @@ class SupervisedDataConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
-        read_by="image_processor",
+        read_by="processor-fields",
     )
     max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
@@ -152,7 +152,7 @@ class SupervisedDataConfig(ConfigNode):
     seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0, needs=on(".shuffle"))
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the chat template", read_by="chat_template"
+        {}, "further arguments of the chat template", read_by="template-variables"
     )
     tools_key: str = key("tools", "column of the tools that a row's template gets: a list of schemas, or that as JSON")
     enable_thinking_key: str = key("enable_thinking", "column of true or false, which a row's template gets")
