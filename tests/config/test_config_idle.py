@@ -354,6 +354,12 @@ CASES = [
         ["reward.sandbox_fusion.allow_unisolated=True"],
         ["reward.sandbox_fusion.url=u"],
     ),
+    Case(
+        f"{ROLLOUT}.name=hf",
+        ["data.apply_chat_template_kwargs={a: 1}", "data.mm_processor_kwargs={a: 1}"],
+        [f"{ROLLOUT}.name=openai"],
+        "generation",
+    ),
     Case("data.max_samples=9", ["data.shuffle=True"], root="generation"),
     Case("data.shuffle=True", ["data.seed=3"], ["data.max_samples=9"], "generation"),
     Case("data.shuffle=True", ["data.seed=3"], ["data.shuffle=False"], "sft_trainer"),

@@ -6,8 +6,10 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import OBJECTIVES
+from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
+#: a model of the run generates; an endpoint renders and reads messages itself
+_OWN_MODEL = fact("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
 
 
@@ -52,6 +54,7 @@ class PromptConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
+        needs=_OWN_MODEL,
         read_by="processor-fields",
     )
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
@@ -81,7 +84,7 @@ class PromptConfig(ConfigNode):
         needs=on(".shuffle"),
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the chat template", read_by="template-variables"
+        {}, "further arguments of the chat template", needs=_OWN_MODEL, read_by="template-variables"
     )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
