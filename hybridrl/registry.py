@@ -183,9 +183,12 @@ class AgentLoopFacts(Facts):
 
     Attributes:
         only_answers: it answers each prompt once, without tools and simulated users.
+        reads: what it has in its sessions, whose settings it reads: `tools`, `environments`, or `gateway` for agents
+            that call the run's server.
     """
 
     only_answers: bool = False
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -480,15 +480,16 @@ class AgentLoopBase(ABC):
         return split_images(tensors) if tensors else []
 
 
-def register(agent_name: str, *, only_answers: bool = False) -> Callable[[T], T]:
+def register(agent_name: str, *, only_answers: bool = False, reads: Sequence[str] = ()) -> Callable[[T], T]:
     """Class decorator: rows with this `agent_name`, or `rollout.agent.default_agent_loop`, use this loop.
 
     Args:
         only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
+        reads: see `hybridrl.registry.AgentLoopFacts`; a loop of a user's own may read every setting.
     """
 
     def add(loop: T) -> T:
-        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers))
+        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers, reads=tuple(reads)))
         return loop
 
     return add

@@ -16,7 +16,7 @@ _OPTIM = r"(?<![\w.])optim\."
 _STRATEGY = "..strategy|..engine.strategy"
 
 
-@reads_mapping("optimizer")
+@reads_mapping("optimizer-arguments")
 def check_optimizer_arguments(entries: Entries) -> Iterator[str]:
     """Check `optim.override_optimizer_config` against the class of the optimizer."""
     group = entries.key.rpartition(".")[0]
@@ -32,7 +32,7 @@ def check_optimizer_arguments(entries: Entries) -> Iterator[str]:
         yield f"{entries.key}: {re.sub(_OPTIM, f'{group}.', str(error))}"
 
 
-@reads_mapping("megatron_ddp")
+@reads_mapping("ddp-fields")
 def check_ddp_fields(entries: Entries) -> Iterator[str]:
     """Check `megatron.override_ddp_config` against what the engine takes of Megatron-core's settings."""
     from hybridrl.engine.megatron.build import check_ddp_overrides
@@ -44,7 +44,7 @@ def check_ddp_fields(entries: Entries) -> Iterator[str]:
             yield str(error).replace("megatron.override_ddp_config", entries.key)
 
 
-@reads_mapping("megatron_transformer")
+@reads_mapping("transformer-fields")
 def check_transformer_fields(entries: Entries) -> Iterator[str]:
     """Check the names of `megatron.override_transformer_config`; values are checked with the model's own."""
     if _reads_megatron(entries) and importlib.util.find_spec("megatron") is not None:

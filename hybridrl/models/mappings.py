@@ -12,7 +12,7 @@ _POLICY = "actor_rollout_ref.model|model"
 _OF_RENDERING = {"messages", "add_generation_prompt", "continue_final_message"}
 
 
-@reads_mapping("model_config")
+@reads_mapping("model-fields")
 def check_model_config(entries: Entries) -> Iterator[str]:
     """Check `model.override_config` against the fields that the model's config.json and its class have."""
     from hybridrl.models.loading import load_model_config
@@ -39,7 +39,7 @@ def check_model_config(entries: Entries) -> Iterator[str]:
         yield from [each for each in single if each is not None] or [together]
 
 
-@reads_mapping("chat_template")
+@reads_mapping("template-variables")
 def check_template(entries: Entries) -> Iterator[str]:
     """Check `data.apply_chat_template_kwargs` against the variables of the policy's chat template."""
     if entries.near(".custom_cls.path") is not None:
@@ -47,7 +47,7 @@ def check_template(entries: Entries) -> Iterator[str]:
     yield from unread_variables(entries, entries.near(_POLICY))
 
 
-@reads_mapping("judge")
+@reads_mapping("judge-requests")
 def check_judge_requests(entries: Entries) -> Iterator[str]:
     """Check the template's variables of a judge that the run serves; what an endpoint takes is not known."""
     given = entries.values.get("chat_template_kwargs")
@@ -90,7 +90,7 @@ def _variables_of(template: str) -> set[str]:
         return set()  # rendering reports it
 
 
-@reads_mapping("image_processor")
+@reads_mapping("processor-fields")
 def check_processor(entries: Entries) -> Iterator[str]:
     """Check `data.mm_processor_kwargs` against the model's image processor."""
     from hybridrl.models.vision import processor_of

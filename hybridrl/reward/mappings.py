@@ -9,7 +9,7 @@ from hybridrl.reward.function import CHECK
 from hybridrl.utils.source import parsed
 
 
-@reads_mapping("reward_function")
+@reads_mapping("function-arguments")
 def check_arguments(entries: Entries) -> Iterator[str]:
     """Check `reward_kwargs` against the parameters of the function, as its file declares them.
 

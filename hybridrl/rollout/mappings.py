@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hybridrl.config.mappings import Entries, reads_mapping
+from hybridrl.registry import INFERENCE_ENGINES, MAPPING_READERS
 from hybridrl.utils.source import parsed
 
 
-@reads_mapping("vllm")
+@reads_mapping("vllm-arguments")
 def check_vllm(entries: Entries) -> Iterator[str]:
     """Check `engine_kwargs.vllm` against the fields of `AsyncEngineArgs`."""
     names = _fields("vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
@@ -22,7 +23,7 @@ def check_vllm(entries: Entries) -> Iterator[str]:
         yield from entries.unknown({*names, *_OLDER_NAMES}, "vLLM's AsyncEngineArgs")
 
 
-@reads_mapping("sglang")
+@reads_mapping("sglang-arguments")
 def check_sglang(entries: Entries) -> Iterator[str]:
     """Check `engine_kwargs.sglang` against the fields of `ServerArgs`."""
     names = _fields("sglang", ("srt/server_args.py", "srt/arg_groups/fields/*.py"), ())
@@ -30,23 +31,22 @@ def check_sglang(entries: Entries) -> Iterator[str]:
         yield from entries.unknown(names, "SGLang's ServerArgs")
 
 
-_READERS = {"vllm": check_vllm, "sglang": check_sglang}
 #: names that `hybridrl.rollout.vllm.compat.current_names` translates
 _OLDER_NAMES = ("disable_mm_preprocessor_cache",)
 
 
-@reads_mapping("served_engine")
+@reads_mapping("engine-arguments")
 def check_served_engine(entries: Entries) -> Iterator[str]:
     """Check `engine_kwargs` of a model that an engine serves: the arguments of engines are below their names."""
     engine = entries.near(".name")
     for name, values in entries.values.items():
-        key = f"{entries.key}.{name}"
-        if name not in _READERS or not isinstance(values, Mapping):
+        key, reader = f"{entries.key}.{name}", f"{name}-arguments"
+        if not MAPPING_READERS.is_builtin(reader) or not isinstance(values, Mapping):
             continue  # another check refuses it
-        if engine in _READERS and engine != name:
+        if engine != name and INFERENCE_ENGINES.is_builtin(engine):
             yield f"{key}={dict(values)} has no effect, because {engine} serves the model. Remove it"
         elif engine == name:
-            yield from _READERS[name](Entries(key, values, entries.lookup))
+            yield from MAPPING_READERS.get(reader)(Entries(key, values, entries.lookup))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hybridrl.config.mappings import Entries, reads_mapping
 
 
-@reads_mapping("ray_init")
+@reads_mapping("ray-arguments")
 def check_ray_init(entries: Entries) -> Iterator[str]:
     """Check `ray_kwargs.ray_init` against the parameters of `ray.init`, and those that it takes without naming them."""
     if not entries.values.keys() - {"num_cpus", "address"} or "://" in str(entries.values.get("address")):

@@ -185,7 +185,7 @@ CASES = [
         ),
     ),
     Case(
-        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+        f"{ROLLOUT}.agent.default_agent_loop=null",
         below(f"{ROLLOUT}.multi_turn", "enable=True"),
         [f"{ROLLOUT}.agent.default_agent_loop=env_agent"],
     ),
@@ -353,6 +353,12 @@ CASES = [
         "reward.sandbox_fusion.url=null",
         ["reward.sandbox_fusion.allow_unisolated=True"],
         ["reward.sandbox_fusion.url=u"],
+    ),
+    Case(
+        f"{ROLLOUT}.name=hf",
+        ["data.apply_chat_template_kwargs={a: 1}", "data.mm_processor_kwargs={a: 1}"],
+        [f"{ROLLOUT}.name=openai"],
+        "generation",
     ),
     Case("data.max_samples=9", ["data.shuffle=True"], root="generation"),
     Case("data.shuffle=True", ["data.seed=3"], ["data.max_samples=9"], "generation"),

@@ -35,7 +35,7 @@ class _Episode:
     seconds: float = 0.0
 
 
-@register("env_agent")
+@register("env_agent", reads=("environments",))
 class EnvironmentAgentLoop(AgentLoopBase):
     """Resets the environment of the row, and gives it each turn of the model, until the episode is done.
 

@@ -18,7 +18,7 @@ from hybridrl.rollout.trace import training_trace, write_trace
 from hybridrl.verdict import NoVerdict, NoVerdictError
 
 
-@register("gateway_agent")
+@register("gateway_agent", reads=("gateway",))
 class GatewayAgentLoop(AgentLoopBase):
     """Runs `agent.function` or `agent.command` in a session on the run's server, and takes the turns of that session.
 

@@ -53,7 +53,7 @@ class AgentData:
     interaction_extra: dict[str, Any] = field(default_factory=dict)
 
 
-@register("tool_agent")
+@register("tool_agent", reads=("tools",))
 class ToolAgentLoop(AgentLoopBase):
     """Generates, runs the calls of the turn, appends their answers, and goes on, until a turn has no call.
 

@@ -6,8 +6,10 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import OBJECTIVES
+from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
+#: a model of the run generates; an endpoint renders and reads messages itself
+_OWN_MODEL = fact("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
 
 
@@ -52,7 +54,8 @@ class PromptConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
-        read_by="image_processor",
+        needs=_OWN_MODEL,
+        read_by="processor-fields",
     )
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
@@ -81,7 +84,7 @@ class PromptConfig(ConfigNode):
         needs=on(".shuffle"),
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the chat template", read_by="chat_template"
+        {}, "further arguments of the chat template", needs=_OWN_MODEL, read_by="template-variables"
     )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
@@ -144,7 +147,7 @@ class SupervisedDataConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
-        read_by="image_processor",
+        read_by="processor-fields",
     )
     max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
@@ -152,7 +155,7 @@ class SupervisedDataConfig(ConfigNode):
     seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0, needs=on(".shuffle"))
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the chat template", read_by="chat_template"
+        {}, "further arguments of the chat template", read_by="template-variables"
     )
     tools_key: str = key("tools", "column of the tools that a row's template gets: a list of schemas, or that as JSON")
     enable_thinking_key: str = key("enable_thinking", "column of true or false, which a row's template gets")

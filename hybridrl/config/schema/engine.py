@@ -181,7 +181,7 @@ class OptimConfig(ConfigNode):
     override_optimizer_config: dict[str, Any] | None = key(
         None,
         "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW",
-        read_by="optimizer",
+        read_by="optimizer-arguments",
     )
 
 

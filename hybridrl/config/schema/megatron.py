@@ -38,10 +38,10 @@ class MegatronConfig(EngineConfig):
         None, "folder of a distributed checkpoint of Megatron-core", needs=on(".use_dist_checkpointing")
     )
     override_ddp_config: dict[str, Any] = key(
-        {}, "fields of Megatron-core's DistributedDataParallelConfig", needs=LEARNS, read_by="megatron_ddp"
+        {}, "fields of Megatron-core's DistributedDataParallelConfig", needs=LEARNS, read_by="ddp-fields"
     )
     override_transformer_config: dict[str, Any] = key(
-        {}, "fields of Megatron-core's TransformerConfig, e.g. recompute_granularity", read_by="megatron_transformer"
+        {}, "fields of Megatron-core's TransformerConfig, e.g. recompute_granularity", read_by="transformer-fields"
     )
 
 

@@ -41,7 +41,7 @@ class ModelConfig(ConfigNode):
         "Python module or file, or several joined by commas, imported before anything is built, to register user code",
     )
     override_config: dict[str, Any] = key(
-        {}, "entries that override the model's config.json, e.g. attn_implementation", read_by="model_config"
+        {}, "entries that override the model's config.json, e.g. attn_implementation", read_by="model-fields"
     )
     lora_rank: int = key(
         0, "fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none", ge=0

@@ -52,7 +52,7 @@ class CustomRewardConfig(ConfigNode):
         None, "its name; null: compute_score, compute_reward, or the only function of the file", needs=is_set(".path")
     )
     reward_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the function", needs=is_set(".path"), read_by="reward_function"
+        {}, "further arguments of the function", needs=is_set(".path"), read_by="function-arguments"
     )
 
 
@@ -278,7 +278,7 @@ class JudgeConfig(ConfigNode):
         {},
         "further fields of each request; with enable: top_p, top_k, seed and chat_template_kwargs",
         needs=_A_JUDGE,
-        read_by="judge",
+        read_by="judge-requests",
     )
     max_concurrent: int = key(64, "requests at once", gt=0, needs=is_set(".url"))
     attempts: int = key(4, "how often a request that fails is sent", gt=0, needs=is_set(".url"))

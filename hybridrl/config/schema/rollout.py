@@ -11,6 +11,7 @@ from hybridrl.config.schema.needs import (
     TRAINS,
     Condition,
     Explained,
+    FactNeed,
     Need,
     above,
     any_of,
@@ -22,37 +23,42 @@ from hybridrl.config.schema.needs import (
     on,
 )
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES
+from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES, is_endpoint
 
 _AGENT = "actor_rollout_ref.rollout.agent"
+_LOOP = f"{_AGENT}.default_agent_loop"
 
 
-def _loops(because: str, *names: str) -> Explained:
-    """A loop of sessions runs, one of these where it is built in. Rows may choose another than the settings do."""
-
-    def runs(loop: Any) -> bool:
-        return loop is not None and (loop in names or not AGENT_LOOPS.is_builtin(loop))
-
-    chosen = Need(f"{_AGENT}.default_agent_loop", runs, "=" + " or ".join(names))
+def _loops(because: str, remedy: str, needs: FactNeed) -> Explained:
+    """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
+    chosen = Explained((is_set(_LOOP), needs), "")
     also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
-    if "tool_agent" in names:
-        enabled = (is_not_set(chosen.key), on("actor_rollout_ref.rollout.multi_turn.enable"))
-        also = (*also, Explained(enabled, ""))
-    remedy = f"set {chosen.key}{chosen.remedy}"
-    return Explained(any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", remedy)
+    if "environments" not in needs.values and "gateway" not in needs.values:
+        also = (*also, Explained((is_not_set(_LOOP), on("actor_rollout_ref.rollout.multi_turn.enable")), ""))
+    return Explained(
+        any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", f"set {_LOOP}={remedy}"
+    )
 
 
-_MANY_TURNS = _loops("no setting chooses a loop of sessions", "tool_agent", "env_agent", "gateway_agent")
-_WITH_TOOLS = _loops("no setting chooses a loop with tools", "tool_agent")
-_ENVIRONMENT = _loops("no setting chooses a loop that acts on environments", "env_agent")
-_GATEWAY = _loops("no setting chooses a loop of agents behind the gateway", "gateway_agent")
+_MANY_TURNS = _loops(
+    "no setting chooses a loop of sessions", "tool_agent", fact(_LOOP, AGENT_LOOPS, "only_answers", False)
+)
+_WITH_TOOLS = _loops("no setting chooses a loop with tools", "tool_agent", fact(_LOOP, AGENT_LOOPS, "reads", "tools"))
+_ENVIRONMENT = _loops(
+    "no setting chooses a loop that acts on environments",
+    "env_agent",
+    fact(_LOOP, AGENT_LOOPS, "reads", "environments"),
+)
+_GATEWAY = _loops(
+    "no setting chooses a loop of agents behind the gateway",
+    "gateway_agent",
+    fact(_LOOP, AGENT_LOOPS, "reads", "gateway"),
+)
 
 #: an engine with weights of its own generates
 _REPLICAS = fact(".name", INFERENCE_ENGINES, "has_replicas")
 #: an endpoint generates, which `auto` never chooses
-_ENDPOINT = Need(
-    ".name", lambda name: name == "openai" or (name != "auto" and not INFERENCE_ENGINES.is_builtin(name)), "=openai"
-)
+_ENDPOINT = Need(".name", is_endpoint, "=openai")
 #: a model of the run generates, and no endpoint
 _OWN_MODEL = fact(".name", INFERENCE_ENGINES, "takes_weights")
 
@@ -79,8 +85,12 @@ def _engine(name: str) -> Need:
 class EngineKwargsConfig(ConfigNode):
     """`rollout.engine_kwargs`: further arguments of an engine, by its own names; they override everything here."""
 
-    vllm: dict[str, Any] = key({}, "arguments of vLLM's AsyncEngineArgs", needs=_engine("vllm"), read_by="vllm")
-    sglang: dict[str, Any] = key({}, "arguments of SGLang's ServerArgs", needs=_engine("sglang"), read_by="sglang")
+    vllm: dict[str, Any] = key(
+        {}, "arguments of vLLM's AsyncEngineArgs", needs=_engine("vllm"), read_by="vllm-arguments"
+    )
+    sglang: dict[str, Any] = key(
+        {}, "arguments of SGLang's ServerArgs", needs=_engine("sglang"), read_by="sglang-arguments"
+    )
 
 
 @dataclass
@@ -213,7 +223,10 @@ class MultiTurnConfig(ConfigNode):
     enable: bool = key(
         False,
         "answer prompts by the loop tool_agent, unless agent.default_agent_loop names another",
-        needs=Need("..agent.default_agent_loop", lambda loop: loop in (None, "tool_agent"), "=null or tool_agent"),
+        needs=any_of(
+            is_not_set("..agent.default_agent_loop"),
+            also=(fact("..agent.default_agent_loop", AGENT_LOOPS, "reads", "tools"),),
+        ),
     )
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS, needs=_MANY_TURNS)
     tool_config_path: str | None = key(None, "YAML file with tools; null: none")

@@ -59,5 +59,5 @@ class ServingConfig(ConfigNode):
         {},
         "further arguments of the engine by their own names, below vllm or sglang; they override everything here",
         needs=_SERVED,
-        read_by="served_engine",
+        read_by="engine-arguments",
     )

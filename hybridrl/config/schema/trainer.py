@@ -209,7 +209,7 @@ class PlacementConfig(ConfigNode):
 class RayConfig(ConfigNode):
     """`ray_kwargs`."""
 
-    ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init", read_by="ray_init")
+    ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init", read_by="ray-arguments")
     timeline_json_file: str | None = key(
         None, "file for Ray's timeline of tasks, written at the end of the run, for chrome://tracing or Perfetto"
     )
