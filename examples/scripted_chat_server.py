@@ -7,13 +7,18 @@ last message, the answers of a line in turn. `--port 0` takes a free port; the f
 """
 
 import argparse
+import asyncio
 import itertools
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from hybridrl.utils.http_server import HttpRefusal, HttpServer, JsonApp, ServingLimits, TokenGuard, listening_socket
+
+LARGEST_BODY = 2**23
 
 
 class Script:
@@ -31,38 +36,34 @@ class Script:
             return next((next(answers) for contained, answers in self._lines if contained in question), None)
 
 
-def handler_of(script: Script) -> type[BaseHTTPRequestHandler]:
+def service_of(script: Script) -> JsonApp:
     """What answers requests."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._send(200, {"object": "list", "data": [{"id": "script", "object": "model"}]})
+    async def models(_: Any) -> tuple[int, dict[str, Any]]:
+        return 200, {"object": "list", "data": [{"id": "script", "object": "model"}]}
 
-        def do_POST(self) -> None:
-            try:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-                answer = script.answer(str(body["messages"][-1]["content"]))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                self._send(400, {"error": f'send {{"messages": [...]}}: {error!r}'})
-                return
-            if answer is None:
-                self._send(400, {"error": "the script has no answer to that"})
-                return
-            message = {"role": "assistant", "content": answer}
-            self._send(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+    async def complete(body: Any) -> tuple[int, dict[str, Any]]:
+        try:
+            answer = script.answer(str(body["messages"][-1]["content"]))
+        except (KeyError, TypeError, IndexError) as error:
+            raise HttpRefusal(400, f'send {{"messages": [...]}}: {error!r}') from error
+        if answer is None:
+            raise HttpRefusal(400, "the script has no answer to that")
+        message = {"role": "assistant", "content": answer}
+        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
-        def _send(self, status: int, answer: dict[str, Any]) -> None:
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    return JsonApp({("GET", "/v1/models"): models, ("POST", "/v1/chat/completions"): complete})
 
-        def log_message(self, *_: Any) -> None:
-            pass
 
-    return Handler
+def body_of_error(path: str, error: HttpRefusal) -> dict[str, Any]:
+    """An error as this API has it."""
+    return {"error": str(error)}
+
+
+def server_of(script: Script, listener: socket.socket) -> HttpServer:
+    """What serves a script."""
+    guarded = TokenGuard(service_of(script), None, LARGEST_BODY, "LARGEST_BODY", error_body=body_of_error)
+    return HttpServer(guarded, listener, ServingLimits(error_body=body_of_error))
 
 
 def main() -> None:
@@ -73,9 +74,10 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = arguments.script.read_text(encoding="utf-8").splitlines()
     script = Script([json.loads(line) for line in lines if line.strip()])
-    server = ThreadingHTTPServer((arguments.host, arguments.port), handler_of(script))
-    print(f"http://{arguments.host}:{server.server_port}/v1 answers from {arguments.script}", flush=True)
-    server.serve_forever()
+    listener = listening_socket(arguments.host, arguments.port)
+    address = f"http://{arguments.host}:{listener.getsockname()[1]}/v1"
+    server = server_of(script, listener)
+    asyncio.run(server.serve_until_ended(f"{address} answers from {arguments.script}"))
 
 
 if __name__ == "__main__":

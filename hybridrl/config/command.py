@@ -5,6 +5,7 @@ It writes no `outputs/` folder and does not change the working directory, as `@h
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from hybridrl.config.repeat import search_modules_of
 from hybridrl.config.torchrun import leave_torchrun
 from hybridrl.errors import ConfigError, UserError, WorkerError
 from hybridrl.utils.files import NO_SPACE
+from hybridrl.utils.termination import Terminated, ending_in_order
 
 _EXAMPLES = {
     "ppo_trainer": (
@@ -92,11 +94,16 @@ def cli(
         if words.info is not None:
             print(_info(name, folder, file))
             return
-        validate(composed.config)  # type: ignore[arg-type]
-        status = run(composed.config)
+        with ending_in_order():
+            validate(composed.config)  # type: ignore[arg-type]
+            status = run(composed.config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except Terminated as terminated:
+        with contextlib.suppress(OSError):  # the terminal may have closed
+            print(f"ended by {terminated.signal.name}", file=sys.stderr)
+        terminated.end()
     except Exception as error:
         status = _exit_status(error)
         if status is None:

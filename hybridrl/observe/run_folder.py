@@ -109,14 +109,14 @@ def _packages() -> dict[str, str]:
     Only the first lines of its metadata are read. `importlib.metadata` parses all of it, descriptions included, as a
     mail: 0.2 s of processor time for 230 packages, at the start of each run.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         header = re.split(r"\r?\n\r?\n", text, maxsplit=1)[0]
         fields = dict(re.findall(r"^(Name|Version):[ \t]*(.*?)[ \t\r]*$", header, re.MULTILINE))
         if len(fields) == 2:
-            found.setdefault(fields["Name"], fields["Version"])
-    return found
+            versions.setdefault(fields["Name"], fields["Version"])
+    return versions
 
 
 def _device() -> dict[str, Any]:

@@ -7,44 +7,54 @@ the limits hold, and what the program started is ended with it.
 Started as `python -I -S jail.py JSON`, with JSON on the standard input: `files`, base64 by relative path, `stdin`,
 base64, of the program, and `seal`, a secret. The descriptor `report` gets lines of JSON, each with the seal, which the
 program never learns: `isolated` ("namespaces", or the reason why there are none), `started`, and at last `end` or
-`failed`. Only `end` says how the program ended: `code`, `time` (it was ended for that), `seconds`, and `cpu`, seconds
-of processor time. Where a process of the jail dies, is stopped or lacks what it needs, `end` never comes.
+`failed`; `more`, seconds, where the program gets so much more time, because it waited for a core. Only `end` says how
+the program ended: `code`, `time` (it was ended for that), `seconds`, `cpu`, seconds of processor time, and `doubt`:
+a signal ended or stopped it that may have come from outside. Where a process of the jail dies, is stopped or lacks what
+it needs, `end` never comes.
 
 The first process of the namespaces tells the jail over a pipe of their own that the program started and how it ended,
-and, when the time is over, that the program still runs. Files that are asked for are copied to the folder `out`,
-numbered, of at most `files_mb` in all.
+and, when the time is over, that the program still runs, how long it had to wait for a core, and the processor time of
+all its processes. Files that are asked for are copied to the folder `out`, numbered, of at most `files_mb` in all.
 """
 
 import base64
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import random
 import resource
 import select
 import signal
+import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_KILLED = 128 + signal.SIGKILL
+if __name__ != "__main__" or TYPE_CHECKING:
+    from hybridrl.sandbox.jail_watch import KILLED, Child, Watch, end_descendants, send
+else:  # started by its path, where the package cannot be imported
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    from jail_watch import KILLED, Child, Watch, end_descendants, send
+
 _NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mount, pid, net, ipc, uts
 _NEW_USER = 0x10000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 _PDEATHSIG, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38
 _MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}  # in /dev, to what is in /proc/self
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _USERS, _COUNT = 1_000_000_000, 500_000_000
-_POLL_S, _ANSWER_S = 0.005, 2.0
-_SETUP_S = 30.0  # until the program starts
-_PAUSE_S = 0.5  # this process did not run for longer than that: it was stopped, or the machine is overloaded
+_POLL_S = 0.005
 _MESSAGE = 4000  # bytes of a message, which one write puts into a pipe as a whole
+_SET_FLAGS, _UP = 0x8914, 1  # of a network interface
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,9 +64,8 @@ def main() -> None:
     program = json.loads(sys.stdin.buffer.read())
     os.set_inheritable(limits["report"], False)
     os.umask(0o022)
-    if limits["group"]:
-        with contextlib.suppress(OSError), open(f"{limits['group']}/cgroup.procs", "w") as file:
-            file.write(str(os.getpid()))
+    report = {"seal": program.pop("seal")}
+    _join(limits["group"], lambda fault: send(limits["report"], report | {"isolated": "", "failed": fault}))
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -64,17 +73,16 @@ def main() -> None:
     _prctl(_SUBREAPER, 1)
     way, reason = _unshare(limits["ways"])
     _prctl(_DUMPABLE, 0)  # a program of the same user must not reach this process's descriptors and memory
-    report = {"seal": program.pop("seal")}
-    _send(limits["report"], report | {"isolated": reason or "namespaces", "unisolated": limits["unisolated"]})
+    send(limits["report"], report | {"isolated": reason or "namespaces", "unisolated": limits["unisolated"]})
     if reason and not limits["unisolated"]:
         os._exit(126)
-    before = _shortages()
-    limits["tell_started"] = lambda: _send(limits["report"], report | {"started": True})
+    before = _shortages(limits["counters"])
+    limits["tell"] = lambda message: send(limits["report"], report | message)
     found = _supervised(program, limits, way, reason, ended)
     if "failed" not in found:
         _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
-        found = _without_shortage(found, before, _shortages(), limits, reason)
-    _send(limits["report"], report | ({"end": found} if "failed" not in found else found))
+        found = _without_shortage(found, before, _shortages(limits["counters"]), limits, reason)
+    send(limits["report"], report | ({"end": found} if "failed" not in found else found))
     os._exit(found.get("code", 126))
 
 
@@ -103,93 +111,13 @@ def _supervised(
         except BaseException as error:
             _tell_failure(limits, error)
     os.close(write)
-    watch = _Watch(child, inner, ask, limits["wall_s"], bool(reason))
-    found = watch.wait(ended, limits["tell_started"])
+    watch = Watch(child, inner, ask, limits["wall_s"], bool(reason))
+    found = watch.wait(ended, limits["tell"])
     if reason and uid is not None:
         _end_user(uid)
-    _end_descendants()
-    return {"seconds": time.monotonic() - (watch.started or started), **found}
-
-
-class _Watch:
-    """Waits for the program's end, as the process that knows tells it.
-
-    Args:
-        child: the first process of the namespaces, or without namespaces the program.
-        inner: what tells that it started and how it ended can be read here.
-        ask: a byte that is written here asks the first process whether the program still runs.
-        wall_s: seconds that the program may take.
-        direct: the child is the program.
-    """
-
-    def __init__(self, child: int, inner: int, ask: int, wall_s: float, direct: bool) -> None:
-        self._child, self._inner, self._ask, self._wall_s, self._direct = child, inner, ask, wall_s, direct
-        self._told: dict[str, Any] = {}
-        self._rest = b""
-        self.started: float | None = None
-
-    def wait(self, ended: list[int], tell_started: Callable[[], None]) -> dict[str, Any]:
-        """The program's end, or `failed`.
-
-        Args:
-            ended: gets an item where this process is asked to end the program.
-            tell_started: is called when the program has started.
-        """
-        begin = last = time.monotonic()
-        asked: float | None = None
-        while True:
-            # A stopped process must not take the time of its pause for the program's.
-            now = time.monotonic()
-            pause, last = now - last, now
-            if pause > _PAUSE_S:
-                begin += pause
-                self.started = self.started and self.started + pause
-            if (found := self._end()) is not None:
-                return found
-            if self.started is None and "started" in self._told:
-                self.started = now
-                tell_started()
-            if ended:
-                return {"failed": "the sandbox was asked to end the program"}
-            if self.started is None and now > begin + _SETUP_S:
-                return {"failed": f"the program did not start within {_SETUP_S:g} s"}
-            if self.started is not None and asked is None and now >= self.started + self._wall_s:
-                asked = now
-                if not self._direct:
-                    os.write(self._ask, b"?")
-            if asked is not None and (self._direct or "running" in self._told):
-                return {"time": True, "code": _KILLED}
-            if asked is not None and now > asked + _ANSWER_S:
-                return {"failed": "the first process of the sandbox does not run any more"}
-            time.sleep(_POLL_S)
-
-    def _end(self) -> dict[str, Any] | None:
-        """How the program ended, or `failed`; None while it runs."""
-        pid, status, used = os.wait4(-1, os.WNOHANG)
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._inner, 65536):
-                self._rest += part
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            self._told |= json.loads(line)
-        if "failed" in self._told:
-            return {"failed": self._told["failed"]}
-        if "ended" in self._told:
-            found: dict[str, Any] = self._told["ended"]
-            return found
-        if pid != self._child:
-            return None
-        if self._direct and "started" in self._told:
-            return _end_of(status, used)
-        return {"failed": f"the first process of the sandbox ended with status {_code(status)}"}
-
-
-def _end_of(status: int, used: resource.struct_rusage) -> dict[str, Any]:
-    return {"code": _code(status), "cpu": used.ru_utime + used.ru_stime}
-
-
-def _send(descriptor: int, message: dict[str, Any]) -> None:
-    os.write(descriptor, (json.dumps(message) + "\n").encode())
+    end_descendants()
+    seconds = time.monotonic() - (watch.started or started) - found.pop("waited", 0.0)
+    return {"seconds": max(seconds, 0.0), **found}
 
 
 def _go_first(proc: int) -> None:
@@ -208,23 +136,24 @@ def _go_first(proc: int) -> None:
 
 def _tell_failure(limits: dict[str, Any], error: BaseException) -> None:
     """Say that the program did not start, and exit."""
-    _send(limits["inner"], {"failed": f"{type(error).__name__}: {error}"[: _MESSAGE // 6]})
+    send(limits["inner"], {"failed": f"{type(error).__name__}: {error}"[: _MESSAGE // 6]})
     os._exit(126)
 
 
-def _shortages() -> dict[str, int]:
-    """How often the machine, or a control group of this process, has run out of memory or processes."""
-    found = {"": _counter("/proc/vmstat", "oom_kill")}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            for root in (f"/sys/fs/cgroup/{kinds}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
-                for folder in (path, *map(str, Path(path).parents)):
-                    for file, name in (("memory.events", "oom_kill"), ("memory.oom_control", "oom_kill"),
-                                       ("pids.events", "max")):  # fmt: skip
-                        whole = f"{root}/{folder}/{file}"
-                        found[whole] = _counter(whole, name)
-    return found
+def _join(group: str | None, tell: Callable[[str], None]) -> None:
+    """Enter the control group of the program, which what is started from here on inherits; exit where that fails."""
+    if group is not None:
+        try:
+            with open(f"{group}/cgroup.procs", "w") as file:
+                file.write(str(os.getpid()))
+        except OSError as error:
+            tell(f"the control group {group} cannot be joined: {error}")
+            os._exit(126)
+
+
+def _shortages(counters: list[list[str]]) -> dict[str, int]:
+    """How often the machine, or a control group of the program, has run out of memory or processes, by file."""
+    return {file: _counter(file, line) for file, line in counters}
 
 
 def _reached_own_limit(group: str | None) -> bool:
@@ -251,13 +180,12 @@ def _without_shortage(
 ) -> dict[str, Any]:
     """The end of a program; `failed` where it may have failed because the machine lacked something."""
     if found["code"] == 0 or _reached_own_limit(limits["group"]):
-        return found
+        return found | {"doubt": False}
     for path, count in after.items():
         # The counter of the whole machine also has kills that have nothing to do with this program.
-        if count > before.get(path, 0) and (path or found["code"] == _KILLED) and not found.get("time"):
-            return {
-                "failed": f"the machine ran out of memory or processes while the program ran ({path or 'oom_kill'})"
-            }
+        concerns = path != "/proc/vmstat" or found["code"] == KILLED
+        if count > before[path] and concerns and not found.get("time"):
+            return {"failed": f"the machine ran out of memory or processes while the program ran ({path})"}
     if reason:
         with contextlib.suppress(OSError):
             disk = os.statvfs(limits["folder"])
@@ -331,25 +259,25 @@ def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None, ques
     """The first process of the namespaces, which ends with the program and takes all others with it."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/shmall", "w") as file:
         file.write(str(limits["memory_mb"] * 2**20 // resource.getpagesize()))  # System V memory of these namespaces
-    _change_root(limits)
+    _change_root(limits, uid)
     child = os.fork()
     if child == 0:
         try:
             os._exit(_run(program, limits, uid))
         except BaseException as error:
             _tell_failure(limits, error)
-    while True:
-        pid, status, used = os.wait4(-1, os.WNOHANG)
-        if pid == child:
-            _send(limits["inner"], {"ended": _end_of(status, used)})
-            return 0
-        if pid == 0 and select.select([question], [], [], _POLL_S)[0]:
+    program_process = Child(child)
+    while (end := program_process.end()) is None:
+        if select.select([question], [], [], _POLL_S)[0]:
             os.read(question, 1)
-            _send(limits["inner"], {"running": True})
+            below = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+            send(limits["inner"], {"running": program_process.state(below)})
+    send(limits["inner"], {"ended": end})
+    return 0
 
 
-def _change_root(limits: dict[str, Any]) -> None:
-    """A root that has nothing but system and Python, read only, and an empty /tmp."""
+def _change_root(limits: dict[str, Any], uid: int | None) -> None:
+    """A root that has nothing but system and Python, read only, an empty /tmp and shared memory."""
     root = limits["folder"]
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
@@ -366,8 +294,23 @@ def _change_root(limits: dict[str, Any]) -> None:
                 with open(root + path, "w"):
                     pass
             _mount(path, root + path, None, _MS_BIND | _MS_REC)
+    for name, place in _LINKS.items():
+        os.symlink(f"/proc/self/{place}", f"{root}/dev/{name}")
+    os.mkdir(f"{root}/dev/shm")  # semaphores and shared memory of multiprocessing
+    _mount("tmpfs", f"{root}/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={limits['files_mb']}m")
+    own = os.getuid() if uid is None else uid
+    for name, text in (
+        ("passwd", f"root:x:0:0::/:/bin/sh\nprogram:x:{own}:{own}::/tmp:/bin/sh\n"),
+        ("group", f"root:x:0:\nprogram:x:{own}:\n"),
+        ("hosts", "127.0.0.1 localhost\n::1 localhost\n"),
+    ):
+        with open(f"{root}/etc/{name}", "w") as file:
+            file.write(text)
     _set_mount(root, _AT_RECURSIVE, _RDONLY, 0)
-    _set_mount(f"{root}/tmp", 0, 0, _RDONLY)
+    for name in ("tmp", "dev/shm"):
+        _set_mount(f"{root}/{name}", 0, 0, _RDONLY)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", _UP))  # reaches this program's servers alone
     _mount("proc", f"{root}/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV)  # root could set /proc/sys
     os.chroot(root)
     os.chdir("/tmp")
@@ -397,6 +340,8 @@ def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> in
     if uid is not None and os.geteuid() == 0:
         if os.getcwd() == limits["folder"]:
             os.chown(".", uid, uid)
+        for stream in (1, 2):  # it may open them again by their names, /dev/stdout and /dev/stderr
+            os.fchown(stream, uid, uid)
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
@@ -411,8 +356,9 @@ def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> in
     os.closerange(3, limits["inner"])  # which closes itself where the program starts
     os.closerange(limits["inner"] + 1, 65536)
     # libraries that start a thread per core would reach the limits of memory and processes
-    environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    _send(limits["inner"], {"started": True})
+    environment = {"HOME": "/tmp", "USER": "program", "LOGNAME": "program", "LANG": "C.UTF-8"}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    send(limits["inner"], {"started": True})
     os.execve(limits["command"][0], limits["command"], environment | {"PATH": _PATH})
 
 
@@ -476,27 +422,6 @@ def _end_user(uid: int) -> None:
     os.waitpid(helper, 0)
 
 
-def _end_descendants() -> None:
-    """Kill every process below this one, also those that left their group, until none is left."""
-    while True:
-        for name in os.listdir("/proc"):
-            if name.isdigit() and _parent(name) == os.getpid():
-                with contextlib.suppress(OSError):
-                    os.kill(int(name), signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _parent(pid: str) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return -1
-
-
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
     words = [None if word is None else word.encode() for word in (source, target, kind)]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), target)
@@ -516,10 +441,6 @@ def _check(result: int, what: str) -> None:
 
 def _prctl(option: int, value: int) -> None:
     _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
-def _code(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ EXPOSURE = (
 )
 _SETUP_S, _GRACE_S = 35.0, 5.0  # beyond the limits of the jail itself
 _TICK_S, _END_S = 0.25, 5.0
+_RUNS = 3  # of a program whose end may have come from outside
 #: programs that print 42 and do what programs do, by language
 _PROBES = {
     "python": """
@@ -123,7 +124,19 @@ class LocalSandbox(Sandbox):
         return "" if isolated == "namespaces" else isolated
 
     def _run(self, words: Sequence[str], program: Program, limits: Limits) -> Ended:
-        """Run a command with the program's files."""
+        """Run a command with the program's files.
+
+        A program that a signal ended or stopped which may have come from outside runs again: if it was its own doing,
+        it ends so every time.
+        """
+        for _ in range(_RUNS):
+            ended, in_doubt = self._run_once(words, program, limits)
+            if not in_doubt:
+                break
+        return ended
+
+    def _run_once(self, words: Sequence[str], program: Program, limits: Limits) -> tuple[Ended, bool]:
+        """How a command ended, and whether that may have come from outside."""
         try:
             with tempfile.TemporaryDirectory(prefix="hybridrl-sandbox-out-", ignore_cleanup_errors=True) as out:
                 folder = tempfile.mkdtemp(prefix="hybridrl-sandbox-")
@@ -139,7 +152,7 @@ class LocalSandbox(Sandbox):
 
     def _run_in(
         self, folder: str, out: str, words: Sequence[str], program: Program, limits: Limits, group: Path | None
-    ) -> Ended:
+    ) -> tuple[Ended, bool]:
         report, write = os.pipe()
         settings = {
             **{name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mb", "processes", "files_mb")},
@@ -153,6 +166,7 @@ class LocalSandbox(Sandbox):
             "ways": list(self._ways),
             "unisolated": self._unisolated,
             "group": group and str(group),
+            "counters": cgroups.shortage_counters(group),
         }
         seal = secrets.token_hex(16)
         payload = {
@@ -182,7 +196,8 @@ class LocalSandbox(Sandbox):
             os.close(report)
             if write >= 0:
                 os.close(write)
-        return talk.ended(_fetched(out, program.fetch))
+        ended = talk.ended(_fetched(out, program.fetch))
+        return ended, bool(talk.said.get("end", {}).get("doubt")) and ended.ended != "output" and not talk.over_cpu
 
 
 def check_paths(paths: Iterable[str]) -> None:
@@ -253,9 +268,16 @@ class _Talk:
                 message = json.loads(line)
                 if isinstance(message, dict) and message.pop("seal", None) == self._seal:
                     self.said |= message
-                    if "started" in message:
-                        deadline = time.monotonic() + self._limits.wall_s + _GRACE_S
+                    if "started" in message or "more" in message:
+                        deadline = time.monotonic() + message.get("more", self._limits.wall_s) + _GRACE_S
         return deadline
+
+    @property
+    def over_cpu(self) -> bool:
+        """Whether the kernel ended the program because of its processor time."""
+        end = self.said.get("end", {})
+        killed = end.get("code") == 128 + signal.SIGKILL and end.get("cpu", 0.0) >= self._limits.cpu_s
+        return killed or end.get("code") == 128 + signal.SIGXCPU
 
     def ended(self, files: dict[str, bytes]) -> Ended:
         """How the program ended.
@@ -279,14 +301,11 @@ class _Talk:
             what = errors.strip()[-1000:] or "it died, or was stopped"
             raise SandboxError(f"the sandbox failed: it did not report how the program ended: {what}")
         end = end or {"code": 128 + signal.SIGKILL, "seconds": self._limits.wall_s}
-        cpu_over = end["code"] == 128 + signal.SIGXCPU or (
-            end["code"] == 128 + signal.SIGKILL and end.get("cpu", 0.0) >= self._limits.cpu_s
-        )
         return Ended(
             output=output,
             errors=errors,
             code=end["code"],
-            ended="output" if self._full else "time" if end.get("time") or cpu_over else "",
+            ended="output" if self._full else "time" if end.get("time") or self.over_cpu else "",
             seconds=end["seconds"],
             isolated=isolated,
             files=files,

@@ -3,7 +3,9 @@
 import base64
 import binascii
 import hashlib
+import math
 import os
+import signal
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import replace
@@ -145,12 +147,14 @@ def _part(result: Mapping[str, Any] | None) -> Ended | None:
     if result is None:
         return None
     code, ended = result.get("return_code"), _ENDS[result["status"]]
-    if result["status"] == "Error" and code in (None, 0):
-        raise ValueError(f"status Error without a return code: {result.get('stderr')!r}")
-    return Ended(
-        output=str(result.get("stdout") or ""),
-        errors=str(result.get("stderr") or ""),
-        code=int(code) if code is not None else 137 if ended else 0,
-        ended=ended,
-        seconds=float(result.get("execution_time") or 0.0),
-    )
+    output, errors = result.get("stdout"), result.get("stderr")
+    seconds = float(result.get("execution_time") or 0.0)
+    if code is None and ended:
+        code = 128 + signal.SIGKILL
+    if not isinstance(code, int) or isinstance(code, bool):
+        raise ValueError(f"status {result['status']} with the return code {code!r}: {errors!r:.300}")
+    if not (isinstance(output, str) or (output is None and ended)):
+        raise ValueError(f"status {result['status']} with the output {output!r:.300}")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"an execution time of {seconds} s")
+    return Ended(output=output or "", errors=str(errors or ""), code=code, ended=ended, seconds=seconds)

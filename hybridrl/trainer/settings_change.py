@@ -66,7 +66,7 @@ class OtherExperimentError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting with its value before and now.
 
     Attributes:
@@ -94,7 +94,7 @@ class Change:
         return self.key in _EXPERIMENT
 
 
-def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
+def find_changes(folder: Path, config: ConfigNode) -> list[SettingChange]:
     """Compare `config` with the settings that the run in `folder` had last. Empty if they are not recorded there.
 
     Settings that only follow another one are left out, and so are settings that the earlier version did not have.
@@ -131,7 +131,7 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
     open_mappings(earlier, now)
     idle = tuple(idle_settings(config))
     changes = [
-        Change(key, earlier[key], value)
+        SettingChange(key, earlier[key], value)
         for key, value in now.items()
         if key in earlier and earlier[key] != value and key not in _HOW_TO_RESUME
         if not key.startswith(idle) or key == "reward.reward_model.enable"
@@ -144,7 +144,9 @@ def _program_of(groups: Collection[str]) -> str:
     return next((program for group, program in _PROGRAMS.items() if group in groups), "main_sft")
 
 
-def compare(folder: Path, config: ConfigNode, before: Definition | None, now: Definition | None = None) -> list[Change]:
+def compare(
+    folder: Path, config: ConfigNode, before: Definition | None, now: Definition | None = None
+) -> list[SettingChange]:
     """Compare the settings of `config`, and the contents of files that they name, with those of the run in `folder`.
 
     Args:
@@ -162,18 +164,20 @@ def compare(folder: Path, config: ConfigNode, before: Definition | None, now: De
     compared = set(redefined) | compared_keys(before, now)
     changes = [replace(one, redefines=one.key in redefined) if one.key in compared else one for one in changes]
     by_value = {change.key for change in changes}
-    contents: dict[tuple[str | None, str | None], Change] = {}  # settings that follow another one have its content
+    contents: dict[
+        tuple[str | None, str | None], SettingChange
+    ] = {}  # settings that follow another one have its content
     for key in redefined:
         pair = (shown_content(key, before), shown_content(key, now))
         if pair == (None, None) and key not in by_value:
             pair = (before["values"].get(key), now["values"].get(key))
         if pair != (None, None):
             parts = tuple(changed_parts(key, before, now))
-            contents.setdefault(pair, Change(f"{_CONTENT_OF}{key}", *pair, redefines=True, parts=parts))
+            contents.setdefault(pair, SettingChange(f"{_CONTENT_OF}{key}", *pair, redefines=True, parts=parts))
     return [*changes, *contents.values()]
 
 
-def check_same_experiment(folder: Path, changes: list[Change]) -> None:
+def check_same_experiment(folder: Path, changes: list[SettingChange]) -> None:
     """Refuse to continue a run as another experiment.
 
     Raises:
@@ -191,7 +195,7 @@ def check_same_experiment(folder: Path, changes: list[Change]) -> None:
         )
 
 
-def record_changes(folder: Path, step: int, changes: list[Change]) -> None:
+def record_changes(folder: Path, step: int, changes: list[SettingChange]) -> None:
     """Add the changes of this start to `config_changes.yaml`."""
     entry = {
         "after_step": step,
@@ -202,7 +206,7 @@ def record_changes(folder: Path, step: int, changes: list[Change]) -> None:
     write_text(folder / CHANGES, text)
 
 
-def _only_follows(change: Change, earlier: Mapping[str, Any], now: Mapping[str, Any], root: type) -> bool:
+def _only_follows(change: SettingChange, earlier: Mapping[str, Any], now: Mapping[str, Any], root: type) -> bool:
     """Whether the setting has its default both times, and that default is the value of another setting."""
     default = default_tree(root)
     try:

@@ -37,6 +37,7 @@ from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 KEY = "actor_rollout_ref.rollout.agent"
 _VERDICT_FORM = 'a number, {"reward": NUMBER, "extra": {...}} or {"no_verdict": REASON, "detail": TEXT}'
 _LEAST_SIGNAL_STATUS, _MOST_SIGNAL_STATUS = 129, 192  # a shell's: 128 and the signal that ended its program
+_MOST_TEXT = 20_000  # characters of the begin and of the end of a traceback
 Result = float | Verdict | NoVerdict | None
 
 
@@ -45,7 +46,7 @@ class AgentBroken(RolloutError):
 
 
 @dataclass(frozen=True)
-class Program:
+class AgentProgram:
     """The user's agent: one of the two.
 
     Attributes:
@@ -58,7 +59,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Job:
+class AgentJob:
     """A session's agent.
 
     Attributes:
@@ -103,7 +104,7 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that have ended go by themselves
     control = socket.socket(fileno=control_fd)
     control.set_inheritable(False)  # what the user's code starts must not keep it open when this process has ended
-    program: Program = pickle.loads(_received(control))
+    program: AgentProgram = pickle.loads(_received(control))
     try:
         run = _loaded(program)
     except Exception as error:
@@ -147,7 +148,7 @@ def framed(data: bytes) -> bytes:
     return plain_results.HEADER.pack(len(data)) + data
 
 
-def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: int) -> None:
+def _run_agent(run: Callable[[AgentJob, Path], Result], connection_fd: int, life_fd: int) -> None:
     """The life of one agent's process."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -157,18 +158,19 @@ def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: 
         restore_defaults((signal.SIGTERM, signal.SIGHUP))
         default_in_children((signal.SIGINT,))
         connection = socket.socket(fileno=connection_fd)
-        job: Job = pickle.loads(_received(connection))
+        job: AgentJob = pickle.loads(_received(connection))
         os.environ.update(job.variables())
         answer = _answer(run, job, folder)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the agent may have closed it
+                stream.flush()
         with contextlib.suppress(OSError):  # the run waits for it no longer
             connection.sendall(answer)
     finally:
         os._exit(0)
 
 
-def _answer(run: Callable[[Job, Path], Result], job: Job, folder: Path) -> bytes:
+def _answer(run: Callable[[AgentJob, Path], Result], job: AgentJob, folder: Path) -> bytes:
     """Run the agent; its result as bytes. The run reads it with `agent_result`, and nothing else."""
     try:
         return plain_results.encode_result(_as_plain(checked(run(job, folder))))
@@ -177,7 +179,10 @@ def _answer(run: Callable[[Job, Path], Result], job: Job, folder: Path) -> bytes
     except (AgentBroken, MemoryError) as error:
         found = plain_results.Result("bad", text=str(error) or "the agent ran out of memory")
     except BaseException as error:  # sys.exit() of an agent ends the agent
-        found = plain_results.Result("raised", text="".join(traceback.format_exception(error)).rstrip())
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if len(text) > 2 * _MOST_TEXT:
+            text = f"{text[:_MOST_TEXT]}\n... {len(text) - 2 * _MOST_TEXT} characters ...\n{text[-_MOST_TEXT:]}"
+        found = plain_results.Result("raised", text=text)
     return plain_results.encode_result(found)
 
 
@@ -189,11 +194,11 @@ def checked(value: Any) -> Result:
     """
     if value is None or isinstance(value, NoVerdict):
         return value
-    reward = value.reward if isinstance(value, Verdict) else value
-    if isinstance(reward, numbers.Real) and math.isfinite(reward):
+    reward = _finite(value.reward if isinstance(value, Verdict) else value)
+    if reward is not None:
         if not isinstance(value, Verdict):
-            return float(reward)
-        found = Verdict(float(reward), value.extra)
+            return reward
+        found = Verdict(reward, value.extra)
         try:
             plain_results.encode_result(_as_plain(found))
         except (ValueError, TypeError, RecursionError) as error:
@@ -202,10 +207,22 @@ def checked(value: Any) -> Result:
                 "text, lists and dicts"
             ) from error
         return found
+    try:
+        shown = f"{value!r:.200}"
+    except Exception:  # of the user's class, or nested too deeply
+        shown = f"a {type(value).__name__} that cannot be shown"
     raise AgentBroken(
-        f"an agent returned {value!r:.200}; it must return a finite number, a hybridrl.verdict.Verdict or NoVerdict, "
+        f"an agent returned {shown}; it must return a finite number, a hybridrl.verdict.Verdict or NoVerdict, "
         "or None, which leaves the score to the reward function"
     )
+
+
+def _finite(value: Any) -> float | None:
+    """A number as a finite float; None where it is none."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+    except OverflowError:  # an integer that no float can hold
+        return None
 
 
 def _as_plain(result: Result) -> plain_results.Result:
@@ -225,7 +242,7 @@ def agent_result(found: plain_results.Result) -> Result:
     return found.score if found.extra is None else Verdict(found.score, found.extra)
 
 
-def _loaded(program: Program) -> Callable[[Job, Path], Result]:
+def _loaded(program: AgentProgram) -> Callable[[AgentJob, Path], Result]:
     """What runs the agent of a job; it may make the folder, which is removed with the agent."""
     if program.function is None:
         return lambda job, folder: _run_command(program.command, job, folder)
@@ -240,7 +257,7 @@ def _loaded(program: Program) -> Callable[[Job, Path], Result]:
             f"{key}={program.function} cannot be called with (base_url, api_key, row): {error}"
         ) from error
 
-    def call(job: Job, folder: Path) -> Any:
+    def call(job: AgentJob, folder: Path) -> Any:
         result = function(job.base_url, job.api_key, dict(job.row))
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -251,7 +268,7 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _run_command(command: tuple[str, ...], job: Job, folder: Path) -> Result:
+def _run_command(command: tuple[str, ...], job: AgentJob, folder: Path) -> Result:
     """Run a command; the row is a JSON file, and so is the verdict that it may write.
 
     Raises:
@@ -268,7 +285,7 @@ def _run_command(command: tuple[str, ...], job: Job, folder: Path) -> Result:
         raise AgentBroken(f"the agent's command {command[0]} was ended by signal {number}")
     if ended.returncode != 0:
         raise RolloutError(f"the agent's command {command[0]} ended with exit code {ended.returncode}")
-    return _verdict_in(verdict.read_text(encoding="utf-8")) if verdict.is_file() else None
+    return _verdict_in(_content_of(verdict)) if os.path.lexists(verdict) else None
 
 
 def _plain(value: Any) -> Any:
@@ -278,8 +295,24 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _verdict_in(text: str) -> Result:
+def _content_of(file: Path) -> bytes:
+    """What a command has written.
+
+    Raises:
+        AgentBroken: it is no file, or too long.
+    """
+    if not file.is_file():
+        raise AgentBroken("the agent made something else than a file of $HYBRIDRL_VERDICT")
+    with file.open("rb") as opened:
+        data = opened.read(plain_results.LARGEST_RESULT + 1)
+    if len(data) > plain_results.LARGEST_RESULT:
+        raise AgentBroken(f"the agent wrote more than {plain_results.LARGEST_RESULT} bytes to $HYBRIDRL_VERDICT")
+    return data
+
+
+def _verdict_in(data: bytes) -> Result:
     """The verdict that a command has written."""
+    text = data.decode("utf-8", "backslashreplace")
     try:
         found = json.loads(text)
         if isinstance(found, dict) and "no_verdict" in found:
@@ -287,5 +320,5 @@ def _verdict_in(text: str) -> Result:
         if isinstance(found, dict):
             return checked(Verdict(float(found["reward"]), found.get("extra") or {}))
         return checked(found)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise AgentBroken(f"the agent wrote {text!r:.200} to $HYBRIDRL_VERDICT; it must be {_VERDICT_FORM}") from error

@@ -2,15 +2,11 @@
 
 import os
 
+from hybridrl.utils.control_groups import cpu_quota
+
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: the affinity mask, limited by its cgroup's CPU quota."""
+    """Return the number of cores that this process may use: the affinity mask, limited by its cgroups' CPU quotas."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass  # no cgroup v2, so only the mask counts
-    return max(1, cores)
+    quota = cpu_quota()
+    return max(1, cores if quota is None else min(cores, round(quota)))

@@ -32,6 +32,7 @@ _RESERVED_SHARE = 0.25  # of all connections, for clients that have shown the to
 _DISCARD_BYTES = 2**20  # of the body of a refused request, so that its client reads the answer
 _DISCARD_S = 1.0
 _TCP_USER_TIMEOUT = 18
+_POLICY_VIOLATION = 1008  # the status of a WebSocket that is closed
 _CONNECTION = "hybridrl.connection"
 
 Scope = MutableMapping[str, Any]
@@ -131,6 +132,7 @@ class LimitedConnection(H11Protocol):
         self.admitted = False
         self._limits = limits
         self._refused = False
+        self._is_websocket = False
         self._since = self.loop.time()
         self._deadline: asyncio.TimerHandle | None = None
         self._probation: asyncio.TimerHandle | None = None
@@ -147,8 +149,8 @@ class LimitedConnection(H11Protocol):
         self._end_probation()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        others: list[LimitedConnection] = list(self.connections)  # type: ignore[arg-type]
-        if len(others) >= self._limits.connections:
+        others = [one for one in self.connections if isinstance(one, LimitedConnection)]
+        if len(self.connections) >= self._limits.connections:
             newcomers = [one for one in others if one._probation is not None]
             if not newcomers:
                 self.transport = transport
@@ -174,9 +176,15 @@ class LimitedConnection(H11Protocol):
             return
         super().data_received(data)
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection over to the protocol of WebSockets, whose application checks the token."""
+        self._is_websocket = True
+        self._end_probation()
+        super().handle_websocket_upgrade(event)
+
     def handle_events(self) -> None:
         super().handle_events()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_websocket:
             self._request_is_here()
         elif self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             idle = self.cycle is not None and self.cycle.response_complete and self.timeout_keep_alive_task is not None
@@ -270,10 +278,13 @@ class TokenGuard:
         self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
+        if scope["type"] == "websocket":
+            await self._open(scope, headers, receive, send)
+            return
         try:
             scope, admitted = self.checked(scope, headers)
             self._check_length(headers)
@@ -307,6 +318,16 @@ class TokenGuard:
             if began:
                 raise
             await self._refuse(scope["path"], error, receive, send, whole)
+
+    async def _open(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
+        """Let the application accept a WebSocket; one without the token is refused with HTTP 403."""
+        try:
+            scope, _ = self.checked(scope, headers)
+        except HttpRefusal as error:
+            await receive()
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": str(error)})
+            return
+        await self._app(scope, receive, send)
 
     def checked(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Scope, bool]:
         """The scope that the application gets, and whether the client has shown a key.
@@ -445,15 +466,16 @@ class HttpServer:
         app: an ASGI application behind a `TokenGuard`.
         listening: a socket that listens; it is closed with the server.
         limits: what it accepts.
+        whole_asgi: the application may accept WebSockets, and is told when the server starts and stops.
     """
 
-    def __init__(self, app: Any, listening: socket.socket, limits: ServingLimits) -> None:
+    def __init__(self, app: Any, listening: socket.socket, limits: ServingLimits, whole_asgi: bool = False) -> None:
         self._socket = listening
         config = uvicorn.Config(
             app,
             http=functools.partial(LimitedConnection, limits),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
+            ws="auto" if whole_asgi else "none",
+            lifespan="auto" if whole_asgi else "off",
             log_level="error",
             access_log=False,
             proxy_headers=False,

@@ -1,8 +1,11 @@
 """JSON over HTTP to a service that may fail or be busy. Light: for the processes of reward functions."""
 
+import contextlib
 import http.client
 import json
 import random
+import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -108,18 +111,20 @@ class JsonClient:
             headers["Authorization"] = f"Bearer {self.token}"
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-                data = reply.read(_LARGEST + 1)
-        except urllib.error.HTTPError as error:
-            told = error.read(2000).decode("utf-8", "replace").strip()
-            busy, refused = error.code in _BUSY, error.code < 500 and error.code not in (408, *_BUSY)
-            what = f"HTTP {error.code} {error.reason}: {told[:300]}"
-            raise ServiceError(what, refused=refused, busy=busy, status=error.code) from None
-        except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
+            with _Deadline(timeout_s) as deadline:
+                data = _answer_to(request, timeout_s, deadline)
+        except ServiceError:
+            if deadline.is_over:
+                raise _late(timeout_s) from None
+            raise
+        # a URLError is an OSError, and an address that a redirect leads to may be none
+        except (OSError, http.client.HTTPException, ValueError) as error:
             cause = getattr(error, "reason", error)
-            if isinstance(cause, TimeoutError):
-                raise ServiceError(f"no answer within {timeout_s:g} s", Reason.TIMEOUT) from None
+            if deadline.is_over or isinstance(cause, TimeoutError):
+                raise _late(timeout_s) from None
             raise ServiceError(f"{type(cause).__name__}: {cause}") from None
+        if deadline.is_over:
+            raise _late(timeout_s)
         if len(data) > _LARGEST:
             raise ServiceError(f"an answer of more than {_LARGEST} bytes", refused=True)
         try:
@@ -129,3 +134,93 @@ class JsonClient:
         if not isinstance(answer, dict):
             raise ServiceError(f"an answer that is no object: {data[:100]!r}")
         return answer
+
+
+def _late(timeout_s: float) -> ServiceError:
+    return ServiceError(f"no answer within {timeout_s:g} s", Reason.TIMEOUT)
+
+
+def _answer_to(request: urllib.request.Request, timeout_s: float, deadline: "_Deadline") -> bytes:
+    """The body of an answer.
+
+    Raises:
+        ServiceError: its status is that of an error.
+        OSError, http.client.HTTPException, ValueError: it did not arrive.
+    """
+    opener = urllib.request.build_opener(_Http(deadline), _Https(deadline))
+    try:
+        with opener.open(request, timeout=timeout_s) as reply:
+            data: bytes = reply.read(_LARGEST + 1)
+            return data
+    except urllib.error.HTTPError as error:
+        told = b""
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # what it says besides is not needed
+            told = error.read(2000)
+        busy, refused = error.code in _BUSY, error.code < 500 and error.code not in (408, *_BUSY)
+        what = f"HTTP {error.code} {error.reason}: {told.decode('utf-8', 'replace').strip()[:300]}"
+        raise ServiceError(what, refused=refused, busy=busy, status=error.code) from None
+
+
+class _Deadline:
+    """Ends the connections of one request when its time is over: a timeout of sockets bounds each read alone.
+
+    Args:
+        seconds: until then.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.is_over = False
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> "_Deadline":
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
+        """What makes connections of a kind that end at the deadline."""
+        deadline = self
+
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def connect(self) -> None:
+                super().connect()
+                deadline._watch(self.sock)
+
+        return Watched
+
+    def _watch(self, connected: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(connected)
+            over = self.is_over
+        if over:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.is_over = True
+            for connected in self._sockets:
+                with contextlib.suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__()
+        self._made = deadline.connection(http.client.HTTPConnection)
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._made, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__()
+        self._made = deadline.connection(http.client.HTTPSConnection)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._made, request, context=self._context)  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 from hybridrl.verdict import Reason
 
 HEADER = struct.Struct("!Q")
-LARGEST = 1 << 32  # bytes of a message; a longer one is no message of ours
+LARGEST = 1 << 30  # bytes of a message; a longer one is no message of ours
+LARGEST_RESULT = 1 << 26  # bytes of a message that is a single result
 
 Kind = Literal["score", "bad", "raised", "timeout", "missing"]
 
@@ -74,9 +75,11 @@ def encode_result(result: Result) -> bytes:
     """Return a single result as bytes, with their length in front.
 
     Raises:
-        ValueError, TypeError, RecursionError: its `extra` is not of numbers, text, lists and dicts.
+        ValueError, TypeError, RecursionError: its `extra` is not of numbers, text, lists and dicts, or too long.
     """
     data = json.dumps(result.plain(), default=_as_plain).encode()
+    if len(data) > LARGEST_RESULT:
+        raise ValueError(f"it has {len(data)} bytes, and may have {LARGEST_RESULT}")
     return HEADER.pack(len(data)) + data
 
 

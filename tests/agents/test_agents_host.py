@@ -16,14 +16,20 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
-from hybridrl.utils.agent_host import Job, Program
+from hybridrl.utils.agent_host import AgentJob, AgentProgram
 from hybridrl.utils.plain_results import MalformedMessage, Result, decode_result
+from hybridrl.utils.supervisor import descendants
 from hybridrl.verdict import Verdict
 
 AGENT = """
-import os, pickle, signal, time
+import os, pickle, signal, sys, time
 import numpy as np
 from hybridrl.verdict import NoVerdict, Verdict
+
+
+class Silent:
+    def __repr__(self):
+        raise RuntimeError
 
 
 class Harmful:
@@ -69,6 +75,15 @@ def act(base_url, api_key, row):
         for descriptor in connections():
             os.write(descriptor, data)
         os._exit(0)
+    if kind == "value":
+        return eval(row["value"])
+    if kind == "text":
+        raise ValueError("x" * 10**7)
+    if kind == "closed output":
+        os.close(1)
+        sys.stdout.close()
+        sys.stderr = None
+        return 0.5
     if kind == "dies":
         os.kill(os.getppid(), signal.SIGKILL)  # its supervisor
         time.sleep(60)
@@ -79,13 +94,13 @@ def act(base_url, api_key, row):
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentHost]:
     file = tmp_path_factory.mktemp("agent") / "agent.py"
     file.write_text(AGENT)
-    made = AgentHost(Program(function=f"{file}:act"))
+    made = AgentHost(AgentProgram(function=f"{file}:act"))
     yield made
     made.close()
 
 
-def job(kind: str, **row: Any) -> Job:
-    return Job("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
+def job(kind: str, **row: Any) -> AgentJob:
+    return AgentJob("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
 
 
 def run(host: AgentHost, kind: str, **row: Any) -> Any:
@@ -110,6 +125,54 @@ def test_a_verdict_that_is_none_is_refused(host: AgentHost, kind: str, words: st
     with pytest.raises(AgentFailed, match=words) as caught:
         run(host, kind)
     assert not caught.value.by_itself
+
+
+def deep(depth: int) -> str:
+    return f"(lambda f: f(f, {depth}))(lambda f, n: [] if n == 0 else [f(f, n - 1)])"
+
+
+@pytest.mark.parametrize(
+    "value", ["10**400", "Verdict(10**400)", "Silent()", deep(900), "'0.5'", "Verdict(1.0, {'x': 'y' * 2**27})"]
+)
+def test_what_is_no_verdict_says_nothing_of_the_session(host: AgentHost, value: str) -> None:
+    """Such an agent did not fail by itself, so that a session whose last request was too long is not scored for it."""
+    with pytest.raises(AgentFailed, match="returned") as caught:
+        run(host, "value", value=value)
+    assert not caught.value.by_itself
+
+
+def test_a_long_traceback_is_cut_in_the_middle(host: AgentHost) -> None:
+    with pytest.raises(AgentFailed, match="in act") as caught:
+        run(host, "text")
+    assert caught.value.by_itself and len(str(caught.value)) < 10**5 and "characters ..." in str(caught.value)
+
+
+def test_a_result_arrives_though_the_agent_has_closed_its_output(host: AgentHost) -> None:
+    assert run(host, "closed output") == 0.5
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        r"printf '\377\376' > $HYBRIDRL_VERDICT",
+        "printf 9%.0s $(seq 400) > $HYBRIDRL_VERDICT",
+        "(echo '{\"reward\":'; printf 9%.0s $(seq 400); echo '}') > $HYBRIDRL_VERDICT",
+        "mkdir $HYBRIDRL_VERDICT",
+        "mkfifo $HYBRIDRL_VERDICT",
+        "ln -s /dev/zero $HYBRIDRL_VERDICT",
+        "head -c 100000000 /dev/zero > $HYBRIDRL_VERDICT",
+    ],
+)
+def test_a_command_that_writes_no_verdict_did_not_fail_by_itself(write: str, tmp_path: Path) -> None:
+    """A folder or a pipe of that name was as if the command had left the score to the reward function."""
+    (tmp_path / "agent.sh").write_text(write + "\n")
+    made = AgentHost(AgentProgram(command=("/bin/sh", str(tmp_path / "agent.sh"))))
+    try:
+        with pytest.raises(AgentFailed, match=r"agent (wrote|made|returned)") as caught:
+            run(made, "any")
+        assert not caught.value.by_itself
+    finally:
+        made.close()
 
 
 @settings(max_examples=300)
@@ -144,10 +207,9 @@ def test_sessions_are_scored_truly_or_not_at_all_whoever_is_killed(host: AgentHo
         killed = 0
         while not done.is_set():
             await asyncio.sleep(dice.uniform(0.05, 0.2))
-            own = psutil.Process(os.getpid()).children(recursive=True)
-            agents = [one for one in own if one.pid != host._process.pid]
+            agents = descendants(host._process.pid)  # this process may have others, such as those of its Ray
             kills_host = dice.random() < 0.3 and not host._losses  # it gives up where no agent answers in between
-            target = host._process.pid if kills_host else (dice.choice(agents).pid if agents else None)
+            target = host._process.pid if kills_host else (dice.choice(agents) if agents else None)
             if target is not None:
                 os.kill(target, signal.SIGKILL)
                 killed += 1
@@ -186,7 +248,7 @@ def test_a_supervisor_that_is_killed_gives_no_score(host: AgentHost) -> None:
 
 def test_a_process_that_dies_again_and_again_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.py").write_text("def act(base_url, api_key, row):\n    return 1\n")
-    host = AgentHost(Program(function=f"{tmp_path / 'agent.py'}:act"))
+    host = AgentHost(AgentProgram(function=f"{tmp_path / 'agent.py'}:act"))
     try:
         (tmp_path / "agent.py").write_text("import os\nos._exit(7)\n")
         os.kill(host._process.pid, signal.SIGKILL)

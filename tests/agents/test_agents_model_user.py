@@ -4,8 +4,9 @@ import asyncio
 import json
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 from hybridrl.agents.interactions.load import load_interactions
 from hybridrl.agents.interactions.model_user import ModelUser, conversation_of
 from hybridrl.errors import RolloutError
+from hybridrl.utils.http_server import listening_socket
 from hybridrl.verdict import NoVerdictError, Reason
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from scripted_chat_server import Script, handler_of
+from scripted_chat_server import Script, server_of
 
 TALK = [
     {"role": "system", "content": "Be kind."},
@@ -48,10 +50,16 @@ def script() -> Iterator[tuple[Asked, str]]:
             {"contains": "own form", "answers": ["hm"]},
         ]
     )
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler_of(said)) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield said, f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
+    loop, listener = asyncio.new_event_loop(), listening_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = server_of(said, listener)
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(60)
+    yield said, f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 def reply(user: ModelUser, **kwargs: Any) -> tuple[bool, str, float | None, dict[str, Any]]:
@@ -117,3 +125,15 @@ def test_a_user_that_cannot_work_is_refused_before_a_run(
     file.write_text(json.dumps({"interaction": [{"name": "user", "class_name": "model", "config": given}]}))
     with pytest.raises(RolloutError, match=named):
         load_interactions(str(file))
+
+
+def test_the_server_of_a_script_is_hardened_and_says_what_it_serves(script: tuple[Asked, str]) -> None:
+    for body in ("{}", "[]", '{"messages": 3}', "{"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(f"{script[1]}/chat/completions", body.encode()), timeout=60)
+        assert refused.value.code == 400 and json.load(refused.value)["error"]
+    with urllib.request.urlopen(f"{script[1]}/models", timeout=60) as answer:
+        assert json.load(answer)["data"][0]["id"] == "script"
+    huge = urllib.request.Request(f"{script[1]}/chat/completions", b"{}", {"Content-Length": "99999999999"})
+    with pytest.raises(urllib.error.HTTPError, match="413"):
+        urllib.request.urlopen(huge, timeout=60)

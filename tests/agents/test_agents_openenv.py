@@ -1,18 +1,24 @@
 """The client of OpenEnv's servers, against a process that answers as openenv 0.10.0 did."""
 
 import asyncio
+import contextlib
 import http.client
+import json
 import multiprocessing
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from http_attacks import ATTACKS
 from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
-from websockets.exceptions import ConnectionClosedError
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from hybridrl.agents.environments.base import Action
 from hybridrl.agents.environments.install import pinned_file, python_of
@@ -20,6 +26,7 @@ from hybridrl.agents.environments.load import load_environments
 from hybridrl.agents.environments.openenv import OpenEnvEnvironment, OpenEnvError
 from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.errors import RolloutError
+from hybridrl.utils.http_server import HttpServer, ServingLimits, TokenGuard, listening_socket
 
 STAGE = Path(__file__).with_name("openenv_stage.py")
 CONFIG = {"app": "openenv_stage:app", "folder": str(STAGE.parent), "python": sys.executable}
@@ -79,6 +86,22 @@ def test_errors_of_actions_are_for_the_model_and_those_of_the_server_are_not(con
     assert "no JSON:" in told[1] and "no JSON object" in told[2] and "message: Field required" in told[3]
 
 
+@contextlib.contextmanager
+def server_of_others():
+    """The address of a server that others run, without a token."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        words = [sys.executable, "-m", "uvicorn", "openenv_stage:app", "--fd", str(listener.fileno())]
+        process = subprocess.Popen(words, cwd=STAGE.parent, pass_fds=[listener.fileno()])
+        port = listener.getsockname()[1]
+    until = time.monotonic() + 60
+    while not answers(port):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_sessions_wait_for_a_place_on_the_server(config, told) -> None:
     """Six at once on a server that takes two, which the settings say or not."""
@@ -92,12 +115,12 @@ def test_sessions_wait_for_a_place_on_the_server(config, told) -> None:
         finally:
             await environment.close()
 
-    url = f"http://127.0.0.1:{OpenEnvEnvironment._servers[config['key']].port()}"
-
     async def together():
         return await asyncio.gather(*(play(number) for number in range(6)))
 
-    assert asyncio.run(together()) == [str(number) for number in range(6)]
+    with contextlib.ExitStack() as stack:
+        url = None if told else stack.enter_context(server_of_others())
+        assert asyncio.run(together()) == [str(number) for number in range(6)]
 
 
 def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, model, tmp_path, capsys) -> None:
@@ -166,11 +189,92 @@ def test_a_server_that_is_ending_is_not_asked_again(tmp_path: Path, capsys: pyte
     try:
         port = server.port()
         with pytest.raises((OSError, http.client.HTTPException)):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/end", timeout=30)
+            url = f"http://127.0.0.1:{port}/end"
+            urllib.request.urlopen(urllib.request.Request(url, headers=server.headers), timeout=30)
         assert server._process is not None and server._process.poll() is None
         assert answers(server.port()) and "ended with status 3; it starts again" in capsys.readouterr().err
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server, and its address."""
+    made = EnvironmentServer(Path(sys.executable), "openenv_stage:app", STAGE.parent, 100)
+    yield made, ("127.0.0.1", made.port())
+    made.stop()
+
+
+def test_a_server_serves_those_who_have_its_token(server) -> None:
+    """Other users of the machine, and agents, could play and score episodes."""
+
+    async def kind_of(headers: dict[str, str]) -> str:
+        async with connect(f"ws://{host}:{port}/ws", proxy=None, additional_headers=headers) as opened:
+            await opened.send(json.dumps({"type": "state"}))
+            return str(json.loads(await opened.recv())["type"])
+
+    made, (host, port) = server
+    assert asyncio.run(kind_of(made.headers)) == "state"
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        with pytest.raises(InvalidStatus, match="403"):
+            asyncio.run(kind_of(headers))
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/docs", headers=headers), timeout=30)
+    with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=30) as answer:
+        assert answer.status == 200
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The configuration of a server of its own."""
+    made = OpenEnvEnvironment.start({**CONFIG, **TEXT, "start_timeout_s": 99})
+    yield made
+    OpenEnvEnvironment.stop(made)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_episode_goes_on_during_an_attack(served, attack) -> None:
+    """Idle connections, and requests without end, filled it."""
+
+    async def play() -> float | None:
+        environment = OpenEnvEnvironment(**served)
+        await environment.reset({"seed": 5})
+        step = await environment.step(Action("hello"))
+        await environment.close()
+        return step.reward
+
+    port = OpenEnvEnvironment._servers[served["key"]].port()
+    with attack(("127.0.0.1", port), "/ws"):
+        assert asyncio.run(play()) == 0.5
+
+
+def test_a_websocket_that_is_open_outlives_the_time_for_requests() -> None:
+    """The time for a request ends with the upgrade, and the others count the connection."""
+
+    async def app(scope, receive, send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": message["text"]})
+
+    async def talk() -> list[str]:
+        listener = listening_socket("127.0.0.1", 0)
+        limits = ServingLimits(connections=3, read_s=0.2, newcomer_s=0.2)
+        server = HttpServer(TokenGuard(app, "t", 2**20, "the limit"), listener, limits, whole_asgi=True)
+        await server.start()
+        url, headers = f"ws://127.0.0.1:{listener.getsockname()[1]}/", {"Authorization": "Bearer t"}
+        async with (
+            connect(url, proxy=None, additional_headers=headers) as one,
+            connect(url, proxy=None, additional_headers=headers) as other,
+        ):
+            await asyncio.sleep(0.6)
+            for open_one in (one, other):
+                await open_one.send("still")
+            said = [str(await open_one.recv()) for open_one in (one, other)]
+        await server.stop()
+        return said
+
+    assert asyncio.run(talk()) == ["still", "still"]
 
 
 def serve_and_wait(told) -> None:

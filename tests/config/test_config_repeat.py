@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.compose import compose_config
 from hybridrl.observe.run_folder import as_dict
 
@@ -29,6 +30,7 @@ def test_the_settings_of_a_run_compose_to_the_same_without_a_notice(name: str, t
     (tmp_path / "config.yaml").write_text(written, encoding="utf-8")
     again = compose_config(root, [], str(tmp_path), "config")
     assert again.notices == []
+    assert check_idle(again.config) == check_idle(first.config)
     assert yaml.safe_dump(as_dict(again.config), sort_keys=False) == written
 
 

@@ -282,3 +282,60 @@ def test_a_ground_truth_that_cannot_be_written_is_the_users() -> None:
     for bad in (value, {1, 2}, 10**5000):
         with pytest.raises(RewardError, match="ground truth cannot be written as JSON"):
             read_tests({"fn_name": "f", "inputs": [[1]], "outputs": [bad]})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("np.int64(3)", 3),
+        ("np.array([[1, 2]])", [[1, 2]]),
+        ("[np.float32(0.5), np.bool_(True)]", [0.5, True]),
+        ("{np.int64(1): [np.int64(2)]}", {"1": [2]}),
+        ("decimal.Decimal('0.5')", 0.5),
+        ("fractions.Fraction(6, 2)", 3),
+        ("10**20 * decimal.Decimal(1)", 10**20),
+    ],
+)
+def test_numbers_of_libraries_are_the_numbers_that_they_equal(value: str, expected: object) -> None:
+    code = f"import decimal, fractions\nimport numpy as np\ndef f(x): return {value}"
+    assert compute_score(block(code), {"fn_name": "f", "inputs": [[1]], "outputs": [expected]})["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "statement"),
+    [
+        ("(1, 2)", "assert f(1) == (1, 2)"),
+        ("[2, 1]", "assert set(f(1)) == set((1, 2)), 'sets'"),
+        ("{'a': (1,), 2: {3}}", "assert f(1) == {'a': (1,), 2: {3}}"),
+        ("10**6000", f"assert 1{'0' * 4000} * 10**2000 == f(1)"),
+        ("collections.Counter('aab')", "assert {'a': 2, 'b': 1} == f(1)"),
+        ("b'a'", "assert f(1) == b'a'"),
+        ("1 + 2j", "assert f(1) == 1 + 2j"),
+        ("None", "assert f(1) is None"),
+        ("0.3000001", "assert math.isclose(f(1), 0.3, rel_tol=1e-3)"),
+        ("3", "x = f(1)\nassert x == 3"),
+        ("3", "assert f(1) == 2 or f(1) == 3"),
+    ],
+)
+def test_asserts_hold_as_python_has_them(value: str, statement: str) -> None:
+    truth = {"assert_case": [statement]}
+    assert compute_score(block(f"def f(x): return {value}"), truth)["score"] == 1.0
+    wrong = compute_score(block("def f(x): return [[1]]"), truth)
+    assert wrong["score"] == 0.0 and wrong["fault"] in ("wrong", "error")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Equal:\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return Equal()",
+        "import json\njson.dumps = lambda *a, **k: 'true'\ndef f(x): return [2]",
+        "import atexit, os\natexit.register(lambda: os._exit(0))\ndef f(x): return 9",
+        "import os\nmark = open('main.py').read().split(\"'\")[3]\nos.write(1, f'\\n{mark}null'.encode())\nos._exit(0)",
+        "import sys\nsys.excepthook = lambda *_: None\nsys.exit = None\ndef f(x): return 9",
+        "import builtins\nbuiltins.AssertionError = StopIteration\ndef f(x): return 9",
+    ],
+)
+def test_a_program_that_equals_everything_or_reports_itself_passes_no_assert_of_a_literal(code: str) -> None:
+    """Objects that equal everything passed, and so did a program that wrote the runner's mark itself."""
+    found = compute_score(block(code), {"assert_case": ["assert f(1) == 2", "assert (3, 4) == f(1)"]})
+    assert found["score"] == 0.0

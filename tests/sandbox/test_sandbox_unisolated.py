@@ -15,6 +15,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.reward import RewardError
 from hybridrl.reward.score import programs
 from hybridrl.sandbox import LANGUAGES, Language, Limits, LocalSandbox, Program, SandboxError, cgroups
+from hybridrl.utils.control_groups import PROC
 
 NOBODY = 65534
 FORKS = "import os, threading\nt = threading.Thread(target=print, args=(1,)); t.start(); t.join()\n"
@@ -195,4 +196,6 @@ def test_a_control_group_bounds_files_in_memory(ways) -> None:
         assert "Permission" in str(error)  # Python is in a folder of root alone
         return
     assert (found.output, found.code) == ("", 137)
-    assert not [one for parent in cgroups._parents() for one in parent.glob(f"hybridrl-sandbox-{os.getpid()}-*")]
+    assert not [
+        left for parent, _ in cgroups._parents(PROC) for left in parent.glob(f"hybridrl-sandbox-{os.getpid()}-*")
+    ]

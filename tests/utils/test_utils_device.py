@@ -6,13 +6,12 @@ import os
 import socket
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from hybridrl.errors import UserError
 from hybridrl.single_controller.base.worker import WorkerSettings, set_up_process
-from hybridrl.utils import device, distributed, machine_memory
+from hybridrl.utils import device, distributed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what holds on a machine without a GPU")
@@ -55,25 +54,6 @@ def _meminfo(name: str) -> float:
     """A line of /proc/meminfo in GiB."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines[name].split()[0]) / 2**20
-
-
-def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control group of 2 GiB, of which 1.5 GiB are in use: 1 GiB of these is page cache."""
-    outer, inner = tmp_path / "pod", tmp_path / "pod" / "container"
-    inner.mkdir(parents=True)
-    gib = 2**30
-    for folder, limit in ((outer, "max"), (inner, str(2 * gib))):
-        (folder / "memory.max").write_text(limit + "\n")
-        (folder / "memory.current").write_text(f"{3 * gib // 2}\n")
-        (folder / "memory.stat").write_text(f"anon {gib // 2}\ninactive_file {gib // 2}\nactive_file {gib // 2}\n")
-    own = tmp_path / "cgroup"
-    own.write_text("0::/pod/container\n")
-    monkeypatch.setattr(machine_memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine_memory, "_OWN_GROUP", own)
-    assert machine_memory.machine_memory() == (3 * gib // 2, 2 * gib)
-    (inner / "memory.max").write_text("max\n")
-    whole = psutil.virtual_memory().total
-    assert machine_memory.machine_memory()[1] == whole
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures main memory")

@@ -124,9 +124,11 @@ class OpenEnvEnvironment(Environment):
         from websockets.asyncio.client import connect
 
         if self._url is None:
+            server = self._servers[self._key]
             with clock.stopped():  # it may have to start again
-                port = await asyncio.to_thread(self._servers[self._key].port)
-            self._socket = await connect(f"ws://127.0.0.1:{port}/ws", proxy=None, max_size=None)
+                port = await asyncio.to_thread(server.port)
+            url = f"ws://127.0.0.1:{port}/ws"
+            self._socket = await connect(url, proxy=None, max_size=None, additional_headers=server.headers)
         else:
             base = self._url.rstrip("/").replace("https://", "wss://").replace("http://", "ws://")
             self._socket = await connect(f"{base}/ws", max_size=None)

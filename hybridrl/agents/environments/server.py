@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import secrets
 import socket
 import subprocess
 import tempfile
@@ -15,13 +16,17 @@ from typing import IO
 from hybridrl.agents.environments.install import own_variables
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
+from hybridrl.utils import http_server
 
 _LAUNCHER = Path(__file__).with_name("server_launcher.py")
 _END_S = 5.0
 
 
 class EnvironmentServer:
-    """An ASGI application on a port of this machine. It ends with this process.
+    """An ASGI application on a port of this machine, behind a token. It ends with this process.
+
+    Attributes:
+        headers: what each of its clients has to send.
 
     Args:
         python: of the server's environment.
@@ -46,6 +51,8 @@ class EnvironmentServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._ended = False
+        self._token = secrets.token_urlsafe(32)
+        self.headers = {"Authorization": f"Bearer {self._token}"}
 
     def port(self) -> int:
         """The port of the running server, which is started if it does not run.
@@ -86,11 +93,10 @@ class EnvironmentServer:
             self._started(log)
 
     def _started(self, log: IO[bytes]) -> None:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            listening.listen(128)
+        with http_server.listening_socket("127.0.0.1", 0) as listening:
             self._port = listening.getsockname()[1]
-            command = [str(self._python), str(_LAUNCHER), self._app, str(listening.fileno())]
+            words = self._app, str(listening.fileno()), http_server.__file__
+            command = [str(self._python), str(_LAUNCHER), *words]
             self._process = subprocess.Popen(
                 command,
                 cwd=self._folder,
@@ -100,6 +106,10 @@ class EnvironmentServer:
                 stderr=log,
                 pass_fds=[listening.fileno()],
             )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; below it is asked why
+            self._process.stdin.write(f"{self._token}\n".encode())  # nobody sees it in the list of processes
+            self._process.stdin.flush()
         until = time.monotonic() + self._start_timeout_s
         while not _answers(self._port, max(until - time.monotonic(), 0.1)):
             late = time.monotonic() > until

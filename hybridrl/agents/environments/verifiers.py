@@ -12,9 +12,9 @@ from hybridrl.agents.environments.install import python_of
 from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.server.schema import TOO_LONG
+from hybridrl.serve.schema import TOO_LONG
 from hybridrl.utils import clock
-from hybridrl.utils.agent_host import Job, Result
+from hybridrl.utils.agent_host import AgentJob, Result
 from hybridrl.verdict import NoVerdict, Verdict
 
 #: the column with a task of verifiers as JSON; `hybridrl.data.preprocess.verifiers` writes it
@@ -102,13 +102,14 @@ class VerifiersServer:
         query = "" if limit is None else f"?limit={limit}"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"http://127.0.0.1:{self._server.port()}/tasks{query}") as answer:
+            address = f"http://127.0.0.1:{self._server.port()}/tasks{query}"
+            with opener.open(urllib.request.Request(address, headers=self._server.headers)) as answer:
                 found: list[dict[str, Any]] = json.loads(answer.read())
                 return found
         except (OSError, ValueError) as error:
             raise RolloutError(f"the environment gave no tasks: {error}") from error
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: AgentJob) -> Result:
         """One rollout, given up when this call is cancelled.
 
         Raises:
@@ -127,7 +128,8 @@ class VerifiersServer:
         body = {"task": json.loads(task), "base_url": job.base_url, "model": job.model}
         try:
             async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
-                answer = (await client.post(f"http://127.0.0.1:{port}/run", json=body)).raise_for_status().json()
+                address, headers = f"http://127.0.0.1:{port}/run", self._server.headers
+                answer = (await client.post(address, json=body, headers=headers)).raise_for_status().json()
         except httpx.HTTPError as error:
             raise AgentFailed(f"the server of the environment failed: {type(error).__name__}: {error}") from error
         if "failed" not in answer:

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import among, any_of, is_not_set, is_set, off, on
+from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
+#: a model of the run generates; an endpoint renders and reads messages itself
+_OWN_MODEL = fact("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
 
 
@@ -53,6 +56,8 @@ class PromptConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
+        needs=_OWN_MODEL,
+        read_by="processor-fields",
     )
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
@@ -63,10 +68,26 @@ class PromptConfig(ConfigNode):
         gt=0,
         needs=any_of(on(".filter_overlong_prompts"), among(".truncation", "error")),
     )
-    truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=names.TRUNCATIONS)
-    shuffle: bool = key(False, "if the number of rows is limited: draw them at random; false: use the first ones")
-    seed: int | None = key(None, "seed of shuffling and drawing; null: 1", ge=0)
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    truncation: str = key(
+        "error",
+        "what happens to an overlong prompt that was not dropped",
+        choices=names.TRUNCATIONS,
+        needs=off(".filter_overlong_prompts"),
+    )
+    shuffle: bool = key(
+        False,
+        "if the number of rows is limited: draw them at random; false: use the first ones",
+        needs=above(".max_samples", -1),
+    )
+    seed: int | None = key(
+        None,
+        "seed of shuffling and drawing; null: 1",
+        ge=0,
+        needs=on(".shuffle"),
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further arguments of the chat template", needs=_OWN_MODEL, read_by="template-variables"
+    )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
 
@@ -87,6 +108,13 @@ class DataConfig(PromptConfig):
         None, "prompts per validation batch; null: all at once", gt=0, needs=is_set(".val_files")
     )
     shuffle: bool = key(True, "shuffle training prompts each epoch")
+    seed: int | None = key(
+        None,
+        "seed of shuffling and drawing; null: 1",
+        ge=0,
+        # a sampler of one's own gets it, too
+        needs=any_of(on(".shuffle"), on(".validation_shuffle"), also=(is_set(".sampler.class_path"),)),
+    )
     validation_shuffle: bool = key(False, "shuffle validation prompts", needs=is_set(".val_files"))
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
@@ -116,20 +144,23 @@ class SupervisedDataConfig(ConfigNode):
     train_batch_size: int = key(256, "rows per optimizer step, counted over all processes", gt=0)
     micro_batch_size_per_gpu: int = key(8, "rows that a process computes at once", gt=0, needs=off(".use_dynamic_bsz"))
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by rows")
-    max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
+    max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0, needs=on(".use_dynamic_bsz"))
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
     video_key: str = key("videos", "column of the videos, likewise")
     mm_processor_kwargs: dict[str, Any] = key(
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
+        read_by="processor-fields",
     )
     max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
-    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0)
+    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0, needs=on(".shuffle"))
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further arguments of the chat template", read_by="template-variables"
+    )
     tools_key: str = key("tools", "column of the tools that a row's template gets: a list of schemas, or that as JSON")
     enable_thinking_key: str = key("enable_thinking", "column of true or false, which a row's template gets")
     enable_thinking_default: bool | None = key(None, "what it gets for rows without a value; null: nothing")
@@ -162,7 +193,11 @@ class PairsDataConfig(SupervisedDataConfig):
     prompt_key: str = key("prompt", "column of the prompt (text or messages), where answers do not begin with it")
     chosen_key: str = key("chosen", "column of the better answer: text, its messages, or the whole conversation")
     rejected_key: str = key("rejected", "column of the worse answer, in the same form")
-    margin_key: str | None = key(None, "column of numbers by how much the chosen answer is better; null: none")
+    margin_key: str | None = key(
+        None,
+        "column of numbers by how much the chosen answer is better; null: none",
+        needs=fact("dpo.loss_type|rm.loss_type", OBJECTIVES, "margins"),
+    )
     filter_pairs: bool = key(
         False, "leave out pairs with an empty answer, two equal answers or too many tokens; false: refuse or cut them"
     )

@@ -2,8 +2,8 @@
 
 The ground truth is a dict, or the same as JSON: `{"inputs": [...], "outputs": [...]}` for programs that read the
 standard input; with `fn_name` for functions (or methods of `class Solution`), where an input is the list of arguments;
-or `{"assert_case": [...]}`, statements that the program is followed by. What is expected never enters the sandbox, but
-for asserts: the program's output is compared here.
+or `{"assert_case": [...]}`, statements that the program is followed by. What is expected never enters the sandbox: the
+program's output is compared here. Of asserts, this holds for those that compare an expression with a literal by `==`.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
+from hybridrl.reward.score.asserts import ENCODER, decoded, split_assert
 from hybridrl.sandbox import EXPOSURE, Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox
 
 _CONSIDERED = 10  # test cases that partial credit looks at
@@ -50,10 +51,28 @@ result = None
 if FUNCTION is not None:
     owner = getattr(module, "Solution", None)
     result = getattr(owner() if hasattr(owner, FUNCTION) else module, FUNCTION)(*arguments)
-    digits(0)
+if EXPRESSION is not None:
+    result = encoded(eval(EXPRESSION, vars(module)))
+def plain(value):
+    if hasattr(value, "tolist"):  # of numpy
+        return value.tolist()
+    if hasattr(value, "__iter__"):
+        return list(value)
+    try:
+        return int(value) if value == int(value) else float(value)  # Decimal and Fraction
+    except (TypeError, ValueError, OverflowError):
+        return str(value)
+def keyed(value):
+    if isinstance(value, dict):
+        return {name.tolist() if hasattr(name, "tolist") else name: keyed(item) for name, item in value.items()}
+    return [keyed(item) for item in value] if isinstance(value, (list, tuple)) else value
 if MARK is not None:
+    digits(0)
     sys.stdout.flush()
-    text = json.dumps(result, default=lambda value: list(value) if hasattr(value, "__iter__") else str(value))
+    try:
+        text = json.dumps(result, default=plain)
+    except TypeError:  # a name of an object that is a number of numpy
+        text = json.dumps(keyed(result), default=plain)
     data = ("\\n" + MARK + text).encode()
     while data:
         data = data[os.write(1, data):]
@@ -69,12 +88,14 @@ class Tests:
         outputs: what is expected, one per input; None for asserts.
         function: the name of the function; None: the program reads and prints.
         asserts: statements, one per input.
+        expressions: of each assert that compares a literal with an expression, the latter; its output is the literal.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
     function: str | None = None
     asserts: tuple[str, ...] = ()
+    expressions: tuple[str | None, ...] = ()
 
 
 def compute_score(
@@ -160,14 +181,17 @@ def read_tests(ground_truth: Any) -> Tests:
         raise RewardError(f"the ground truth is {type(found).__name__}; it must be {form}")
     asserts = _items(found.get("assert_case"))
     if asserts:
-        return Tests(("",) * len(asserts), (None,) * len(asserts), None, tuple(map(str, asserts)))
-    inputs, outputs = _items(found.get("inputs")), _items(found.get("outputs"))
-    if not inputs or len(inputs) != len(outputs):
-        raise RewardError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; it must be {form}")
+        texts = tuple(map(str, asserts))
+        parts = [split_assert(text) or (None, None) for text in texts]
+        outputs = tuple(expected for _, expected in parts)
+        return Tests(("",) * len(texts), outputs, None, texts, tuple(expression for expression, _ in parts))
+    inputs, results = _items(found.get("inputs")), _items(found.get("outputs"))
+    if not inputs or len(inputs) != len(results):
+        raise RewardError(f"the ground truth has {len(inputs)} inputs and {len(results)} outputs; it must be {form}")
     function = found.get("fn_name")
     if function is None:
-        return Tests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
-    return Tests(tuple(map(_arguments, inputs)), tuple(map(_value, outputs)), str(function))
+        return Tests(tuple(map(_text, inputs)), tuple(map(_text, results)))
+    return Tests(tuple(map(_arguments, inputs)), tuple(map(_value, results)), str(function))
 
 
 #: what checks a ground truth before a run, in place of the check for text and numbers
@@ -228,16 +252,19 @@ def _run(
     """What became of one test case, and the seconds that it took."""
     expected, marked = tests.outputs[number], bool(tests.function or tests.asserts)
     mark = secrets.token_hex(16) if marked else None
-    runner = f"FUNCTION, MARK, NO_PROGRAM = {tests.function!r}, {mark!r}, {_NO_PROGRAM}\n{_RUNNER}"
-    source = f"{program}\n{tests.asserts[number]}\n" if tests.asserts else program
-    longest = 256 + 4 * _size(expected) // 1024
+    expression = tests.expressions[number] if tests.asserts else None
+    names = f"FUNCTION, EXPRESSION, MARK, NO_PROGRAM = {tests.function!r}, {expression!r}, {mark!r}, {_NO_PROGRAM}"
+    source = f"{program}\n{tests.asserts[number]}\n" if tests.asserts and expression is None else program
+    longest = 256 + 4 * _size(tests.asserts[number] if tests.asserts else expected) // 1024
     limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb, output_kb=longest)
     files = {"solution.py": source.encode("utf-8", "replace")}
-    ended = sandbox.run(Program(runner, stdin=tests.inputs[number].encode("utf-8", "replace"), files=files), limits)
-    return _fault(ended, tests, expected, mark), ended.seconds
+    runner = Program(f"{names}\n{ENCODER}{_RUNNER}", stdin=tests.inputs[number].encode("utf-8", "replace"), files=files)
+    ended = sandbox.run(runner, limits)
+    return _fault(ended, tests, number, mark), ended.seconds
 
 
-def _fault(ended: Ended, tests: Tests, expected: Any, mark: str | None) -> str:
+def _fault(ended: Ended, tests: Tests, number: int, mark: str | None) -> str:
+    expected = tests.outputs[number]
     if ended.ended:
         return ended.ended
     if ended.code:
@@ -247,12 +274,14 @@ def _fault(ended: Ended, tests: Tests, expected: Any, mark: str | None) -> str:
     _, found, result = ended.output.rpartition(f"\n{mark}")
     if not found:  # it left before its end
         return "error"
-    if tests.asserts:
-        return ""
     try:
-        return "" if same_value(_read_json(result), expected) else "wrong"
-    except (ValueError, RecursionError, MemoryError):  # what cannot be read is no answer
+        if tests.asserts:
+            same = tests.expressions[number] is None or bool(decoded(_read_json(result)) == expected)
+        else:
+            same = same_value(_read_json(result), expected)
+    except (ValueError, TypeError, RecursionError, MemoryError):  # what cannot be read is no answer
         return "error"
+    return "" if same else "wrong"
 
 
 def _items(value: Any) -> list[Any]:
