@@ -134,3 +134,27 @@ def test_a_program_that_makes_itself_wait_has_had_its_time(one_core: None, begin
             stack.callback(busy.wait)
             stack.callback(busy.kill)
         assert run(f"{begin}while True: pass", Limits(wall_s=1.0, cpu_s=60)).ended == "time"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "[signal.signal(number, signal.SIG_IGN) for number in signal.valid_signals() - {9, 19}]",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
+        "[os.close(descriptor) for descriptor in (0, 1, 2)]",
+        "os.umask(0o777)",
+        "resource.setrlimit(resource.RLIMIT_STACK, (2**20, 2**20))",
+        "os.environ.update(PYTHONHOME='/none', LD_PRELOAD='/none.so')",
+    ],
+)
+def test_what_the_caller_has_does_not_reach_the_sandbox(state: str) -> None:
+    """Ray ignores SIGCHLD in some of its processes: no program had a verdict there."""
+    script = (
+        "import os, resource, signal\nout = os.fdopen(os.dup(1), 'w')\nfrom hybridrl.sandbox import *\n"
+        f"{state}\nfor code in ('print(42)', 'raise SystemExit(3)', 'import time; time.sleep(60)'):\n"
+        "    ended = LocalSandbox(allow_unisolated=True).run(Program(code), Limits(wall_s=1))\n"
+        "    print(ended.output.strip(), ended.code, ended.ended, file=out, flush=True)\nos._exit(0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.stdout == "42 0 \n 3 \n 137 time\n", ran
