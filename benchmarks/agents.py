@@ -222,7 +222,7 @@ def gateway(arguments: argparse.Namespace, folder: Path) -> int:
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
     from hybridrl.rollout.rollout import ReplicatedRollout
-    from hybridrl.rollout.server import make_server
+    from hybridrl.serve import make_server
     from hybridrl.single_controller import RayResourcePool
 
     model = build_tiny_model(folder / "model")

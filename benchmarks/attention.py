@@ -30,12 +30,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridrl.utils import device, varlen
-from hybridrl.utils.varlen import Rows
+from hybridrl.utils.varlen import PackedRows
 
-Attend = Callable[[Tensor, Tensor, Tensor, Rows, float], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, PackedRows, float], Tensor]
 
 
-def padded(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+def padded(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """See `varlen.varlen_attention`; padding stands at the end, where no token sees it."""
     lengths = rows.boundaries.diff().tolist()
     q, k, v = (pad_sequence(list(x.split(lengths)), batch_first=True).transpose(1, 2) for x in (query, key, value))
@@ -62,7 +62,7 @@ def lengths_of(tokens: int) -> dict[str, list[int]]:
     return {"one": [tokens], "four": [tokens // 4] * 4, "many": many}
 
 
-def both_ways(attend: Attend, tensors: list[Tensor], rows: Rows, upstream: Tensor) -> list[Tensor]:
+def both_ways(attend: Attend, tensors: list[Tensor], rows: PackedRows, upstream: Tensor) -> list[Tensor]:
     out = attend(*tensors, rows, tensors[0].shape[2] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
 
@@ -75,7 +75,7 @@ def measure(heads: int, groups: int, size: int, lengths: list[int], times: int) 
     *tensors, upstream = (torch.randn(shape, generator=draw).to(here, dtype) for shape in shapes)
     tensors = [tensor.requires_grad_() for tensor in tensors]
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(here)
-    rows, found, expected = Rows(boundaries, max(lengths)), {}, []
+    rows, found, expected = PackedRows(boundaries, max(lengths)), {}, []
     for name, attend in kernels().items():
         taken = []
         for _ in range(times + 2):

@@ -22,7 +22,7 @@ import torch
 
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.worker import WeightReceiverExtension
-from hybridrl.weight_sync.send import Target, stream, transports_to
+from hybridrl.weight_sync.send import UpdateTarget, stream, transports_to
 
 LIMIT = 1.5
 
@@ -78,7 +78,7 @@ class Sender:
         torch.set_num_threads(threads)
         self.weights = [(name, tensor.to(device.current_device())) for name, tensor in tensors_of(path)]
 
-    def send(self, target: Target, bucket_mb: int) -> Any:
+    def send(self, target: UpdateTarget, bucket_mb: int) -> Any:
         """Send them all."""
         total = sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights)
         transports = transports_to([target], ray.get_runtime_context().get_node_id())

@@ -15,7 +15,7 @@ STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop; the same command continu
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramSpec:
     """One program.
 
     Attributes:
@@ -38,7 +38,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a training program ended.
 
     Attributes:
@@ -65,37 +65,39 @@ _RUN_PPO = "hybridrl.trainer.ppo.run_ppo:run_ppo"
 _RUN_SUPERVISED = "hybridrl.trainer.supervised.run_supervised:run_supervised"
 _FORECAST_SUPERVISED = "hybridrl.trainer.supervised.forecast:print_forecast"
 PROGRAMS = {
-    "grpo": Program(
+    "grpo": ProgramSpec(
         "GRPO and other methods without a critic; samples 8 responses per prompt unless rollout.n says otherwise",
         "ppo_trainer",
         _RUN_PPO,
         {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8},
     ),
-    "ppo": Program("PPO with a critic, and every other estimator by algorithm.adv_estimator", "ppo_trainer", _RUN_PPO),
-    "sft": Program("supervised fine-tuning", "sft_trainer", _RUN_SUPERVISED),
-    "dpo": Program("DPO and other preference optimisation on pairs of answers", "dpo_trainer", _RUN_SUPERVISED),
-    "rm": Program("train a reward model on pairs of answers", "rm_trainer", _RUN_SUPERVISED),
-    "forecast": Program(
+    "ppo": ProgramSpec(
+        "PPO with a critic, and every other estimator by algorithm.adv_estimator", "ppo_trainer", _RUN_PPO
+    ),
+    "sft": ProgramSpec("supervised fine-tuning", "sft_trainer", _RUN_SUPERVISED),
+    "dpo": ProgramSpec("DPO and other preference optimisation on pairs of answers", "dpo_trainer", _RUN_SUPERVISED),
+    "rm": ProgramSpec("train a reward model on pairs of answers", "rm_trainer", _RUN_SUPERVISED),
+    "forecast": ProgramSpec(
         "print the memory that grpo or ppo would take with the same settings, and start nothing",
         "ppo_trainer",
         "hybridrl.trainer.ppo.forecast:print_forecast",
     ),
-    "forecast sft": Program("the same for sft", "sft_trainer", _FORECAST_SUPERVISED),
-    "forecast dpo": Program("the same for dpo", "dpo_trainer", _FORECAST_SUPERVISED),
-    "forecast rm": Program("the same for rm", "rm_trainer", _FORECAST_SUPERVISED),
-    "generate": Program(
+    "forecast sft": ProgramSpec("the same for sft", "sft_trainer", _FORECAST_SUPERVISED),
+    "forecast dpo": ProgramSpec("the same for dpo", "dpo_trainer", _FORECAST_SUPERVISED),
+    "forecast rm": ProgramSpec("the same for rm", "rm_trainer", _FORECAST_SUPERVISED),
+    "generate": ProgramSpec(
         "write responses to the prompts of a file",
         "generation",
         "hybridrl.trainer.generation.run_generation:run_generation",
     ),
-    "eval": Program(
+    "eval": ProgramSpec(
         "score the responses in a file, by data source", "evaluation", "hybridrl.trainer.evaluation:run_evaluation"
     ),
 }
 
 
 @dataclass(frozen=True)
-class Command:
+class SubCommand:
     """A command with options of its own in place of settings.
 
     Attributes:
@@ -115,11 +117,11 @@ class Command:
 
 
 COMMANDS = {
-    "report": Command("write the report of a run's folder and print its summary", "hybridrl.observe.report:main"),
-    "reward-bench": Command(
+    "report": SubCommand("write the report of a run's folder and print its summary", "hybridrl.observe.report:main"),
+    "reward-bench": SubCommand(
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),
-    "sandbox-server": Command("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
+    "sandbox-server": SubCommand("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
 }
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hybridrl.errors import AlgorithmError, ModelError, RewardError, RolloutError, UserError
+from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
 from hybridrl.utils.source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
@@ -183,9 +183,12 @@ class AgentLoopFacts(Facts):
 
     Attributes:
         only_answers: it answers each prompt once, without tools and simulated users.
+        reads: what it has in its sessions, whose settings it reads: `tools`, `environments`, or `gateway` for agents
+            that call the run's server.
     """
 
     only_answers: bool = False
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,7 +488,7 @@ TOOL_PARSERS = Registry(
     "format of tool calls",
     "actor_rollout_ref.rollout.multi_turn.format",
     ("register_tool_parser",),
-    "agents/parsers/*.py",
+    "chat/parsers/*.py",
     Facts,
     RolloutError,
 )
@@ -521,6 +524,15 @@ ENVIRONMENTS = Registry(
     "agents/environments/*.py",
     Facts,
     RolloutError,
+)
+
+MAPPING_READERS = Registry(
+    "reader of a mapping",
+    "read_by of a setting",
+    ("reads_mapping",),
+    "*/mappings.py",
+    Facts,
+    ConfigError,
 )
 
 

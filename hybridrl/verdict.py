@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+#: rewards are numbers of 32 bits in a batch, where differences and sums of larger ones would be infinite
+LARGEST_REWARD = 1e30
+
 
 class Reason(StrEnum):
     """Why a sample has no reward."""

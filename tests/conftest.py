@@ -72,6 +72,8 @@ import hypothesis  # noqa: E402  (the environment comes first)
 import omegaconf  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402  (the environment comes first)
+from scheduling import LostProcesses  # noqa: E402  (the environment comes first)
+from shared_ray import SharedRay  # noqa: E402  (the environment comes first)
 
 torch.set_num_threads(1)
 # Each of the thousands of configurations that tests compose has the same interpolations. To parse them takes 60 ms.
@@ -115,6 +117,14 @@ def group(nodeid: str) -> str:
     """Tests of a group run in one process, one after the other: those of a file share its fixtures."""
     file = nodeid.split("::")[0]
     return "engines" if any(word in file for word in ENGINES) else file
+
+
+_shared_ray = SharedRay()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `-n`: a process that is lost fails the run."""
+    config.pluginmanager.register(LostProcesses())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -162,6 +172,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         ours = [one is not None and group(one.nodeid) == "engines" for one in (item, nextitem)]
         if ours == [True, False] and ENGINES_DONE in os.environ:
             Path(os.environ[ENGINES_DONE]).touch()
+        _shared_ray.check()
     if nextitem is None or nextitem.path != item.path:
         left = free_slots()
         if left:
@@ -220,14 +231,9 @@ def placement_groups() -> set[str]:
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`: whole groups go to the processes, in the order of `pytest_collection_modifyitems`."""
-    from xdist.scheduler import LoadScopeScheduling
+    from scheduling import Groups
 
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid)
-
-    config.option.loadscopereorder = False
-    return Groups(config, log)
+    return Groups(config, log, group)
 
 
 _forks_of_session = contextlib.ExitStack()
@@ -246,10 +252,10 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # after the processes of pytest-xdist have ended
-def pytest_sessionfinish(exitstatus: int) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Ray's logs are kept where something failed."""
     _forks_of_session.close()
-    if WORKER is None and exitstatus == 0:
+    if WORKER is None and session.exitstatus == 0:
         shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
@@ -376,29 +382,22 @@ def started_engines(ray_session: None) -> Callable[[], contextlib.AbstractContex
 
 
 @pytest.fixture(scope="session")
+def shared_ray(ray_session: None) -> SharedRay:
+    """What `ray_session` has started."""
+    return _shared_ray
+
+
+@pytest.fixture(scope="session")
 def ray_session(fork_base: None) -> Iterator[None]:
-    """One Ray for all tests of the session: 16 logical CPUs whatever the machine has, a 256 MB object store."""
+    """One Ray for all tests of the session (`tests/shared_ray.py`)."""
     import forked_processes
     import ray
-
-    from hybridrl.single_controller.ray.start import start_ray
 
     if ray.is_initialized():
         yield
         return
     with_engines = group(os.environ["PYTEST_CURRENT_TEST"]) == "engines"
     with forked_processes.running(Path(os.environ["RAY_TMPDIR"]), with_engines):
-        with pytest.MonkeyPatch.context() as patch:
-            # Ray's process for logs looks for new files twice a second, among those of all workers that ever ran.
-            patch.setenv("LOG_NAME_UPDATE_INTERVAL_S", "1.5")
-            patch.setattr(sys, "executable", os.environ[forked_processes.ENGINES])  # of workers
-            start_ray(
-                address="local",  # another's cluster on this machine is none of ours
-                num_cpus=16,
-                include_dashboard=False,
-                object_store_memory=256 * 1024**2,
-                log_to_driver=True,
-                logging_level="ERROR",
-            )
+        _shared_ray.start()
         yield
-        ray.shutdown()
+        _shared_ray.end()

@@ -24,6 +24,7 @@ READ_LATER = (
     "RAY_NODE_ID",
     "RAY_RAYLET_PID",
     "RAY_TMPDIR",
+    "RAY_worker_register_timeout_seconds",
 )
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -90,7 +90,7 @@ WITH_RAYS_ENVIRONMENT = (
 # Programs and processes of servers, which import Ray with the settings of this one.
 OF_CONTROLLERS = (
     "ray._private.workers.default_worker",
-    "hybridrl.rollout.server.child",
+    "hybridrl.serve.child",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
     "hybridrl.trainer.ppo.build",

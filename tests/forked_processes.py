@@ -48,7 +48,7 @@ esac
 """
 #: children of the library that import Ray:
 OF_SERVERS = """case "$*" in
-    "-m hybridrl.rollout.server.child"*) {settings} exec {python} -I -S {client} --program "$@" ;;
+    "-m hybridrl.serve.child"*) {settings} exec {python} -I -S {client} --program "$@" ;;
 esac
 """
 #: its other children, and those of multiprocessing and pytest-xdist:

@@ -4,9 +4,9 @@ from hybridrl.agents.agents import Agents, create_agents
 from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
 from hybridrl.agents.interactions.base import BaseInteraction, register_interaction
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
-from hybridrl.agents.parsers.base import FunctionCall, MalformedCall, Parsed, ToolParser, register_tool_parser
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.agents.tools.base import BaseTool, ToolResponse, function_tool
+from hybridrl.chat.parsers.base import FunctionCall, MalformedCall, Parsed, ToolParser, register_tool_parser
 
 __all__ = [
     "AgentLoopBase",

@@ -8,15 +8,15 @@ from typing import Any
 from hybridrl.agents.entries import class_of, entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateways_of
-from hybridrl.agents.images import ImageReader, SeenImages
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
-from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.tools.load import close_tools, load_tools
-from hybridrl.agents.turns import Turns
-from hybridrl.config import PPOTrainerConfig, RolloutConfig
-from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
+from hybridrl.chat.images import ImageReader, SeenImages
+from hybridrl.chat.parsers.base import ToolParser, tool_parser_of
+from hybridrl.chat.turns import Turns
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.models.vision import is_vision_model, processor_of
@@ -141,7 +141,6 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     listed = listed_loops(rollout.agent.agent_loop_config_path)
     names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
     if names.keys() == {SINGLE_TURN} and not listed:
-        _tell_of_unread(rollout)
         return None
     if config.data.last_assistant_turn == "continue":
         raise RolloutError(
@@ -210,7 +209,8 @@ def make_agents(
     for tool in tools.values():
         tool.model_reads_images = reader is not None
     processor = None if reader is None else reader.processor
-    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor)
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor, longest)
     path = settings.interaction_config_path
     users = None if path is None else load_interactions(path)
     parser = tool_parser_of(settings.format, tokenizer)
@@ -263,23 +263,6 @@ def _rows_with(dataset: Any, name: str) -> list[dict[str, Any]]:
     columns = [column for column in (name, "extra_info") if column in getattr(dataset, "columns", ())]
     values = [dataset.column(column) for column in columns]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
-
-
-def _tell_of_unread(rollout: RolloutConfig) -> None:
-    """Say which settings of agents have no effect in a run that answers each prompt once."""
-    groups = {"multi_turn": (rollout.multi_turn, MultiTurnConfig()), "agent": (rollout.agent, AgentConfig())}
-    unread = [
-        f"{_ROLLOUT}.{name}.{key}={group[key]}"
-        for name, (group, plain) in groups.items()
-        for key in plain.keys()
-        if group[key] != plain[key] and (name, key) != ("agent", "default_agent_loop")
-    ]
-    if unread:
-        notify(
-            f"no effect here, each prompt is answered once, by {SINGLE_TURN}: {', '.join(unread)}. "
-            f"{_ROLLOUT}.multi_turn.enable=true, .agent.default_agent_loop or a column agent_name chooses another loop",
-            "warning",
-        )
 
 
 def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from hybridrl.agents.turns import Turns
+from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.config.checks.agents import check_connections
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.utils.agent_host import KEY, Job, Program, Result, agent_result, framed
+from hybridrl.serve import RunServer
+from hybridrl.utils.agent_host import KEY, AgentJob, AgentProgram, Result, agent_result, framed
 from hybridrl.utils.files import check_writable
 from hybridrl.utils.plain_results import HEADER, LARGEST_RESULT, MalformedMessage, decode_result
 
@@ -77,7 +77,7 @@ class Closed:
 class AgentRunner(Protocol):
     """Runs the agents of a loop, somewhere."""
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: AgentJob) -> Result:
         """Run an agent, until it ends or this call is cancelled.
 
         Raises:
@@ -147,7 +147,7 @@ class Gateway:
         assert self._server is not None
         limit = self._config.agent.timeout_s
         root, access = self._server.access.url.removesuffix("/v1"), self._server.access
-        job = Job(f"{root}/sessions/{id}/v1", id, access.model, row)
+        job = AgentJob(f"{root}/sessions/{id}/v1", id, access.model, row)
         try:
             async with asyncio.timeout(limit):
                 return await self._runner.run(job)
@@ -286,7 +286,7 @@ def gateways_of(
     return found
 
 
-def program_of(config: RolloutConfig) -> Program:
+def program_of(config: RolloutConfig) -> AgentProgram:
     """The agent that the settings name.
 
     Raises:
@@ -302,7 +302,7 @@ def program_of(config: RolloutConfig) -> Program:
     words = tuple(shlex.split(agent.command)) if agent.command is not None else ()
     if agent.command is not None and not words:
         raise RolloutError(f"{KEY}.command={agent.command!r} has no word")
-    return Program(agent.function, words)
+    return AgentProgram(agent.function, words)
 
 
 class AgentHost:
@@ -317,7 +317,7 @@ class AgentHost:
         RolloutError: it cannot be loaded.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: AgentProgram) -> None:
         self._program = program
         self._lock = threading.Lock()
         self._losses = 0
@@ -351,7 +351,7 @@ class AgentHost:
         self._end()
         return answer or "the process of agents ended while it started"
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: AgentJob) -> Result:
         """Run an agent in a process of its own; ended with this call, whatever becomes of it.
 
         Raises:

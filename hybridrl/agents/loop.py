@@ -8,12 +8,12 @@ from typing import Any, ClassVar, TypeVar
 
 from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
-from hybridrl.agents.images import SeenImages
 from hybridrl.agents.interactions.load import Interactions
-from hybridrl.agents.log import SessionLog
-from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
-from hybridrl.agents.turns import Turns
+from hybridrl.chat.images import SeenImages
+from hybridrl.chat.log import SessionLog
+from hybridrl.chat.parsers.base import ToolParser
+from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
@@ -480,15 +480,16 @@ class AgentLoopBase(ABC):
         return split_images(tensors) if tensors else []
 
 
-def register(agent_name: str, *, only_answers: bool = False) -> Callable[[T], T]:
+def register(agent_name: str, *, only_answers: bool = False, reads: Sequence[str] = ()) -> Callable[[T], T]:
     """Class decorator: rows with this `agent_name`, or `rollout.agent.default_agent_loop`, use this loop.
 
     Args:
         only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
+        reads: see `hybridrl.registry.AgentLoopFacts`; a loop of a user's own may read every setting.
     """
 
     def add(loop: T) -> T:
-        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers))
+        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers, reads=tuple(reads)))
         return loop
 
     return add

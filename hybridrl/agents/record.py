@@ -1,6 +1,5 @@
 """From what a loop returned to a trajectory, against the record of what was generated for its session."""
 
-import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.agents.images import SeenImages, generated_in, tensors_of
 from hybridrl.agents.loop import AgentLoopOutput
+from hybridrl.chat.images import SeenImages, generated_in, tensors_of
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.bookkeeping import Writer, taken
 from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG
@@ -17,7 +16,7 @@ from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.parts import extended
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.verdict import LARGEST_REWARD, NoVerdict, Verdict
 
 
 def trajectory_of(
@@ -138,7 +137,7 @@ def _reward_of(output: AgentLoopOutput) -> float | None:
     score = output.reward_score
     assert not isinstance(score, NoVerdict)  # such a session has no trajectories
     reward = score.reward if isinstance(score, Verdict) else score
-    if reward is not None and not math.isfinite(reward):
+    if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor NaN
         raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or a NoVerdict")
     return reward
 

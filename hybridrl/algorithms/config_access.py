@@ -45,8 +45,8 @@ def setting(config: Any, path: str, default: Any = _MISSING, *, who: str, root: 
             break
     if node is _MISSING or node is None:
         if default is _MISSING:
-            found = "config is None" if config is None else "it is missing or null"
-            raise AlgorithmError(f"{who} needs {root}.{path}, but {found}. Set {root}.{path} to a value.")
+            reason = "config is None" if config is None else "it is missing or null"
+            raise AlgorithmError(f"{who} needs {root}.{path}, but {reason}. Set {root}.{path} to a value.")
         return default
     return node
 
@@ -94,8 +94,8 @@ def read_settings(cls: type[S], config: Any, *, who: str, root: str, group: str 
         return own
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        given = field.metadata.get("path")
-        path = (group if given is None else given) + field.name
+        prefix = field.metadata.get("path")
+        path = (group if prefix is None else prefix) + field.name
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if config is None or required:
             value = setting(config, path, who=who, root=root)
@@ -179,9 +179,9 @@ def counts_of(counts: Mapping[str, Any] | None, config: Any) -> dict[str, Any]:
         config: its `loss_scale_factor` is used if the counts have none.
     """
     info = setting(config, "global_batch_info", {}, who="loss aggregation") if counts is None else counts
-    found = {name: info[name] for name in COUNTS if info.get(name) is not None}
-    if "loss_scale_factor" not in found:
+    loss_counts = {name: info[name] for name in COUNTS if info.get(name) is not None}
+    if "loss_scale_factor" not in loss_counts:
         factor = setting(config, "loss_scale_factor", None, who="loss aggregation")
         if factor is not None:
-            found["loss_scale_factor"] = factor
-    return found
+            loss_counts["loss_scale_factor"] = factor
+    return loss_counts

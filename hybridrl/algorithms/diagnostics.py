@@ -69,5 +69,5 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
         return 0.0
     rounding = rounding_of(keep(returns, response_mask).abs().amax(), returns.dtype)
     total = float(masked_var(returns.double(), response_mask, unbiased=False, rounding=rounding))
-    left = float(masked_var(returns.double() - values.double(), response_mask, unbiased=False))
-    return 1.0 - left / total if total > 0 else 0.0
+    residual = float(masked_var(returns.double() - values.double(), response_mask, unbiased=False))
+    return 1.0 - residual / total if total > 0 else 0.0

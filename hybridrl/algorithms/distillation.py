@@ -57,8 +57,8 @@ def register_distillation_loss(
 
 def get_distillation_loss_fn(name: str) -> DistillationFn:
     """Return the distillation loss of a name; raise AlgorithmError with the known names if there is none."""
-    found: DistillationFn = DISTILLATION_LOSSES.get(name)
-    return found
+    loss_fn: DistillationFn = DISTILLATION_LOSSES.get(name)
+    return loss_fn
 
 
 def distillation_losses(
@@ -197,14 +197,14 @@ def top_log_probs(logits: Tensor, count: int, temperature: float = 1.0) -> tuple
             f"distillation.distillation_loss.topk={count} is more than the {logits.shape[-1]} tokens of the teacher's "
             "vocabulary; lower it, or use a loss over the vocabulary (forward_kl, reverse_kl)."
         )
-    found, step = [], _rows(logits)
+    chunks, step = [], _rows(logits)
     for start in range(0, len(logits), step):
-        found.append(log_softmax_of(logits[start : start + step], 1.0 / temperature).topk(count, dim=-1))
-    if not found:
+        chunks.append(log_softmax_of(logits[start : start + step], 1.0 / temperature).topk(count, dim=-1))
+    if not chunks:
         return logits.new_zeros(0, count, dtype=working_dtype(logits.dtype)), logits.new_zeros(
             0, count, dtype=torch.int32
         )
-    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found]).int()
+    return torch.cat([chunk.values for chunk in chunks]), torch.cat([chunk.indices for chunk in chunks]).int()
 
 
 class _LogProbsAt(torch.autograd.Function):
@@ -224,12 +224,12 @@ class _LogProbsAt(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids = ctx.saved_tensors
-        found, step = torch.empty_like(logits), _rows(logits)
+        grad_logits, step = torch.empty_like(logits), _rows(logits)
         for start in range(0, len(logits), step):
             part = slice(start, start + step)
             chunk = log_softmax_of(logits[part], ctx.scale).exp().mul_(-grad[part].sum(-1, keepdim=True))
-            found[part] = chunk.scatter_add_(-1, ids[part], grad[part].to(chunk.dtype)).mul_(ctx.scale)
-        return found, None, None
+            grad_logits[part] = chunk.scatter_add_(-1, ids[part], grad[part].to(chunk.dtype)).mul_(ctx.scale)
+        return grad_logits, None, None
 
 
 def log_probs_at(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -244,8 +244,8 @@ def log_probs_at(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tenso
     """
     if not len(logits):
         return logits.sum(-1, keepdim=True).to(working_dtype(logits.dtype)).expand(0, ids.shape[-1])
-    found: Tensor = _LogProbsAt.apply(logits, ids.long(), 1.0 / temperature)
-    return found
+    log_probs: Tensor = _LogProbsAt.apply(logits, ids.long(), 1.0 / temperature)
+    return log_probs
 
 
 class _Divergence(torch.autograd.Function):
@@ -267,15 +267,15 @@ class _Divergence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, teacher = ctx.saved_tensors
-        found, step = torch.empty_like(logits), _rows(logits)
+        grad_logits, step = torch.empty_like(logits), _rows(logits)
         for start in range(0, len(logits), step):
             part = slice(start, start + step)
             with torch.enable_grad():
                 own = logits[part].detach().requires_grad_()
                 log_q = log_softmax_of(teacher[part], ctx.scales[1])
                 value = ctx.compare(log_softmax_of(own, ctx.scales[0]), log_q)
-                (found[part],) = torch.autograd.grad(value, own, grad[part])
-        return found, None, None, None
+                (grad_logits[part],) = torch.autograd.grad(value, own, grad[part])
+        return grad_logits, None, None, None
 
 
 def vocabulary_losses(
@@ -312,7 +312,7 @@ def vocabulary_losses(
     def compare(log_p: Tensor, log_q: Tensor) -> Tensor:
         return distillation_losses(name, log_p, log_q, log_prob_min_clamp)
 
-    found: Tensor = _Divergence.apply(
+    losses: Tensor = _Divergence.apply(
         logits, teacher_logits.detach(), (1.0 / temperature, 1.0 / teacher_temperature), compare
     )
-    return found
+    return losses

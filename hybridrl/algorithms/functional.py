@@ -36,8 +36,8 @@ def keep(values: Tensor, mask: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum of the values whose mask is set, over `axis` (all axes by default)."""
-    kept = keep(values, mask)
-    return kept.sum() if axis is None else kept.sum(dim=axis)
+    masked = keep(values, mask)
+    return masked.sum() if axis is None else masked.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
@@ -196,7 +196,7 @@ def log_softmax_of(x: Tensor, scale: float) -> Tensor:
 
 
 class _Options(NamedTuple):
-    """What to compute, how many rows at a time, and whether the backward pass may overwrite the logits."""
+    """The statistics to compute, the rows per chunk, and whether the backward pass may overwrite the logits."""
 
     entropy: bool
     sum_pi_squared: bool
@@ -234,15 +234,15 @@ def chunk_statistics(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """log p(label), entropy and sum of squared probabilities, [n] each, of log p [n, V], which may be overwritten."""
     lp = None if labels is None else logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    found_entropy = square = None
+    entropies = square = None
     if entropy or sum_pi_squared:
         p = logp.exp()
         if sum_pi_squared:
             square = (p * p).sum(-1)
         if entropy:
             # A token excluded by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
-            found_entropy = -p.mul_(logp.clamp_(min=LOWEST_LOG_P)).sum(-1)
-    return lp, found_entropy, square
+            entropies = -p.mul_(logp.clamp_(min=LOWEST_LOG_P)).sum(-1)
+    return lp, entropies, square
 
 
 def statistics_gradient(
@@ -264,7 +264,7 @@ def tile_gradient(
     g_entropy: Tensor | None,
     buffer: Tensor | None = None,
 ) -> Tensor:
-    """What `statistics_gradient` computes, for some words of the vocabulary only; `logp` [n, v] is overwritten.
+    """Compute `statistics_gradient` for a part of the vocabulary; overwrites `logp` [n, v].
 
     Args:
         labels: [n], as places among these words; below 0 or from v on for those of other words.
@@ -284,9 +284,9 @@ def tile_gradient(
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The chunks of one statistic one after the other; None where it was not computed."""
-    kept = [part for part in parts if part is not None]
-    return (torch.cat(kept) if len(kept) > 1 else kept[0]) if kept else None
+    """Concatenate the chunks of one statistic; None if it was not computed."""
+    chunks = [part for part in parts if part is not None]
+    return (torch.cat(chunks) if len(chunks) > 1 else chunks[0]) if chunks else None
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -306,13 +306,13 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         n, rows = logits.shape[0], options.rows
         small = rows >= n and logits.numel() <= _SMALL and ctx.needs_input_grad[0]
-        found: list[tuple[Tensor | None, ...]] = []
+        chunks: list[tuple[Tensor | None, ...]] = []
         logp = logits
         for start in range(0, n, rows):
             logp = log_softmax_of(logits[start : start + rows], scale)
             y = None if labels is None else labels[start : start + rows]
-            found.append(chunk_statistics(logp, y, options.entropy, options.sum_pi_squared))
-        lp, entropy, square = (joined(parts) for parts in zip(*found, strict=True))
+            chunks.append(chunk_statistics(logp, y, options.entropy, options.sum_pi_squared))
+        lp, entropy, square = (joined(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(logp if small else logits, labels, entropy)
         ctx.scale, ctx.options, ctx.small, ctx.dtype = scale, options, small, logits.dtype
         if square is not None:
@@ -348,7 +348,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 class _KernelStatistics(torch.autograd.Function):
-    """What `_TokenStatistics` computes, by kernels that read the logits once per direction."""
+    """Compute the same as `_TokenStatistics`, by kernels that read the logits once per direction."""
 
     @staticmethod
     def forward(
@@ -370,8 +370,8 @@ class _KernelStatistics(torch.autograd.Function):
         g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
         logits = logits.detach()
         out = logits if ctx.inplace else torch.empty_like(logits)
-        found = ctx.kernels.gradient(logits, labels, ctx.scale, normalizer, entropy, g_lp, g_entropy, out)
-        return found, None, None, None, None
+        grad_logits = ctx.kernels.gradient(logits, labels, ctx.scale, normalizer, entropy, g_lp, g_entropy, out)
+        return grad_logits, None, None, None, None
 
 
 def token_statistics(
@@ -413,18 +413,18 @@ def token_statistics(
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.shape[0] == 0:
         empty = flat.sum(-1).to(working_dtype(logits.dtype)).reshape(shape)
-        found: list[Tensor | None] = [empty, empty, empty]
+        statistics: list[Tensor | None] = [empty, empty, empty]
     else:
         flat_labels = None if labels is None else labels.reshape(-1)
         options = _Options(entropy, sum_pi_squared, _chunk_rows(logits, chunk_size), inplace_backward)
         if (kernels := kernels_for(flat)) is not None:
-            found = list(_KernelStatistics.apply(flat, flat_labels, 1.0 / temperature, options, kernels))
+            statistics = list(_KernelStatistics.apply(flat, flat_labels, 1.0 / temperature, options, kernels))
         else:
-            found = list(_TokenStatistics.apply(flat, flat_labels, 1.0 / temperature, options))
-    wanted = {"log_probs": labels is not None, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
+            statistics = list(_TokenStatistics.apply(flat, flat_labels, 1.0 / temperature, options))
+    requested = {"log_probs": labels is not None, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
     return {
         name: value.reshape(shape)
-        for (name, want), value in zip(wanted.items(), found, strict=True)
+        for (name, want), value in zip(requested.items(), statistics, strict=True)
         if want and value is not None
     }
 
@@ -452,13 +452,13 @@ class _FullKL(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, ref_logits, kl = ctx.saved_tensors
-        found = torch.empty_like(logits)
+        grad_logits = torch.empty_like(logits)
         for start in range(0, logits.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             p, difference = _p_and_log_ratio(logits[part], ref_logits[part], ctx.scale)
             weight = (grad[part] * ctx.scale).unsqueeze(-1)
-            found[part] = difference.sub_(kl[part].unsqueeze(-1)).mul_(p).mul_(weight)
-        return found, None, None, None
+            grad_logits[part] = difference.sub_(kl[part].unsqueeze(-1)).mul_(p).mul_(weight)
+        return grad_logits, None, None, None
 
 
 def _p_and_log_ratio(logits: Tensor, ref_logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:

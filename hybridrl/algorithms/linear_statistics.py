@@ -27,7 +27,7 @@ _SIDE = 128
 
 
 class _Options(NamedTuple):
-    """What to compute, and for how many tokens at a time.
+    """The statistics to compute, and the tokens per chunk.
 
     With a cap, the logits z of the layer become cap tanh(multiplier z / cap) before they are scaled.
     """
@@ -53,7 +53,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor | None, options: _Options
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         elements, memory = options.rows * weight.shape[0], _TileMemory()
-        found: list[tuple[Tensor | None, ...]] = []
+        chunks: list[tuple[Tensor | None, ...]] = []
         for part, tiles in tiles_of(hidden.shape[0], weight.shape[0], elements):
             y = None if labels is None else labels[part]
             of_tiles = []
@@ -62,8 +62,8 @@ class _LinearStatistics(torch.autograd.Function):
                 logits = _capped(logits, options, memory)
                 of_tiles.append(_tile_statistics(logits, None if y is None else y - words.start, options, memory))
                 del logits  # before the next tile is allocated
-            found.append(_of_all_words(of_tiles))
-        lp, entropy, square, normalizers = (joined(parts) for parts in zip(*found, strict=True))
+            chunks.append(_of_all_words(of_tiles))
+        lp, entropy, square, normalizers = (joined(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, normalizers)
         ctx.options = options
         if square is not None:
@@ -94,8 +94,8 @@ class _LinearStatistics(torch.autograd.Function):
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
             near = None if y is None else y - words.start
             if (kernels := kernels_for(logits)) is not None:
-                found: Tensor = kernels.gradient(logits, near, options.scale, normalizer[part], h, g, gh, logits)
-                return found
+                grad_logits: Tensor = kernels.gradient(logits, near, options.scale, normalizer[part], h, g, gh, logits)
+                return grad_logits
             log_p = _scaled(logits, options.scale, memory).sub_(normalizer[part].unsqueeze(-1))
             step = tile_gradient(log_p, near, h, g, gh, memory.like(log_p))
             return step if options.scale == 1.0 else step.mul_(options.scale)
@@ -106,21 +106,21 @@ class _LinearStatistics(torch.autograd.Function):
 
 
 class _TileMemory:
-    """Memory that a CPU uses again for each tile. Fresh memory of this size is mapped page by page when it is first
-    written, which takes longer than the softmax of a tile. A GPU's allocator keeps memory by itself.
+    """Buffers that a CPU reuses for each tile. Fresh memory of this size is mapped page by page when it is first
+    written, which takes longer than the softmax of a tile. A GPU's allocator caches memory anyway.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def of(self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """A tile of this shape, not initialized; None where each gets memory of its own. The first is the largest."""
+        """Return an uninitialized tile of this shape; None on a GPU, which allocates each. The first is the largest."""
         if device.type != "cpu":
             return None
         size = math.prod(shape)
-        if (name, dtype) not in self._kept:
-            self._kept[name, dtype] = torch.empty(size, dtype=dtype)
-        return self._kept[name, dtype][:size].view(*shape)
+        if (name, dtype) not in self._buffers:
+            self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return self._buffers[name, dtype][:size].view(*shape)
 
     def like(self, tile: Tensor) -> Tensor | None:
         """A second one like a tile, for its probabilities."""
@@ -386,10 +386,12 @@ def linear_token_statistics(
     options = _Options(scale, entropy, sum_pi_squared, max(1, chunk_size), multiplier, soft_cap)
     if hidden.shape[0] == 0:
         empty = linear(hidden, weight, bias).sum(-1).to(working_dtype(hidden.dtype))
-        found: tuple[Tensor | None, ...] = (empty, empty, empty)
+        statistics: tuple[Tensor | None, ...] = (empty, empty, empty)
     else:
-        found = _LinearStatistics.apply(hidden, weight, bias, labels, options)
-    wanted = {"log_probs": labels is not None, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
+        statistics = _LinearStatistics.apply(hidden, weight, bias, labels, options)
+    requested = {"log_probs": labels is not None, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
     return {
-        name: value for (name, want), value in zip(wanted.items(), found, strict=True) if want and value is not None
+        name: value
+        for (name, want), value in zip(requested.items(), statistics, strict=True)
+        if want and value is not None
     }

@@ -94,6 +94,6 @@ def ranks(values: Sequence[float]) -> np.ndarray:
 def bias_bound(missing: int, attempts: int, lowest: float, largest: float) -> float:
     """The largest possible distance between the mean reward of judged samples and that of all: p (b - a).
 
-    See the module for the derivation. It holds for whatever the missing rewards are in [lowest, largest].
+    See the module for the derivation. It holds for all missing rewards in [lowest, largest].
     """
     return missing / attempts * (largest - lowest) if attempts else 0.0

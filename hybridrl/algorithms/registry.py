@@ -54,7 +54,7 @@ def import_modules(package: str, path: Iterable[str], prefix: str) -> dict[str, 
     Returns:
         The functions of these modules whose names begin with `prefix`.
     """
-    modules = [importlib.import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(path)]
+    modules = [importlib.import_module(f"{package}.{module_info.name}") for module_info in pkgutil.iter_modules(path)]
     return {name: fn for module in modules for name, fn in vars(module).items() if name.startswith(prefix)}
 
 
@@ -99,8 +99,8 @@ def register_adv_est(
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
     """Return the estimator of a name; raise AlgorithmError with the known names if there is none."""
-    found: AdvantageFn = ADV_ESTIMATORS.get(_name(name_or_enum))
-    return found
+    estimator: AdvantageFn = ADV_ESTIMATORS.get(_name(name_or_enum))
+    return estimator
 
 
 def register_policy_loss(
@@ -144,8 +144,8 @@ def register_policy_loss(
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """Return the policy loss of a name; raise AlgorithmError with the known names if there is none."""
-    found: PolicyLossFn = POLICY_LOSSES.get(name)
-    return found
+    loss_fn: PolicyLossFn = POLICY_LOSSES.get(name)
+    return loss_fn
 
 
 def call_policy_loss(
@@ -173,14 +173,16 @@ def call_policy_loss(
     else:
         config = ConfigView(config, global_batch_info=checked_counts(counts))
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = {"config": config, **tensors}
-    optional = {key for key, value in given.items() if value is None}
-    given = {key: value for key, value in given.items() if open_ended or key in parameters or key not in optional}
+    arguments = {"config": config, **tensors}
+    optional = {key for key, value in arguments.items() if value is None}
+    arguments = {
+        key: value for key, value in arguments.items() if open_ended or key in parameters or key not in optional
+    }
     missing = [
         p.name for p in parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in arguments
     ]  # fmt: skip
-    surplus = [] if open_ended else [key for key in given if key not in parameters]
+    surplus = [] if open_ended else [key for key in arguments if key not in parameters]
     if missing or surplus:
         what = f"requires {', '.join(missing)}, which nothing provides" if missing else f"lacks {', '.join(surplus)}"
         raise AlgorithmError(
@@ -188,7 +190,7 @@ def call_policy_loss(
             "written as loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, "
             "rollout_is_weights=None) and returns (loss, metrics); see docs/extending.md."
         )
-    return _checked_loss(name, fn(**given))
+    return _checked_loss(name, fn(**arguments))
 
 
 def _checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -197,10 +199,10 @@ def _checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, clipped, kl, lower = result
         result = loss, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-        found = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        returned = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
         raise AlgorithmError(
-            f"{POLICY_LOSSES.key}={name} returned {found}; a policy loss returns (loss, metrics), metrics a dict, or "
-            "(loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."
+            f"{POLICY_LOSSES.key}={name} returned {returned}; a policy loss returns (loss, metrics), metrics a dict, "
+            "or (loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."
         )
     loss, metrics = result
     if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -217,7 +219,7 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
     If `config`, the actor's settings, is given, the result is also None if these settings do not need the pass.
     """
     fn = get_policy_loss_fn(name)
-    registered = next((known for known, entry in POLICY_LOSS_REGISTRY.items() if entry is fn and known in _PREPARE), "")
+    registered = next((key for key, entry in POLICY_LOSS_REGISTRY.items() if entry is fn and key in _PREPARE), "")
     prepare, needed = _PREPARE.get(registered, (None, None))
     if config is not None and needed is not None and not needed(config):
         return None
@@ -227,7 +229,7 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
 def reads_whole_sequences(name: str, config: Any) -> bool:
     """Whether a policy loss reads sums over whole sequences with these settings of the actor."""
     fn = get_policy_loss_fn(name)
-    registered = next(known for known, entry in POLICY_LOSS_REGISTRY.items() if entry is fn)
+    registered = next(key for key, entry in POLICY_LOSS_REGISTRY.items() if entry is fn)
     reads = _WHOLE_SEQUENCES.get(registered, False)
     return reads if isinstance(reads, bool) else reads(config)
 
@@ -250,11 +252,11 @@ _SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 def _required(fn: Callable[..., Any]) -> list[str]:
     """Parameters that an estimator requires in addition to those that every estimator is offered."""
-    given = {"token_level_rewards", "response_mask", "config", "settings", "batch", "non_tensor_batch", *_SETTINGS}
+    offered = {"token_level_rewards", "response_mask", "config", "settings", "batch", "non_tensor_batch", *_SETTINGS}
     return [
         p.name
         for p in inspect.signature(fn).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in offered
     ]
 
 
@@ -287,12 +289,12 @@ def _checked_estimate(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Ten
     if pair and all(isinstance(item, Tensor) and item.shape == mask.shape for item in pair):
         advantages, returns = pair
         return advantages, returns
-    found = tuple(result) if isinstance(result, tuple | list) else (result,)
-    shown = ", ".join(
-        f"a tensor of shape {list(item.shape)}" if isinstance(item, Tensor) else type(item).__name__ for item in found
+    outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
+    returned = ", ".join(
+        f"a tensor of shape {list(item.shape)}" if isinstance(item, Tensor) else type(item).__name__ for item in outputs
     )
     wrong = f"where response_mask is {list(mask.shape)}" if pair else "which is not a pair (advantages, returns)"
-    raise AlgorithmError(f"algorithm.adv_estimator={name} returned {shown or 'nothing'}, {wrong}. {_ESTIMATOR_FORM}")
+    raise AlgorithmError(f"algorithm.adv_estimator={name} returned {returned or 'nothing'}, {wrong}. {_ESTIMATOR_FORM}")
 
 
 def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config: Any = None) -> None:
@@ -361,7 +363,11 @@ def estimate_advantages(
     check_adv_inputs(adv_estimator, {*tensors.keys(), *non_tensors.keys()}, config)
     parameters = inspect.signature(fn).parameters
     # A column of the data or of the reward function is no setting: a parameter with a value of its own keeps it.
-    settings = {name for name, one in parameters.items() if one.default is not one.empty and one.default is not None}
+    settings = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is not parameter.empty and parameter.default is not None
+    }
     columns = {k: v for k, v in non_tensors.items() if k not in {*settings, *_SETTINGS, "settings"}}
     offered: dict[str, Any] = {**columns, **tensors}
     offered.update(config=config, non_tensor_batch=non_tensors, batch=tensors)
@@ -376,11 +382,11 @@ def estimate_advantages(
             offered[key] = value
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         common = ("reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "values", "index")
-        wanted = {*parameters, *common}
+        accepted_names = {*parameters, *common}
     else:
-        wanted = set(parameters)
+        accepted_names = set(parameters)
     try:
-        result = fn(**{name: value for name, value in offered.items() if name in wanted})
+        result = fn(**{name: value for name, value in offered.items() if name in accepted_names})
     except KeyError as error:
         # An estimator that reads a field from `batch` or from its keyword arguments does not declare it.
         need = error.args[0] if error.args else None

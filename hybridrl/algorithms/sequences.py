@@ -50,19 +50,19 @@ class RowTotals(Sequences):
         self.kinds: list[str] = []
 
     def sum(self, values: Tensor) -> Tensor:
-        return self._kept("sum", super().sum(values))
+        return self._record("sum", super().sum(values))
 
     def max(self, values: Tensor) -> Tensor:
-        return self._kept("max", super().max(values))
+        return self._record("max", super().max(values))
 
-    def _kept(self, kind: str, total: Tensor) -> Tensor:
+    def _record(self, kind: str, total: Tensor) -> Tensor:
         self.found.append(total.detach().squeeze(-1))
         self.kinds.append(kind)
         return total
 
 
 def other_rows(totals: Tensor, kinds: Sequence[str], ids: Tensor) -> Tensor:
-    """What the other rows of each row's sequence add to its sums.
+    """Compute what the other rows of each row's sequence add to its sums.
 
     Args:
         totals: [B, k] what each row adds, from `RowTotals`, of all rows of the sequences.
@@ -144,7 +144,7 @@ class UnknownSequences(Sequences):
 
 
 def sequences_of(sequences: Sequences | None, several_rows: bool, who: str) -> Sequences:
-    """What a loss asks for sums: what it was called with, and otherwise its rows, if they are whole sequences."""
+    """Return the sums that a loss reads: those passed to it, else those of its rows, if each is a whole sequence."""
     if sequences is not None:
         return sequences
     return UnknownSequences(who) if several_rows else Sequences()

@@ -68,11 +68,11 @@ class Sessions:
 
     def totals(self, values: Any) -> Any:
         """Return the sum of a non-tensor field over each session's rows, without None; None where all are None."""
-        found = np.full(self.groups.count, None, dtype=object)
+        sums = np.full(self.groups.count, None, dtype=object)
         for session, value in zip(self.groups.ids.tolist(), values, strict=True):
             if value is not None:
-                found[session] = value if found[session] is None else found[session] + value
-        return found
+                sums[session] = value if sums[session] is None else sums[session] + value
+        return sums
 
     def pick(self, values: Any) -> Any:
         """Return a non-tensor field per session: the value of its last row."""
@@ -80,7 +80,7 @@ class Sessions:
 
 
 def split_sessions(non_tensors: Mapping[str, Any], rows: int) -> Sessions | None:
-    """The sessions of a batch; None where each row is a session by itself."""
+    """Return the sessions of a batch; None if each row is a session of its own."""
     if SESSION_KEY not in non_tensors:
         return None
     sessions = Sessions(non_tensors, rows)

@@ -81,16 +81,19 @@ def _gradient(  # type: ignore[no-untyped-def]  # Triton reads the annotations o
     entropies,
     of_log_probs,
     of_entropies,
-    found,
+    grad_logits,
     scale,
     stride,
-    found_stride,
+    grad_stride,
     words,
     HAS_LABELS: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """scale (g_lp ([j = y] - p_j) - g_H p_j (log p_j + H)) of some words of one token; `found` may be the logits."""
+    """scale (g_lp ([j = y] - p_j) - g_H p_j (log p_j + H)) of some words of one token.
+
+    `grad_logits` may be the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < words
@@ -105,13 +108,13 @@ def _gradient(  # type: ignore[no-untyped-def]  # Triton reads the annotations o
     if ENTROPY:
         # A word that is excluded has p = 0 and no gradient; 0 * -inf would be NaN.
         step -= tl.load(of_entropies + row) * tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
-    tl.store(found + row * found_stride + columns, (step * scale).to(found.dtype.element_ty), mask=inside)
+    tl.store(grad_logits + row * grad_stride + columns, (step * scale).to(grad_logits.dtype.element_ty), mask=inside)
 
 
 def statistics(
     logits: Tensor, labels: Tensor | None, scale: float, entropy: bool, sum_pi_squared: bool, block: int = BLOCK
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """log p(label), entropy, sum of squared probabilities and log sum exp z, float32 `[N]`; None where not wanted.
+    """log p(label), entropy, sum of squared probabilities and log sum exp z, float32 `[N]`; None where not requested.
 
     Args:
         logits: `[N, V]`, float32 or less; the words of a token lie one after the other.
@@ -120,10 +123,10 @@ def statistics(
     """
     tokens, words = logits.shape
 
-    def made(wanted: bool) -> Tensor | None:
-        return torch.empty(tokens, dtype=torch.float32, device=logits.device) if wanted else None
+    def allocated(needed: bool) -> Tensor | None:
+        return torch.empty(tokens, dtype=torch.float32, device=logits.device) if needed else None
 
-    log_probs, found_entropy, square = made(labels is not None), made(entropy), made(sum_pi_squared)
+    log_probs, token_entropy, square = allocated(labels is not None), allocated(entropy), allocated(sum_pi_squared)
     normalizer = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     if tokens:
         _statistics[(tokens,)](
@@ -131,7 +134,7 @@ def statistics(
             normalizer if labels is None else labels,
             normalizer,
             normalizer if log_probs is None else log_probs,
-            normalizer if found_entropy is None else found_entropy,
+            normalizer if token_entropy is None else token_entropy,
             normalizer if square is None else square,
             scale,
             logits.stride(0),
@@ -142,7 +145,7 @@ def statistics(
             BLOCK=min(block, triton.next_power_of_2(words)),
             num_warps=_WARPS,
         )
-    return log_probs, found_entropy, square, normalizer
+    return log_probs, token_entropy, square, normalizer
 
 
 def gradient(

@@ -14,12 +14,12 @@ _PHRASES_DISK = (*_PHRASES_FULL, "os error 5)", "os error 30)", "file write fail
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, the errors it was raised from, and the error of a Ray worker."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue: list[BaseException | None] = [error]
     while queue:
         current = queue.pop(0)
-        if isinstance(current, BaseException) and id(current) not in seen:
-            seen.add(id(current))
+        if isinstance(current, BaseException) and id(current) not in visited:
+            visited.add(id(current))
             yield current
             context = None if current.__suppress_context__ else current.__context__
             queue += [current.__cause__, context, getattr(current, "cause", None)]

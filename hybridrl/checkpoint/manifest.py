@@ -148,8 +148,8 @@ def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
             faults.append(f"{name} has {path.stat().st_size} bytes instead of {expected}")
     if not faults:
         names = list(manifest.files)
-        found = in_threads(sha256, [folder / name for name in names])
-        for name, digest in zip(names, found, strict=True):
+        digests = in_threads(sha256, [folder / name for name in names])
+        for name, digest in zip(names, digests, strict=True):
             if digest != manifest.files[name]["sha256"]:
                 faults.append(f"{name} has other content than was saved (sha256 {digest[:12]}...)")
     if faults:

@@ -77,7 +77,7 @@ def merge(
     config = loading.load_model_config(
         origin.hf_config_path or origin.path, origin.trust_remote_code, override=origin.override_config
     )
-    wanted = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
+    target_dtype = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
     files = ModelFiles(out)
     with VerlShards(folder) if is_verl_checkpoint(folder) else SavedBoxes(folder / "model") as saved:
         kind = _kind(frozenset(name.removeprefix(lora.PREFIX) for name in saved.names))
@@ -87,8 +87,8 @@ def merge(
         else:
             tensors = _checkpoint_tensors(saved, config, origin.trust_remote_code, has_head)
         for name, tensor in tensors:
-            keeps = wanted is None or _is_buffer(name) or not tensor.is_floating_point()
-            files.add(name, tensor if keeps else tensor.to(wanted))
+            keeps = target_dtype is None or _is_buffer(name) or not tensor.is_floating_point()
+            files.add(name, tensor if keeps else tensor.to(target_dtype))
     files.finish()
     write_config(config, kind, files, out)
     saved_parts.save_tokenizer(origin, out)
@@ -106,11 +106,11 @@ def _model_folder(checkpoint: Path) -> Path:
     if holds_model(checkpoint):
         return checkpoint
     parts = sorted(part for part in checkpoint.iterdir() if part.is_dir())
-    found = [part for part in parts if holds_model(part)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CheckpointError(f"{checkpoint} holds {len(found)} models: name one of {', '.join(map(str, found))}")
+    folders = [part for part in parts if holds_model(part)]
+    if len(folders) == 1:
+        return folders[0]
+    if folders:
+        raise CheckpointError(f"{checkpoint} holds {len(folders)} models: name one of {', '.join(map(str, folders))}")
     inside = sorted(path.name for path in checkpoint.glob("global_step_*"))
     hint = f"it holds {', '.join(inside)}: name one of these" if inside else "save with model in save_contents"
     for part in (checkpoint, *parts):
@@ -138,12 +138,12 @@ def _origin(
         raise CheckpointError(
             f"{folder} does not say which model it was trained from (there is no {run} that does): name it with --model"
         )
-    known = {name: settings[name] for name in Origin.__dataclass_fields__ if settings.get(name) is not None}
-    return Origin(**{**known, "trust_remote_code": trust_remote_code or bool(known.get("trust_remote_code"))})
+    fields = {name: settings[name] for name in Origin.__dataclass_fields__ if settings.get(name) is not None}
+    return Origin(**{**fields, "trust_remote_code": trust_remote_code or bool(fields.get("trust_remote_code"))})
 
 
 def _settings(run: Path, folder: str) -> Any:
-    """The settings of the model that a run saved into a folder of this name; None if the run does not tell.
+    """The settings of the model that a run saved into a folder of this name; None if it did not save them.
 
     Args:
         run: its `config.yaml`.
@@ -168,7 +168,7 @@ def _role_that_saves(folder: str) -> RoleSpec | None:
 
 
 def _at(config: Any, path: str) -> Any:
-    """What is at a dotted path in nested mappings; None if there is nothing."""
+    """Return the value at a dotted path in nested mappings; None if there is none."""
     for key in path.split("."):
         config = config.get(key) if isinstance(config, dict) else None
     return config
@@ -176,13 +176,13 @@ def _at(config: Any, path: str) -> Any:
 
 def _base_of(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:
     """Find the base that a checkpoint's adapter belongs to."""
-    told = json.loads((folder / "model" / lora.CONFIG_FILE).read_text(encoding="utf-8"))
+    adapter_config = json.loads((folder / "model" / lora.CONFIG_FILE).read_text(encoding="utf-8"))
     try:
-        found = _origin(folder, model, trust_remote_code, near=())
+        origin = _origin(folder, model, trust_remote_code, near=())
     except CheckpointError:
-        found = Origin(str(told["base_model_name_or_path"]), trust_remote_code=trust_remote_code)
-    adapted.check_base(found.path, folder / "model")
-    return found
+        origin = Origin(str(adapter_config["base_model_name_or_path"]), trust_remote_code=trust_remote_code)
+    adapted.check_base(origin.path, folder / "model")
+    return origin
 
 
 def _with_adapter(
@@ -209,7 +209,7 @@ def _with_adapter(
             if name in packed and rounded_to is not None:  # the base that the adapter was trained with
                 tensor = four_bit.unpack(four_bit.pack(tensor), packed[name].in_features, rounded_to)
             if parts is not None:
-                tensor = adapter.merged(name, tensor, *(values[one] for one in parts))
+                tensor = adapter.merged(name, tensor, *(values[weight] for weight in parts))
             if lora.base_name(name) in saved_names:
                 yield lora.base_name(name), tensor
 
@@ -259,13 +259,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="the model that the run was started with; default: what the run's files name")
     parser.add_argument("--dtype", help="dtype of the weights (bfloat16, float32); default: that of the model")
     parser.add_argument("--trust-remote-code", action="store_true")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        folder = merge(given.checkpoint, given.out, given.model, given.dtype, given.trust_remote_code)
+        folder = merge(options.checkpoint, options.out, options.model, options.dtype, options.trust_remote_code)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{folder} -> {given.out}")
+    print(f"{folder} -> {options.out}")
     return 0
 
 

@@ -181,8 +181,8 @@ class RunStore:
 
     def _explain(self, exc: BaseException, step: int) -> None:
         """Raise a CheckpointError if the disk is at fault. Otherwise add a note about the save to the exception."""
-        kept = self.newest()
-        before = f"{self.folder(kept)} is untouched" if kept is not None else "there is no earlier checkpoint"
+        newest = self.newest()
+        before = f"{self.folder(newest)} is untouched" if newest is not None else "there is no earlier checkpoint"
         culprit = disk_failure(exc)
         if culprit is None or isinstance(exc, CheckpointError) or not isinstance(exc, Exception):
             exc.add_note(f"while saving the checkpoint of step {step} into {self.root}; {before}")
@@ -202,13 +202,13 @@ class RunStore:
 
     def _manifests(self) -> tuple[dict[int, Manifest], list[str]]:
         """Return the manifests that can be read, by step, and why the others cannot."""
-        found, faults = {}, []
+        manifests, faults = {}, []
         for step in self.steps():
             try:
-                found[step] = read_manifest(self.folder(step))
+                manifests[step] = read_manifest(self.folder(step))
             except CheckpointError as exc:
                 faults.append(str(exc))
-        return found, faults
+        return manifests, faults
 
     def _ranked(self) -> list[int]:
         """Return the steps with a readable manifest, starting with the one to resume from.
@@ -285,9 +285,9 @@ class RunStore:
         self.claim()
         if resume_mode == "disable":
             return None
-        found = self._find_path(resume_from_path) if resume_mode == "resume_path" else self._find_newest()
-        self._in_use = found
-        return found
+        checkpoint = self._find_path(resume_from_path) if resume_mode == "resume_path" else self._find_newest()
+        self._in_use = checkpoint
+        return checkpoint
 
     def _find_path(self, path: str | os.PathLike[str] | None) -> Path:
         if path is None or not str(path):

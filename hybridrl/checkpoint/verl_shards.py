@@ -47,7 +47,7 @@ class VerlShards(ScatteredBoxes):
                 if not isinstance(tensor, DTensor):
                     self._add(name, tuple(tensor.shape), whole(tuple(tensor.shape)), _Tensors(state), name)
                     continue
-                box, shape = _known_box(tensor, rank, f"{name} in {path}"), tuple(tensor.shape)
+                box, shape = _checked_box(tensor, rank, f"{name} in {path}"), tuple(tensor.shape)
                 if box.elements or not shape:
                     self._add(name, shape, box, _Tensors(state), name)
 
@@ -68,17 +68,17 @@ class _Tensors:
 
 def _files(folder: Path) -> list[Path]:
     """The files of all ranks, in order."""
-    found = {int(m[2]): (int(m[1]), path) for path in folder.iterdir() if (m := _FILE.fullmatch(path.name))}
-    sizes = sorted({size for size, _ in found.values()})
+    by_rank = {int(m[2]): (int(m[1]), path) for path in folder.iterdir() if (m := _FILE.fullmatch(path.name))}
+    sizes = sorted({size for size, _ in by_rank.values()})
     if len(sizes) > 1:
         raise CheckpointError(f"{folder} has shards of runs on {sizes} ranks; keep the files of one of them")
-    missing = [f"model_world_size_{sizes[0]}_rank_{rank}.pt" for rank in range(sizes[0]) if rank not in found]
+    missing = [f"model_world_size_{sizes[0]}_rank_{rank}.pt" for rank in range(sizes[0]) if rank not in by_rank]
     if missing:
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}: copy the files of every rank")
-    return [path for _, (_, path) in sorted(found.items())]
+    return [path for _, (_, path) in sorted(by_rank.items())]
 
 
-def _known_box(tensor: DTensor, rank: int, where: str) -> Box:
+def _checked_box(tensor: DTensor, rank: int, where: str) -> Box:
     """`_box`, or a `CheckpointError` for a tensor that this version of torch reads but does not understand."""
     try:
         return _box(tensor, rank, where)

@@ -5,6 +5,7 @@ It writes no `outputs/` folder and does not change the working directory, as `@h
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,11 @@ from hybridrl.config.checks.run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
+from hybridrl.config.repeat import search_modules_of
 from hybridrl.config.torchrun import leave_torchrun
 from hybridrl.errors import ConfigError, UserError, WorkerError
 from hybridrl.utils.files import NO_SPACE
+from hybridrl.utils.termination import Terminated, ending_in_order
 
 _EXAMPLES = {
     "ppo_trainer": (
@@ -91,11 +94,16 @@ def cli(
         if words.info is not None:
             print(_info(name, folder, file))
             return
-        validate(composed.config)  # type: ignore[arg-type]
-        status = run(composed.config)
+        with ending_in_order():
+            validate(composed.config)  # type: ignore[arg-type]
+            status = run(composed.config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except Terminated as terminated:
+        with contextlib.suppress(OSError):  # the terminal may have closed
+            print(f"ended by {terminated.signal.name}", file=sys.stderr)
+        terminated.end()
     except Exception as error:
         status = _exit_status(error)
         if status is None:
@@ -119,6 +127,7 @@ def user_file(words: argparse.Namespace) -> tuple[str | None, str | None]:
         raise ConfigError(f"--config {words.config}: no such file (from {Path.cwd()})")
     if path.suffix != ".yaml":
         raise ConfigError(f"--config {words.config}: the name of a YAML file has to end in .yaml")
+    search_modules_of(path.absolute())
     return str(path.parent), path.stem
 
 

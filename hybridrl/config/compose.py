@@ -17,6 +17,8 @@ from typing import Any, Literal, overload
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.checks.branches import value_at
+from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.own_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
@@ -32,7 +34,7 @@ from hybridrl.config.schema.root import (
 )
 from hybridrl.config.unread import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
-from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, Outcome, key_book
+from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, RewriteResult, key_book
 from hybridrl.config.verl.tables import Choice, choices
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
@@ -333,13 +335,14 @@ def compose_config(
         if (key not in origins or key in taken_back) and _found(tree, key) == _found(shipped, key):
             put(tree, key, value)
 
-    everything = Outcome(renamed=given.notices, wrong=faults)
+    everything = RewriteResult(renamed=given.notices, wrong=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
     config = _typed(root, tree, everything, origins, book.suggest)
     everything.set_aside(functools.partial(not_read_by, config))
     for key in origins:
-        if (key in book.fields or book.free_parent(key)) and (choice := unread_by(config, key)) is not None:
+        choice = unread_by(config, key) if key in book.fields or book.free_parent(key) else None
+        if choice is not None and (key not in book.fields or value_at(config, key) != default_at(config, key)):
             everything.unread.setdefault(choice, []).append(f"{key}{origins[key]}")
     for key, value in asked.items():
         if (found := functools.reduce(getattr, key.split("."), config)) != value:
@@ -369,7 +372,7 @@ def register_resolvers() -> None:
 
 
 def _typed(
-    root: str, tree: dict[str, Any], so_far: Outcome, origins: Mapping[str, str], suggest: Callable[[str], str]
+    root: str, tree: dict[str, Any], so_far: RewriteResult, origins: Mapping[str, str], suggest: Callable[[str], str]
 ) -> Any:
     """Resolve interpolations and convert. Faults are added to `so_far`; an error is raised if nothing can be resolved.
 

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.config.schema.node import Limits, is_group
+from hybridrl.config.schema.node import ValueLimits, is_group
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -79,7 +79,7 @@ def build(
                 faults[name] = f"{name}={show(value)}{origins.get(name, '')}: a group of settings, not one value"
             continue
         try:
-            limits = field.metadata.get("limits", Limits())
+            limits = field.metadata.get("limits", ValueLimits())
             value = next((meant for given, meant in limits.means if value is given), value)
             values[field.name] = _checked(_fit(value, types_of[field.name]), limits)
         except _Fault as fault:
@@ -90,7 +90,7 @@ def build(
     return cls(**values)
 
 
-def _checked(value: Any, limits: Limits) -> Any:
+def _checked(value: Any, limits: ValueLimits) -> Any:
     """Return the value in its canonical spelling, or raise a fault if it is outside the limits."""
     if isinstance(value, list):
         return [_checked(element, limits) for element in value]

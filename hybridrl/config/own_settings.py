@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.config.convert import build, nearest
 from hybridrl.config.schema.engine import EngineConfig
-from hybridrl.config.schema.node import ConfigNode, Limits, is_group
+from hybridrl.config.schema.node import ConfigNode, ValueLimits, is_group
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.strategies import EngineGroup, engine_groups, group_type
 from hybridrl.errors import UserError
@@ -155,7 +155,7 @@ def fault_of_name(registry: Registry[Any], name: str, key: str, external_lib: st
 def _choices(config: ConfigNode | Mapping[str, Any], name: str) -> tuple[Any, ...]:
     """Values of a setting that name no entry of its registry, such as `auto`."""
     parent, _, last = name.rpartition(".")
-    limits: Limits = _at(config, parent).__dataclass_fields__[last].metadata["limits"]
+    limits: ValueLimits = _at(config, parent).__dataclass_fields__[last].metadata["limits"]
     return limits.choices
 
 

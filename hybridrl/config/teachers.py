@@ -8,12 +8,10 @@ from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.distillation import (
     INFERENCE_ENGINE_KEYS,
     DistillationConfig,
-    TeacherInferenceConfig,
     TeacherModelConfig,
 )
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.errors import ConfigError
 
 #: [B] int64: the number of each row's teacher
@@ -23,8 +21,6 @@ LOG_PROBS, TOP_LOG_PROBS, TOP_IDS = "teacher_log_probs", "teacher_topk_log_probs
 TEACHER_FIELDS = (LOG_PROBS, TOP_LOG_PROBS, TOP_IDS)
 
 _WHERE = "distillation.teacher_models"
-#: settings of an inference engine that a training engine reads too
-_READ_BY_ALL = ("name", "dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
 
 @dataclass(frozen=True)
@@ -113,15 +109,10 @@ def _model_of(settings: TeacherModelConfig, config: PPOTrainerConfig) -> ModelCo
 
 
 def unread_keys(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yield the keys of teachers that are set and have no effect."""
-    computed = set(TeacherInferenceConfig().keys()) & set(ServingConfig().keys()) - set(_READ_BY_ALL)
+    """Yield the keys of verl's teachers that are set and have no effect in any run."""
     for name, given in config.distillation.teacher_models.items():
         if not isinstance(given, Mapping):
             continue
         inference = given.get("inference") or {}
-        served = isinstance(inference, Mapping) and inference.get("name") is not None
-        if given.get("num_replicas") and not served:
-            yield f"{_WHERE}.{name}.num_replicas"
         if isinstance(inference, Mapping):
-            idle = {*INFERENCE_ENGINE_KEYS, *(() if served else computed)}
-            yield from (f"{_WHERE}.{name}.inference.{key}" for key in inference if key in idle)
+            yield from (f"{_WHERE}.{name}.inference.{key}" for key in inference if key in INFERENCE_ENGINE_KEYS)

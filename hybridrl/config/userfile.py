@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import nearest, put
-from hybridrl.config.verl.keys import KeyBook, Outcome
+from hybridrl.config.verl.keys import KeyBook, RewriteResult
 from hybridrl.config.verl.tables import bases
 from hybridrl.errors import ConfigError
 
@@ -34,7 +34,7 @@ class UserFile:
     defaults: list[Any]
     searchpath: list[str]
     origins: dict[str, str]
-    outcome: Outcome
+    outcome: RewriteResult
 
 
 def read_user_file(

@@ -35,6 +35,7 @@ def render(
     locate: Callable[[int], str],
     *,
     add_generation_prompt: bool,
+    continues: bool = True,
     template_kwargs: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
 ) -> list[str]:
     """Render every conversation to text. No text of a message is lost (`hybridrl.models.rendering`).
@@ -47,6 +48,7 @@ def render(
         conversations: lists of messages.
         locate: returns the file and row of the i-th conversation, for messages.
         add_generation_prompt: whether to end with the opening of an assistant turn.
+        continues: whether a last turn of the assistant is continued; otherwise another one is opened after it.
         template_kwargs: further variables of the template (`data.apply_chat_template_kwargs`), or a function that
             returns those of the i-th conversation.
 
@@ -59,7 +61,7 @@ def render(
         own = template_kwargs(index) if callable(template_kwargs) else template_kwargs
         own = {name: value for name, value in own.items() if name not in ("tokenize", "add_generation_prompt")}
         begun = ""
-        if add_generation_prompt and conversation and conversation[-1].get("role") == "assistant":
+        if add_generation_prompt and continues and conversation and conversation[-1].get("role") == "assistant":
             conversation, begun = conversation[:-1], str(conversation[-1].get("content") or "")
         try:
             texts.append(rendered(tokenizer, conversation, add_generation_prompt=add_generation_prompt, **own) + begun)

@@ -16,7 +16,7 @@ from hybridrl.data.files import read_table
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError
-from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, without_padding
+from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, Tokens, encode_with_offsets, without_padding
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,6 +107,10 @@ class ConversationDataset(Dataset):
             return messages, []
         return self._images.place(messages, self.table[int(self._rows[item])], self.locate(item))
 
+    def is_text(self, item: int, messages: list[Message]) -> bool:
+        """Whether a conversation has no images, so that it may be cut."""
+        return not self._placed(item, messages)[1]
+
     def has_images(self, ids: np.ndarray) -> bool:
         """Whether token ids have placeholders of images, which are never cut."""
         return self._images is not None and bool(np.isin(ids, self._images.processor.media_tokens).any())
@@ -187,15 +191,7 @@ class ConversationDataset(Dataset):
         """
         placed = [self._placed(item, messages) for item, messages in zip(items, conversations, strict=True)]
         texts, spans = self._render_with_spans([shown for shown, _ in placed], items, turns)
-        self.check_lengths(texts, items)
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-        rows = zip(encoded["input_ids"], encoded["offset_mapping"], spans, placed, items, strict=True)
+        rows = zip(self.encoded(texts, items, [bool(own) for _, own in placed]), spans, placed, items, strict=True)
         return [
             self._expanded(
                 np.asarray(ids, dtype=np.int32),
@@ -203,17 +199,27 @@ class ConversationDataset(Dataset):
                 images,
                 item,
             )
-            for ids, offsets, found, (_, images), item in rows
+            for (ids, offsets), found, (_, images), item in rows
         ]
 
-    def check_lengths(self, texts: Sequence[str], items: Sequence[int]) -> None:
-        """Refuse texts that are much too long before they are tokenised, which takes minutes for some megabytes."""
+    def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
+        """Return the tokens of rendered conversations; of one that is much too long, only those at its ends.
+
+        Args:
+            texts: conversations as rendered.
+            items: the item that each belongs to.
+            has_images: whether each has images.
+        """
+        return encode_with_offsets(self.tokenizer, texts, self.config.max_length)
 
     def _expanded(
         self, ids: np.ndarray, turn_of: np.ndarray, images: Sequence[Image | Clip], item: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """With as many placeholders as images have tokens, which belong to no turn: nothing predicts them."""
-        if self._images is None:
+        """With as many placeholders as images have tokens, which belong to no turn: nothing predicts them.
+
+        A conversation with images that is much too long is returned as it is: it is refused, since images are not cut.
+        """
+        if self._images is None or (images and len(ids) >= 2 * self.config.max_length):
             return ids, turn_of
         times = self._images.repeats(ids.tolist(), images, self.locate(item))
         ids, turn_of = np.repeat(ids, times), np.repeat(turn_of, times)
@@ -232,6 +238,7 @@ class ConversationDataset(Dataset):
                 parts,
                 lambda i: self.locate(items[rows[i]]),
                 add_generation_prompt=generation,
+                continues=False,
                 template_kwargs=lambda i: self.template_arguments(items[rows[i]]),
             )
 

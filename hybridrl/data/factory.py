@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.loader import PaddedLoader, PairLoader, PromptLoader, Rows, SFTLoader
+from hybridrl.data.loader import PaddedLoader, PairLoader, PromptLoader, RowDataset, SFTLoader
 from hybridrl.data.preference_dataset import PreferenceDataset
 from hybridrl.data.rl_dataset import RLHFDataset
 from hybridrl.data.rows import seed_of
@@ -33,7 +33,7 @@ def create_rl_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
     processor: ImageProcessor | None = None,
-) -> Rows:
+) -> RowDataset:
     """Create the prompts of `files`: an `RLHFDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Args:
@@ -57,7 +57,7 @@ def create_sft_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
     processor: ImageProcessor | None = None,
-) -> Rows:
+) -> RowDataset:
     """Create the conversations of `files`: an `SFTDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Arguments and errors are those of `create_rl_dataset`.
@@ -72,7 +72,7 @@ def create_preference_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
     processor: ImageProcessor | None = None,
-) -> Rows:
+) -> RowDataset:
     """Create the pairs of `files`: a `PreferenceDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Arguments and errors are those of `create_rl_dataset`.
@@ -88,7 +88,7 @@ def _create(
     key: str,
     default: type[RLHFDataset] | type[SFTDataset] | type[PreferenceDataset],
     processor: ImageProcessor | None = None,
-) -> Rows:
+) -> RowDataset:
     custom = config.custom_cls
     cls: Any = default
     if custom is not None and custom.path is not None:
@@ -123,7 +123,7 @@ def _create(
     return cls(**arguments)
 
 
-def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: Rows) -> Sampler:
+def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: RowDataset) -> Sampler:
     """Create the training order: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
 
     A custom class is called as `cls(data_source=dataset, data_config=config)`. `StatefulLoader` describes its optional
@@ -149,7 +149,7 @@ def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: Rows) -> 
     return cls(**arguments)
 
 
-def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | None = None) -> PromptLoader:
+def create_train_loader(config: DataConfig, dataset: RowDataset, batch_size: int | None = None) -> PromptLoader:
     """Load training prompts in full batches of `batch_size` (default: `data.train_batch_size`)."""
     return PromptLoader(
         dataset,
@@ -161,7 +161,7 @@ def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | Non
     )
 
 
-def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
+def create_val_loader(config: DataConfig, dataset: RowDataset) -> PromptLoader:
     """Load validation prompts in batches of `data.val_batch_size` (default: all at once), every row once.
 
     Each pass has the same order and the same uids, however many passes came before, so that a resumed run validates
@@ -182,7 +182,12 @@ def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
 
 
 def create_sft_loader(
-    config: SFTDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
+    config: SFTDataConfig,
+    dataset: RowDataset,
+    batch_size: int,
+    *,
+    train: bool = True,
+    key: str = "data.train_batch_size",
 ) -> SFTLoader:
     """Load conversations for training (in the sampler's order, full batches) or validation (each row once)."""
     loader = _create_loader(SFTLoader, config, dataset, batch_size, train, key)
@@ -191,7 +196,12 @@ def create_sft_loader(
 
 
 def create_pair_loader(
-    config: PairsDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
+    config: PairsDataConfig,
+    dataset: RowDataset,
+    batch_size: int,
+    *,
+    train: bool = True,
+    key: str = "data.train_batch_size",
 ) -> PairLoader:
     """Load pairs for training (in the sampler's order, full batches) or validation (each pair once)."""
     loader = _create_loader(PairLoader, config, dataset, batch_size, train, key)
@@ -200,7 +210,7 @@ def create_pair_loader(
 
 
 def _create_loader(
-    cls: type[PaddedLoader], config: SupervisedDataConfig, dataset: Rows, batch_size: int, train: bool, key: str
+    cls: type[PaddedLoader], config: SupervisedDataConfig, dataset: RowDataset, batch_size: int, train: bool, key: str
 ) -> PaddedLoader:
     sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
     return cls(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hybridrl.protocol import DataProto
 
 
-class Rows(Protocol):
+class RowDataset(Protocol):
     """A map-style dataset. Optional methods are looked up by name."""
 
     def __len__(self) -> int: ...
@@ -62,7 +62,7 @@ class StatefulLoader:
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowDataset,
         batch_size: int,
         sampler: Sampler | None = None,
         drop_last: bool = True,
@@ -256,7 +256,7 @@ class PromptLoader(StatefulLoader):
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowDataset,
         batch_size: int,
         sampler: Sampler | None = None,
         drop_last: bool = True,
@@ -290,7 +290,7 @@ class PaddedLoader(StatefulLoader):
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowDataset,
         batch_size: int,
         sampler: Sampler | None = None,
         drop_last: bool = True,
@@ -459,7 +459,7 @@ def _is_stateful(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def _pad_id(dataset: Rows, given: int | None) -> int:
+def _pad_id(dataset: RowDataset, given: int | None) -> int:
     value = getattr(dataset, "pad_token_id", None) if given is None else given
     if value is None:
         raise DataError(

@@ -13,7 +13,17 @@ import numpy as np
 from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import (
+    Message,
+    Tokens,
+    as_messages,
+    encode,
+    encode_with_offsets,
+    exceeds,
+    fault_in_messages,
+    fault_in_prompt,
+    first_part,
+)
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 512
 _NAMED_ROWS = 5
+_LONG_ENOUGH = 8  # characters of a prompt, with which answers do not begin by chance
 
 Conversation = list[Message]
 
@@ -128,7 +139,7 @@ class PreferenceDataset(ConversationDataset):
         self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
         self._left_out: collections.Counter[str] = collections.Counter()
         self._refused: list[tuple[int, _UnusablePair]] = []
-        self._cut = 0
+        self._cut, self._repeating = 0, 0
         self._sides: list[tuple[_Side, _Side]] = []
         kept: list[int] = []
         for start in range(0, len(self._rows), _CHUNK):
@@ -172,7 +183,7 @@ class PreferenceDataset(ConversationDataset):
             try:
                 sides = [self._side(*found[2 * number + side]) for side in range(2)]
                 _check_difference(*sides)
-                self._sides.append(self._within_limit(sides[0], sides[1]))
+                self._sides.append(self._within_limit(item, conversations[2 * number], *sides))
             except _UnusablePair as error:
                 self._refuse(item, error)
                 continue
@@ -235,6 +246,14 @@ class PreferenceDataset(ConversationDataset):
                 )
             if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
                 raise _UnusablePair("an empty answer", f"the answer in column {key!r} is empty")
+        prompt = chosen[-2].get("content") if len(chosen) > 1 else None
+        begins = [side[-1].get("content") for side in (chosen, rejected)]
+        if (
+            isinstance(prompt, str)
+            and len(prompt.strip()) >= _LONG_ENOUGH
+            and all(isinstance(text, str) for text in begins)
+        ):
+            self._repeating += all(str(text).strip().startswith(prompt.strip()) for text in begins)
         if chosen[-1] == rejected[-1]:
             raise _UnusablePair(
                 "two equal answers",
@@ -302,8 +321,48 @@ class PreferenceDataset(ConversationDataset):
             raise _UnusablePair("an empty answer", "an answer has no tokens of its own")
         return _Side(ids, int(inside[0]), int(inside[-1]) + 1)
 
-    def _within_limit(self, chosen: _Side, rejected: _Side) -> tuple[_Side, _Side]:
+    def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
+        """Return the tokens of conversations; see `ConversationDataset.encoded`.
+
+        Where prompts are cut at the left, the two conversations of a pair begin at the same character of its prompt.
+        """
+        if self.config.truncation != "left":
+            return super().encoded(texts, items, has_images)
+        limit, found = self.config.max_length, []
+        for n in range(0, len(texts), 2):
+            pair = texts[n : n + 2]
+            is_long = not has_images[n] and any(exceeds(self.tokenizer, text, limit) for text in pair)
+            start = self._start(*pair) if is_long else 0
+            if not start:
+                found += super().encoded(pair, items[n : n + 2], has_images[n : n + 2])
+                continue
+            for ids, offsets in encode_with_offsets(self.tokenizer, [text[start:] for text in pair]):
+                found.append((ids, [(first + start, last + start) for first, last in offsets]))
+        return found
+
+    def _start(self, chosen: str, rejected: str) -> int:
+        """The character of two conversations' prompt before which nothing is left of it; 0: an answer is too long.
+
+        What is behind it is longer than `data.max_length`, so it is cut as the whole would be.
+        """
+        limit, shorter = self.config.max_length, min(len(chosen), len(rejected))
+        shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), shorter)
+        if any(exceeds(self.tokenizer, text[shared:], limit) for text in (chosen, rejected)):
+            return 0
+        size = first_part(limit)
+        while size < shared:
+            if len(encode(self.tokenizer, [chosen[shared - size : shared]])[0]) > limit:
+                return shared - size
+            size *= 4
+        return 0
+
+    def _within_limit(self, item: int, messages: Conversation, chosen: _Side, rejected: _Side) -> tuple[_Side, _Side]:
         """Both sides within `data.max_length`. A prompt that is cut at the left is cut equally in both.
+
+        Args:
+            item: that they are of.
+            messages: one of the conversations; both have the same images.
+            chosen, rejected: what was tokenised of them.
 
         Raises:
             _UnusablePair: they are too long, or nothing would be left of the prompt or of an answer.
@@ -312,8 +371,9 @@ class PreferenceDataset(ConversationDataset):
         longest = max(len(chosen.ids), len(rejected.ids))
         if longest <= limit:
             return chosen, rejected
-        has_images = self.has_images(chosen.ids)
-        too_long = f"the longer conversation has {longest} tokens, more than data.max_length={limit}"
+        has_images = not self.is_text(item, messages)
+        at_least = "at least " if longest >= 2 * limit else ""
+        too_long = f"the longer conversation has {at_least}{longest} tokens, more than data.max_length={limit}"
         if side == "error" or self.config.filter_pairs or has_images:
             instead = (
                 "make images smaller, which are never cut" if has_images else "set data.truncation to left or right"
@@ -340,6 +400,13 @@ class PreferenceDataset(ConversationDataset):
             raise DataError(f"{self.key}: no pair is left of {total}: {left_out}. Look at the data, or set other keys.")
         if left_out:
             notify(f"{self.key}: of {total} pairs {sum(self._left_out.values())} were left out: {left_out}")
+        if self._repeating:
+            notify(
+                f"{self.key}: in {self._repeating} of {total} pairs both answers begin with the prompt, as in files "
+                "whose answers hold the whole text; if that is so here, leave the prompt out of the answers: it would "
+                "be part of what is learnt",
+                "warning",
+            )
         if self._cut:
             notify(
                 f"{self.key}: {self._cut} of {total} pairs are longer than data.max_length={self.config.max_length} "

@@ -11,7 +11,7 @@ import numpy as np
 from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, exceeds, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import Message, Tokens, as_messages, exceeds, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SFTDataset(ConversationDataset):
         processor: ImageProcessor | None = None,
     ) -> None:
         super().__init__(data_files, tokenizer, config, max_samples, key, processor)
-        self._cut = 0
+        self._cut, self._empty = 0, 0
         self._ids: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         self._columns: dict[str, list[Any]] = self._checked_columns()
@@ -69,6 +69,12 @@ class SFTDataset(ConversationDataset):
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
         self._fields.tell()
         self._tell_of_cuts()
+        if self._empty:
+            notify(
+                f"{key}: {self._empty} of {len(self)} rows have an empty turn of the assistant, of which nothing but "
+                "the end is learnt; leave these rows out if answers are missing",
+                "warning",
+            )
         self._check_end_of_turn()
 
     def __getitem__(self, item: int) -> dict[str, Any]:
@@ -166,6 +172,8 @@ class SFTDataset(ConversationDataset):
                     f"{self.locate(start + number)}: no turn of the assistant is trained on (train is false or "
                     "weight is 0 in all of them), so there is nothing to learn. Leave the row out."
                 )
+            said = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
+            self._empty += any(not str(m.get("content") or "").strip() for m in said)
             shown.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
             self._fields.add(shown[-1])
         items = range(start, start + len(shown))
@@ -204,28 +212,34 @@ class SFTDataset(ConversationDataset):
                 "each message a field train or weight instead"
             )
 
-    def check_lengths(self, texts: Sequence[str], items: Sequence[int]) -> None:
+    def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
+        """Return the tokens of conversations; see `ConversationDataset.encoded`.
+
+        Raises:
+            DataError: one is much too long, and is not to be cut.
+        """
         limit = self.config.max_length
-        if self.config.truncation != "error" or self._images is not None:
-            return
-        for text, item in zip(texts, items, strict=True):
-            if exceeds(self.tokenizer, text, limit):
+        for text, item, has_some in zip(texts, items, has_images, strict=True):
+            if (self.config.truncation == "error" or has_some) and exceeds(self.tokenizer, text, limit):
                 raise DataError(
                     f"{self.locate(item)}: the conversation has more than {2 * limit} tokens ({len(text)} characters), "
-                    f"more than data.max_length={limit}. Raise data.max_length, or set data.truncation to left or "
-                    "right."
+                    f"more than data.max_length={limit}. Raise data.max_length, or {self._instead(has_some)}."
                 )
+        return super().encoded(texts, items, has_images)
+
+    @staticmethod
+    def _instead(has_images: bool) -> str:
+        if has_images:
+            return "make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
+        return "set data.truncation to left or right"
 
     def _append(self, ids: np.ndarray, weights: np.ndarray, item: int) -> None:
         limit = self.config.max_length
         if len(ids) > limit:
             if self.config.truncation == "error" or self.has_images(ids):
-                instead = "set data.truncation to left or right"
-                if self.has_images(ids):
-                    instead = "make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
                 raise DataError(
                     f"{self.locate(item)}: the conversation has {len(ids)} tokens, more than data.max_length={limit}. "
-                    f"Raise data.max_length, or {instead}."
+                    f"Raise data.max_length, or {self._instead(self.has_images(ids))}."
                 )
             keep = kept_positions(len(ids), limit, self.config.truncation)
             ids, weights = ids[keep], weights[keep]

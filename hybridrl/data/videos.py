@@ -15,7 +15,7 @@ from hybridrl.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from hybridrl.models.videos import Source
+    from hybridrl.models.videos import FrameSource
 
 _FORMS = (
     'a path, bytes, {"bytes": ...} or {"path": ...} of a file, or {"frames": ..., "fps": ...} with a list of images or '
@@ -27,7 +27,7 @@ class Frames:
     """Frames that are there already.
 
     Attributes:
-        count, fps, size: see `Source`.
+        count, fps, size: see `FrameSource`.
     """
 
     def __init__(self, images: Sequence[Image], fps: float) -> None:
@@ -35,7 +35,7 @@ class Frames:
         self.count, self.fps, self.size = len(self._images), fps, self._images[0].size
 
     def frames(self, indices: Sequence[int]) -> list[Image]:
-        """See `Source.frames`."""
+        """See `FrameSource.frames`."""
         return [self._images[index] for index in indices]
 
 
@@ -43,7 +43,7 @@ class VideoFile:
     """A file, decoded by PyAV when its frames are asked for.
 
     Attributes:
-        count, fps, size: see `Source`.
+        count, fps, size: see `FrameSource`.
     """
 
     def __init__(self, source: Path | bytes) -> None:
@@ -54,7 +54,7 @@ class VideoFile:
             self.fps, self.size = float(stream.average_rate), (stream.width, stream.height)
 
     def frames(self, indices: Sequence[int]) -> list[Image]:
-        """See `Source.frames`."""
+        """See `FrameSource.frames`."""
         wanted = set(indices)
         found: dict[int, Image] = {}
         with self._opened() as container:
@@ -73,7 +73,7 @@ class VideoFile:
         return av.open(io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source))
 
 
-def open_video(source: Any, where: str) -> Source:
+def open_video(source: Any, where: str) -> FrameSource:
     """Open a video without decoding it.
 
     Args:
@@ -106,7 +106,7 @@ def open_video(source: Any, where: str) -> Source:
     return Frames(frames, float(rate))
 
 
-def _file(source: Path | bytes, where: str) -> Source:
+def _file(source: Path | bytes, where: str) -> FrameSource:
     try:
         return VideoFile(source)
     except ImportError as error:

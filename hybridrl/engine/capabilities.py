@@ -1,4 +1,4 @@
-"""What some training engines can do and others cannot. Whoever needs it asks at start-up, by `require`."""
+"""Optional capabilities of training engines. A caller that needs one checks for it at start-up with `require`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ReplaysRouting(ABC):
             engine: the settings that the engine reads.
 
         Raises:
-            ModelError: the message says what is in the way.
+            ModelError: the model or a setting prevents replay; the message names it.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class HasAdapters(ABC):
 
 
 class KeepsFourBits(ABC):  # noqa: B024 (it says that a setting acts)
-    """The engine keeps frozen layers in 4 bits if `model.load_in_4bit` says so."""
+    """Capability to keep frozen layers in 4 bits (`model.load_in_4bit`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class ExportsShards(ABC):
 
     @abstractmethod
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        """This rank's part of everything that a checkpoint holds. Ranks need not iterate together.
+        """Yield this rank's part of each tensor of a checkpoint. Ranks need not iterate together.
 
         Several shards may be parts of one tensor; they do not overlap. A rank that has no part of a tensor leaves it
         out. Tied parameters are exported once.
@@ -145,14 +145,14 @@ class ExportsShards(ABC):
 
     @property
     def copy_of_model(self) -> int:
-        """Which copy of the model this rank's shards belong to, if several groups of ranks train whole copies."""
+        """Number of the model copy that this rank's shards belong to, if several groups of ranks train whole copies."""
         return 0
 
     @property
     def training_layout(self) -> Layout | None:
-        """How the model lies on all ranks. Engines are placed by it next to the ranks whose shards they need.
+        """Return the layout of the model on all ranks; None: inference engines are placed rank after rank.
 
-        None: they are placed rank after rank.
+        With a layout, inference engines are placed next to the ranks whose shards they need.
         """
         return None
 

@@ -17,7 +17,7 @@ from hybridrl.engine.logits_functions import LogitsFunction
 
 
 class Hidden(NamedTuple):
-    """What the output layer computes logits from.
+    """Inputs from which the output layer computes logits.
 
     Attributes:
         states: `[N, H]`, the same on each rank that shares the vocabulary.
@@ -48,7 +48,7 @@ class OwnVocabulary:
         return linear(hidden.states[chunk], hidden.weight, hidden.bias)
 
     def by_words(self, of_tokens: torch.Tensor, tokens: int, rows: int) -> torch.Tensor:
-        """What each rank has for its tokens of a chunk, `[n, V]`, for this rank's words, `[tokens, rows]`."""
+        """Exchange `[n, V]` of each rank's tokens of a chunk for `[tokens, rows]` of this rank's words."""
         return of_tokens
 
     def everywhere(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -81,8 +81,8 @@ def chunked_function(
     rows = rows_at_a_time(hidden.states.device.type, len(hidden.weight)) if chunk_size is None else chunk_size
     whole = OwnVocabulary() if vocabulary is None else vocabulary
     pass_ = _Pass(function, dict(inputs), temperature, other, whole, max(1, rows), hidden.change)
-    found: tuple[torch.Tensor, ...] = _ChunkedFunction.apply(hidden.states, hidden.weight, hidden.bias, pass_)
-    return dict(zip(function.outputs, found, strict=True))
+    outputs: tuple[torch.Tensor, ...] = _ChunkedFunction.apply(hidden.states, hidden.weight, hidden.bias, pass_)
+    return dict(zip(function.outputs, outputs, strict=True))
 
 
 class _Pass(NamedTuple):
@@ -102,8 +102,8 @@ class _Pass(NamedTuple):
             other = None if self.other is None else self.other.changed(self.vocabulary.logits(self.other, chunk))
         logits = logits if self.change is None else self.change(logits)
         inputs = {name: self.vocabulary.own(self.inputs[name], chunk) for name in self.function.fields}
-        found = self.function(logits, inputs, self.temperature, other)
-        return [found[name] for name in self.function.outputs]
+        outputs = self.function(logits, inputs, self.temperature, other)
+        return [outputs[name] for name in self.function.outputs]
 
 
 class _ChunkedFunction(torch.autograd.Function):
@@ -115,15 +115,15 @@ class _ChunkedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, one: _Pass
+        ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pass_: _Pass
     ) -> tuple[torch.Tensor, ...]:
         parts = []
-        for chunk in chunks(len(states), one.rows) or [slice(0)]:
-            found = one.compute(one.vocabulary.logits(Hidden(states, weight, bias), chunk), chunk)
-            parts.append([one.vocabulary.everywhere(tensor, len(states[chunk])) for tensor in found])
+        for chunk in chunks(len(states), pass_.rows) or [slice(0)]:
+            of_chunk = pass_.compute(pass_.vocabulary.logits(Hidden(states, weight, bias), chunk), chunk)
+            parts.append([pass_.vocabulary.everywhere(tensor, len(states[chunk])) for tensor in of_chunk])
         outputs = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias)
-        ctx.one = one
+        ctx.pass_ = pass_
         ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
         return outputs
 
@@ -131,20 +131,20 @@ class _ChunkedFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias = ctx.saved_tensors
-        one: _Pass = ctx.one
+        pass_: _Pass = ctx.pass_
 
         def of_logits(chunk: slice) -> torch.Tensor:
-            logits = one.vocabulary.logits(Hidden(states, weight, bias), chunk).detach().requires_grad_()
+            logits = pass_.vocabulary.logits(Hidden(states, weight, bias), chunk).detach().requires_grad_()
             with torch.enable_grad():
-                found = one.compute(logits, chunk)
-            kept = [number for number, output in enumerate(found) if output.requires_grad]
-            own = [one.vocabulary.own(gradients[number], chunk) for number in kept]
-            (of_tokens,) = torch.autograd.grad([found[number] for number in kept], logits, own)
-            return one.vocabulary.by_words(of_tokens, len(states[chunk]), len(weight))
+                outputs = pass_.compute(logits, chunk)
+            differentiable = [number for number, output in enumerate(outputs) if output.requires_grad]
+            own = [pass_.vocabulary.own(gradients[number], chunk) for number in differentiable]
+            (of_tokens,) = torch.autograd.grad([outputs[number] for number in differentiable], logits, own)
+            return pass_.vocabulary.by_words(of_tokens, len(states[chunk]), len(weight))
 
         d_states, d_weight, d_bias = layer_gradients(
-            states, weight, bias, ctx.needs_input_grad[:3], one.rows, of_logits
+            states, weight, bias, ctx.needs_input_grad[:3], pass_.rows, of_logits
         )
         if d_states is not None:
-            one.vocabulary.summed(d_states)
+            pass_.vocabulary.summed(d_states)
         return d_states, d_weight, d_bias, None

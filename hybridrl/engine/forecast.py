@@ -1,4 +1,4 @@
-"""What an engine will take of its device's memory, computed before anything is loaded."""
+"""Forecast of the device memory that an engine needs, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class Forecast:
 
     @property
     def resident(self) -> int:
-        """What stays on the device between uses."""
+        """Bytes that stay on the device between uses."""
         return self.kept_weights + self.kept_states + self.kept_gradients
 
     @property
     def update(self) -> int:
         """The peak of an update."""
-        held = self.weights + self.masters + self.states + self.gradients
-        return held + self.gathered + self.activations + self.logits
+        model_states = self.weights + self.masters + self.states + self.gradients
+        return model_states + self.gathered + self.activations + self.logits
 
     @property
     def without_gradients(self) -> int:
@@ -107,12 +107,12 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._storages: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def ignore(self, *tensors: torch.Tensor) -> None:
         """Do not count these, which existed before."""
         for tensor in tensors:
-            self._known[tensor.untyped_storage()] = None
+            self._storages[tensor.untyped_storage()] = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -125,9 +125,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
-        if storage in self._known:
+        if storage in self._storages:
             return
-        self._known[storage] = None
+        self._storages[storage] = None
         size = storage.nbytes()
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -139,11 +139,11 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_of(compute: Callable[[], Any], *existing: torch.Tensor) -> int:
     """The most bytes that are in use while `compute` runs, besides those of the `existing` tensors."""
-    counted = LiveBytes()
-    counted.ignore(*existing)
-    with counted:
+    live_bytes = LiveBytes()
+    live_bytes.ignore(*existing)
+    with live_bytes:
         compute()
-    return counted.peak
+    return live_bytes.peak
 
 
 def layer_rows(kind: str, triton: bool, vocabulary: int, most: int | None = None) -> int:
@@ -161,8 +161,8 @@ def layer_rows(kind: str, triton: bool, vocabulary: int, most: int | None = None
 
 def logits_rows(kind: str, triton: bool, rows: int, vocabulary: int, most: int | None = None) -> int:
     """Rows of logits `[rows, vocabulary]` that statistics are computed of at a time; see `layer_rows`."""
-    found = functional.rows_at_a_time(kind, rows, vocabulary, most)
-    return max(1, min(found, _KERNEL_ELEMENTS // vocabulary)) if triton else found
+    chunk_rows = functional.rows_at_a_time(kind, rows, vocabulary, most)
+    return max(1, min(chunk_rows, _KERNEL_ELEMENTS // vocabulary)) if triton else chunk_rows
 
 
 def _allocate(query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,7 @@ class ModelFiles:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a whole tensor, and write a file if there are enough."""
-        waiting = sum(one.nbytes for one in self._waiting.values())
+        waiting = sum(weight.nbytes for weight in self._waiting.values())
         if self._waiting and waiting + tensor.nbytes > FILE_BYTES:
             self._write()
         self._waiting[name] = tensor.detach().cpu().contiguous()
@@ -50,7 +50,9 @@ class ModelFiles:
         for index, name in enumerate(names):
             self._part(index).replace(self._folder / name)
         if number > 1:
-            files = {name: file for file, held in zip(names, self._written, strict=True) for name in held}
+            files = {
+                name: file for file, tensor_names in zip(names, self._written, strict=True) for name in tensor_names
+            }
             index_file = self._folder / "model.safetensors.index.json"
             text = json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": files}, indent=2)
             index_file.write_text(text + "\n", encoding="utf-8")
@@ -89,5 +91,5 @@ def write_config(config: PreTrainedConfig, model_type: str, files: ModelFiles, f
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     """The dtype of the checkpoint that training started from."""
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""What a model does to its logits after its output layer, where a tile of them is enough to compute it."""
+"""Changes that a model makes to its logits after its output layer, if they can be computed on a tile of them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class LogitChange(NamedTuple):
 
     @classmethod
     def described(cls, config: PreTrainedConfig) -> LogitChange | None:
-        """What a configuration says: `logit_scale` (Cohere), `logits_scaling`, a divisor (Granite), and
-        `final_logit_softcapping` (Gemma); None if it says nothing that can be computed here. A model may do otherwise.
+        """Return the change that a configuration describes; None if there is none that can be computed here.
+
+        The fields are `logit_scale` (Cohere), `logits_scaling`, a divisor (Granite), and `final_logit_softcapping`
+        (Gemma). The code of a model may do something else.
         """
         text = config.get_text_config()
         scale, divisor, soft_cap = (getattr(text, name, None) for name in _FIELDS)
         multiplier = (1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor))
         cap = None if soft_cap is None else float(soft_cap)
-        found = cls(multiplier, cap)
-        return None if found == cls() or multiplier <= 0 or (cap is not None and cap <= 0) else found
+        change = cls(multiplier, cap)
+        return None if change == cls() or multiplier <= 0 or (cap is not None and cap <= 0) else change
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits if self.multiplier == 1.0 else logits * self.multiplier
@@ -46,14 +48,14 @@ class LogitChange(NamedTuple):
 def left_out(module: nn.Module) -> Iterator[None]:
     """Within the context, the model finds values in these fields that leave logits as they are."""
     config: PreTrainedConfig = module.config
-    kept = []
+    originals = []
     for holder in (module, config, config.get_text_config()):
         for name, neutral in _FIELDS.items():
             if name in vars(holder):
-                kept.append((holder, name, getattr(holder, name)))
+                originals.append((holder, name, getattr(holder, name)))
                 setattr(holder, name, neutral)
     try:
         yield
     finally:
-        for holder, name, value in reversed(kept):
+        for holder, name, value in reversed(originals):
             setattr(holder, name, value)

@@ -1,4 +1,4 @@
-"""What a caller wants of the logits of response tokens besides an engine's own outputs (`ComputesFromLogits`).
+"""Functions of the logits of response tokens, computed in addition to an engine's own outputs (`ComputesFromLogits`).
 
 Shapes: N response tokens of a micro-batch, K tokens of the vocabulary, V vocabulary.
 """
@@ -114,10 +114,10 @@ class VocabularyLoss(LogitsFunction):
     ) -> dict[str, torch.Tensor]:
         assert other_logits is not None
         other_temperature = temperature if self.teacher_temperature is None else self.teacher_temperature
-        found = vocabulary_losses(
+        losses = vocabulary_losses(
             self.name, logits, other_logits, temperature, other_temperature, self.log_prob_min_clamp
         )
-        return {"vocabulary_loss": found}
+        return {"vocabulary_loss": losses}
 
 
 class FullKL(LogitsFunction):

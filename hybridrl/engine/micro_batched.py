@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from hybridrl.engine.capabilities import ReplaysRouting
 from hybridrl.engine.logits_functions import LogitsFunction
-from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import MicroBatchError, ModelError, is_out_of_memory
@@ -44,7 +44,7 @@ USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -i
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a forward pass computes for each of the N response tokens of a micro-batch.
+    """Request of a forward pass: the outputs for each of the N response tokens of a micro-batch.
 
     Attributes:
         outputs: names, see `Engine.infer`.
@@ -93,11 +93,15 @@ class MicroBatchedEngine(Engine):
     # ------------------------------------------------------------------ what a subclass provides
 
     @abstractmethod
-    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> Sequence[dict[str, torch.Tensor]] | None:
+    def forward_only(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+    ) -> Sequence[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, `[N]`, without gradients; None on ranks that compute no outputs."""
 
     @abstractmethod
-    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
         """Add the gradients of every micro-batch's share of the loss.
 
         On ranks that compute outputs, `share_of_loss` is called once per micro-batch, and its result is what to
@@ -143,26 +147,26 @@ class MicroBatchedEngine(Engine):
     ) -> dict[str, torch.Tensor]:
         self._check_outputs(outputs)
         function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
-        wanted = Wanted(tuple(outputs), temperature, function)
+        request = Wanted(tuple(outputs), temperature, function)
 
         def compute(plan: BatchPlan) -> tuple[Sequence[dict[str, torch.Tensor]] | None, dict[str, Metric]]:
             layouts = self._layouts(plan, function)
-            return self.forward_only(layouts, wanted), _savings(plan, layouts)
+            return self.forward_only(layouts, request), _savings(plan, layouts)
 
-        tree = self._may_be_tree(batch, micro, wanted)
+        tree = self._may_be_tree(batch, micro, request)
         plan, (computed, savings) = self._within_memory("infer", batch, micro, compute, tree)
         self._pass_metrics = merge_metrics([self._pass_metrics, savings])
         if computed is None:
             return {}
-        found = {name: [part[name] for part in computed] for name in outputs}
+        parts_by_output = {name: [part[name] for part in computed] for name in outputs}
         return {
             name: plan.scatter_tokens(parts) if name == ROUTED_EXPERTS else plan.scatter(parts)
-            for name, parts in found.items()
+            for name, parts in parts_by_output.items()
         }
 
     def pop_pass_metrics(self) -> dict[str, Metric]:
-        found, self._pass_metrics = dict(self._pass_metrics), {}
-        return found
+        metrics, self._pass_metrics = dict(self._pass_metrics), {}
+        return metrics
 
     def train_batch(
         self,
@@ -183,17 +187,17 @@ class MicroBatchedEngine(Engine):
         if self.model_type == "language_model":
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
             outputs += self._function.outputs if self._function is not None else ()
-        wanted = Wanted(outputs, temperature, self._function)
+        request = Wanted(outputs, temperature, self._function)
 
         def add_gradients(plan: BatchPlan) -> _LossShares:
             shares = _LossShares(plan, batch, loss_fn)
             self.discard_gradients()
             layouts = self._layouts(plan, self._function)
-            self.forward_backward(layouts, wanted, shares)
+            self.forward_backward(layouts, request, shares)
             shares.metrics.append(_savings(plan, layouts))
             return shares
 
-        tree = self._may_be_tree(batch, micro, wanted)
+        tree = self._may_be_tree(batch, micro, request)
         plan, shares = self._within_memory("train_batch", batch, micro, add_gradients, tree)
         norm, problem = self._check_step(shares.losses, plan.groups)
         if problem is None:
@@ -251,7 +255,7 @@ class MicroBatchedEngine(Engine):
                 "warning",
             )
 
-    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, wanted: Wanted) -> bool:
+    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: Wanted) -> bool:
         """Whether micro-batches of this call may be prefix trees; the same on every rank.
 
         With `shares_prefixes` None, they are not where something belongs to the tokens of single rows, or another
@@ -259,11 +263,11 @@ class MicroBatchedEngine(Engine):
         """
         if self.shares_prefixes is not None:
             return self.shares_prefixes
-        function = wanted.function
+        function = request.function
         others = [function.other if function is not None else None]
-        others += [getattr(self, "reference", None)] if "ref_kl" in wanted.outputs else []
+        others += [getattr(self, "reference", None)] if "ref_kl" in request.outputs else []
         return not (
-            ROUTED_EXPERTS in wanted.outputs
+            ROUTED_EXPERTS in request.outputs
             or (batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys())
             or (function is not None and function.fields)
             or any(isinstance(other, MicroBatchedEngine) and not other.may_share() for other in others)
@@ -283,7 +287,7 @@ class MicroBatchedEngine(Engine):
         """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each.
 
         Args:
-            tree: what `_may_be_tree` says.
+            tree: the result of `_may_be_tree`.
         """
         if micro.max_tokens is not None:
             micro = replace(micro, max_tokens=micro.max_tokens * self.geometry.cp_size)
@@ -293,7 +297,7 @@ class MicroBatchedEngine(Engine):
                 return plan
         return BatchPlan(fields(batch), micro, self.packed, self.work)
 
-    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[MicroBatchLayout]:
         """The micro-batches, on each data-parallel rank as many as on the rank with the most.
 
         A rank with too few rows adds dummies. Each has the fields that the function reads.
@@ -309,16 +313,16 @@ class MicroBatchedEngine(Engine):
                 if number < len(plan.groups):
                     layout.inputs = plan.token_inputs(plan.groups[number], function.fields)
                 else:
-                    layout.inputs = {name: one.new_zeros(1, *one.shape[1:]) for name, one in empty.items()}
+                    layout.inputs = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in empty.items()}
         return layouts
 
     def _check_outputs(self, outputs: Collection[str]) -> None:
-        known = (*OUTPUTS[self.model_type], *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
-        known += () if self._function is None else self._function.outputs
-        unknown = sorted(set(outputs) - set(known))
+        computable = (*OUTPUTS[self.model_type], *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
+        computable += () if self._function is None else self._function.outputs
+        unknown = sorted(set(outputs) - set(computable))
         if unknown or not outputs:
             raise ValueError(
-                f"a {self.model_type} computes {', '.join(known)}; asked for {', '.join(unknown) or 'nothing'}"
+                f"a {self.model_type} computes {', '.join(computable)}; asked for {', '.join(unknown) or 'nothing'}"
             )
 
     def _check_step(
@@ -333,7 +337,7 @@ class MicroBatchedEngine(Engine):
         bad_rows = [row for rows, fine in zip(groups, finite_losses, strict=False) if not fine for row in rows]
         gathered = distributed.all_gather_object((bad_rows, self.nonfinite_gradients()))
         rows_by_rank = [rows for rows, _ in gathered]
-        names = sorted({name for _, found in gathered for name in found})
+        names = sorted({name for _, parameters in gathered for name in parameters})
         what = "loss" if bad_loss else "gradient"
         places = "; ".join(f"rank {rank}: sequences {_first(rows)}" for rank, rows in enumerate(rows_by_rank) if rows)
         message = f"the {what} of this step is not finite (gradient norm {float(norm)})"
@@ -373,18 +377,18 @@ class _LossShares:
         return loss
 
 
-def _savings(plan: BatchPlan, layouts: Sequence[Layout]) -> dict[str, Metric]:
-    """What a call saved by computing tokens once that rows share; nothing if its micro-batches are no prefix trees.
+def _savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
+    """Return how much a call saved by computing shared tokens once; empty if its micro-batches are no prefix trees.
 
     FLOPs are left out where those of the model's family are not known.
     """
     if not isinstance(plan, PrefixPlan) or not plan.row_tokens:
         return {}
-    found = {"shared_prefix_frac": Metric(plan.shared_tokens, plan.row_tokens)}
+    metrics = {"shared_prefix_frac": Metric(plan.shared_tokens, plan.row_tokens)}
     if plan.work.is_exact:
         computed, apart = plan.flops(layouts)
-        found["shared_flops_frac"] = Metric(1 - computed / apart, apart)
-    return found
+        metrics["shared_flops_frac"] = Metric(1 - computed / apart, apart)
+    return metrics
 
 
 def _too_long(error: Exception, plan: BatchPlan) -> ModelError:
@@ -427,5 +431,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _first(items: Sequence[Any], count: int = 8) -> str:
-    shown = ", ".join(str(item) for item in items[:count])
-    return shown + (f" and {len(items) - count} more" if len(items) > count else "")
+    text = ", ".join(str(item) for item in items[:count])
+    return text + (f" and {len(items) - count} more" if len(items) > count else "")

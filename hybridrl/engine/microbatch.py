@@ -11,8 +11,8 @@ Packed rows are cut so that micro-batches take about the same time; attention's 
 sequence's length, counts (`hybridrl.models.work`). Ranks that compute in step have as many micro-batches each, in the
 order of their work.
 
-In both, the outputs of the model are needed only where a response token is predicted. `Layout.selected` holds these
-positions in the flattened layout.
+In both, the outputs of the model are needed only where a response token is predicted. `MicroBatchLayout.selected`
+holds these positions in the flattened layout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORTHWHILE_PADDING = {"cpu": 64, "cuda": 4096}
 
 
 @dataclass(slots=True)
-class Layout:
+class MicroBatchLayout:
     """One micro-batch as the model reads it, with N response tokens."""
 
     input_ids: torch.Tensor  # [b, W] or [1, L]
@@ -59,14 +59,14 @@ class Layout:
     images: LayoutImages | None = None  # of a vision-language model
 
     def row_counts(self) -> torch.Tensor:
-        """How many rows hold each token, 0 on padding: `[b * W]` or `[L]`, in main memory."""
+        """Return the number of rows that hold each token, 0 on padding: `[b * W]` or `[L]`, in main memory."""
         assert self.origins is not None  # of a rank's part of a row, the whole row is asked
         return (self.origins >= 0).long()
 
-    def to(self, target: torch.device) -> Layout:
+    def to(self, target: torch.device) -> MicroBatchLayout:
         if target.type == "cpu":
             return self
-        return Layout(
+        return MicroBatchLayout(
             self.input_ids.to(target, non_blocking=True),
             self.position_ids.to(target, non_blocking=True),
             self.selected.to(target, non_blocking=True),
@@ -81,7 +81,7 @@ class Layout:
 
 
 class BatchPlan:
-    """Which rows of a batch form which micro-batch, and where the tokens of each row are.
+    """Plan of a batch's micro-batches: the rows of each, and the places of each row's tokens.
 
     Rows without response tokens (padding of the batch) are in no micro-batch.
 
@@ -131,7 +131,7 @@ class BatchPlan:
             self.balance(len(self.groups))
 
     def balance(self, count: int) -> None:
-        """Cut packed rows anew into `count` micro-batches of about the same work, within both limits.
+        """Re-split packed rows into `count` micro-batches of about the same work, within both limits.
 
         There are fewer if there are fewer rows. Padded rows stay as they are, because rows of other lengths would be
         padded more.
@@ -142,11 +142,11 @@ class BatchPlan:
         units = self._units
         count = min(count, sum(map(len, self._groups)))
         if self.packed and count:
-            chosen = [unit for group in self._groups for unit in group]
-            size, budget = units.size or len(chosen), units.max_tokens or sum(units.lengths)
-            cut = _balanced(chosen, units.work, count)
+            unit_numbers = [unit for group in self._groups for unit in group]
+            size, budget = units.size or len(unit_numbers), units.max_tokens or sum(units.lengths)
+            cut = _balanced(unit_numbers, units.work, count)
             if not _within(cut, units.lengths, size, budget):
-                cut = _filled(chosen, units.lengths, units.work, count, size, budget) or self._groups
+                cut = _filled(unit_numbers, units.lengths, units.work, count, size, budget) or self._groups
             for group in cut:
                 group.sort(key=lambda unit: (-units.lengths[unit], unit))
             self._groups = sorted(cut, key=lambda group: -sum(units.work[unit] for unit in group))
@@ -162,7 +162,7 @@ class BatchPlan:
         lengths = [self.lengths[row] for row in rows]
         return sum(lengths) if self.packed else max(lengths) * len(lengths)
 
-    def layout(self, rows: Sequence[int]) -> Layout:
+    def layout(self, rows: Sequence[int]) -> MicroBatchLayout:
         """The micro-batch of these rows, in main memory."""
         layout = self._layout(rows)
         if self._experts is not None:
@@ -170,7 +170,7 @@ class BatchPlan:
             layout.experts = self._experts.flatten(0, 1)[layout.origins.clamp(min=0)]
         return layout if self.images is None else self.images.add_to(layout, rows, self)
 
-    def _layout(self, rows: Sequence[int]) -> Layout:
+    def _layout(self, rows: Sequence[int]) -> MicroBatchLayout:
         index = torch.tensor(rows)
         ids, attention, ranks = self.input_ids[index], self.attention[index], self.ranks[index]
         mask = self.response_mask[index]
@@ -189,24 +189,24 @@ class BatchPlan:
                 packed = positions[attention][None]
             else:
                 packed = positions.transpose(0, 1)[:, attention][:, None]
-            return Layout(ids[attention][None], packed, selected, labels, lengths, origins=places[attention])
+            return MicroBatchLayout(ids[attention][None], packed, selected, labels, lengths, origins=places[attention])
         width = max(lengths)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         order = torch.argsort((~attention).to(torch.uint8), dim=1, stable=True)[:, :width]
         selected = (before + torch.arange(len(rows))[:, None] * width)[mask]
-        ids, counted = ids.gather(1, order), torch.arange(width).expand(len(rows), width)
-        real = counted < torch.tensor(lengths)[:, None]
+        ids, columns = ids.gather(1, order), torch.arange(width).expand(len(rows), width)
+        real = columns < torch.tensor(lengths)[:, None]
         origins = torch.where(real, places.gather(1, order), -1).flatten()
         if positions is None:
-            return Layout(ids, counted, selected, labels, None, origins=origins)
+            return MicroBatchLayout(ids, columns, selected, labels, None, origins=origins)
         per_kind = positions[None] if positions.ndim == 2 else positions.transpose(0, 1)  # [k, b, S]
-        moved = torch.where(real, per_kind.gather(2, order.expand(len(per_kind), -1, -1)), counted)
+        moved = torch.where(real, per_kind.gather(2, order.expand(len(per_kind), -1, -1)), columns)
         # Without a mask, transformers takes positions that do not count up by one for the start of another sequence.
         moved = moved[0] if positions.ndim == 2 else moved
-        return Layout(ids, moved, selected, labels, None, real.long(), origins)
+        return MicroBatchLayout(ids, moved, selected, labels, None, real.long(), origins)
 
     def response_columns(self, rows: Sequence[int]) -> int:
-        """How many leading response columns hold a token in any of the rows."""
+        """Return the number of leading response columns that hold a token in any of the rows."""
         columns = self.response_mask[torch.tensor(rows)].any(0).nonzero()
         return int(columns[-1]) + 1
 
@@ -227,12 +227,12 @@ class BatchPlan:
         return sliced
 
     def token_inputs(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Fields `[B, T, ...]` at the rows' response tokens, `[N, ...]`, in the order of `Layout.selected`."""
+        """Fields `[B, T, ...]` at the rows' response tokens, `[N, ...]`, in the order of `selected`."""
         index = torch.tensor(rows, dtype=torch.int64)
         return {name: _required(self.tensors, name)[index][self.response_mask[index]] for name in names}
 
     def token_positions(self, rows: Sequence[int]) -> torch.Tensor:
-        """Positions of the rows' response tokens in the flattened `[B, T]`, in the order of `Layout.selected`."""
+        """Positions of the rows' response tokens in the flattened `[B, T]`, in the order of `selected`."""
         index = torch.tensor(rows)
         grid = index[:, None] * self.response_width + torch.arange(self.response_width)
         return grid[self.response_mask[index]]
@@ -251,7 +251,7 @@ class BatchPlan:
         return flat.view(self.batch_size, self.response_width, *shape)
 
     def scatter_tokens(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What every micro-batch has for each of its real tokens, `[N', ...]`, as `[B, S, ...]`; 0 on padding.
+        """Scatter the values of each micro-batch's real tokens, `[N', ...]`, into `[B, S, ...]`; 0 on padding.
 
         Args:
             parts: in main memory, at least one; those after the last micro-batch are of dummies.
@@ -303,11 +303,13 @@ class BatchPlan:
             )
 
 
-def dummy_layout() -> Layout:
-    """The smallest micro-batch that takes part in every collective of forward and backward."""
+def dummy_layout() -> MicroBatchLayout:
+    """Return the smallest micro-batch that runs every collective of forward and backward."""
     zero = torch.zeros(1, dtype=torch.int64)
     padding = torch.full((2,), -1)
-    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding)
+    return MicroBatchLayout(
+        torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding
+    )
 
 
 def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -318,7 +320,7 @@ def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """What is put into micro-batches as a whole: single rows, or rows that have to stay together.
+    """Units that are put into micro-batches as a whole: single rows, or rows that have to stay together.
 
     Attributes:
         rows: the rows of each unit.
@@ -373,13 +375,13 @@ class _Units:
 
 def _group(units: _Units, packed: bool) -> list[list[int]]:
     """Cut units, from longest to shortest, into micro-batches within both limits."""
-    chosen = sorted(range(len(units.rows)), key=lambda unit: -units.lengths[unit])
-    if not chosen:
+    longest_first = sorted(range(len(units.rows)), key=lambda unit: -units.lengths[unit])
+    if not longest_first:
         return []
-    size = units.size or len(chosen)
+    size = units.size or len(longest_first)
     if packed:
-        return _first_fit(chosen, units.lengths, size, units.max_tokens or sum(units.lengths))
-    return _cut_runs(chosen, units.lengths, size, units.max_tokens)
+        return _first_fit(longest_first, units.lengths, size, units.max_tokens or sum(units.lengths))
+    return _cut_runs(longest_first, units.lengths, size, units.max_tokens)
 
 
 def _first_fit(rows: Sequence[int], lengths: Sequence[int], size: int, budget: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, Layout
+from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, MicroBatchLayout
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, even_partition, partition
 from hybridrl.models.tree_attention import Paths
@@ -23,17 +23,17 @@ from hybridrl.utils import device
 
 
 @dataclass(slots=True)
-class TreeLayout(Layout):
+class TreeLayout(MicroBatchLayout):
     """A flat row `[1, L]`. `selected` and `labels` have one entry for each node `[U]` that is a response token.
 
     Attributes:
         paths: for the attention.
-        taken: `[N]` the node of each response token of the micro-batch's rows.
+        node_of_token: `[N]` the node of each response token of the micro-batch's rows.
         holders: `[L]` how many rows hold each token; in main memory.
     """
 
     paths: Paths | None = None
-    taken: torch.Tensor | None = None
+    node_of_token: torch.Tensor | None = None
     holders: torch.Tensor | None = None
 
     def row_counts(self) -> torch.Tensor:
@@ -43,21 +43,27 @@ class TreeLayout(Layout):
     def to(self, target: torch.device) -> TreeLayout:
         if target.type == "cpu":
             return self
-        names = ("input_ids", "position_ids", "selected", "labels", "taken")
+        names = ("input_ids", "position_ids", "selected", "labels", "node_of_token")
         return replace(self, **{name: getattr(self, name).to(target, non_blocking=True) for name in names})
 
-    def part(self, own: Layout) -> TreeLayout:
+    def part(self, own: MicroBatchLayout) -> TreeLayout:
         """This micro-batch with one rank's part of its tokens, where ranks share sequences."""
         assert self.paths is not None and own.lengths is not None
         paths = self.paths.padded(sum(own.lengths) - self.input_ids.shape[1])
         return TreeLayout(
-            own.input_ids, own.position_ids, own.selected, own.labels, None, paths=paths, taken=self.taken
+            own.input_ids,
+            own.position_ids,
+            own.selected,
+            own.labels,
+            None,
+            paths=paths,
+            node_of_token=self.node_of_token,
         )
 
     def of_rows(self, of_nodes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Outputs `[U]` of nodes as outputs `[N]` of the rows' response tokens."""
-        assert self.taken is not None
-        return {name: tensor.index_select(0, self.taken) for name, tensor in of_nodes.items()}
+        assert self.node_of_token is not None
+        return {name: tensor.index_select(0, self.node_of_token) for name, tensor in of_nodes.items()}
 
 
 class PrefixPlan(BatchPlan):
@@ -107,16 +113,16 @@ class PrefixPlan(BatchPlan):
         self.groups = sorted(groups, key=lambda rows: -self._cost_of(rows))
 
     def _cost(self, length: int) -> float:
-        """What a row of so many tokens costs, in tokens without attention."""
+        """Return the cost of a row with `length` tokens, in tokens without attention."""
         return self.work.of(length) / self.work.per_token
 
     def _cost_of(self, rows: Sequence[int]) -> float:
-        """What the tree of these rows costs."""
+        """Return the cost of the tree of these rows, in tokens without attention."""
         order = self._order.only(rows)
         return sum(self._cost(n) - self._cost(shared) for n, shared in zip(order.lengths, order.shared, strict=True))
 
     def balance(self, count: int) -> None:
-        """Cut the rows anew into at most `count` micro-batches, of which the most expensive one costs less.
+        """Re-split the rows into at most `count` micro-batches, so that the most expensive one costs less.
 
         This cuts families of rows, so tokens may be computed twice. It is done where the largest micro-batch gets
         smaller by more than what is computed in addition.
@@ -143,7 +149,7 @@ class PrefixPlan(BatchPlan):
         """The share of the rows' tokens that are not computed, because another row's are the same."""
         return 1 - self.computed_tokens / self.row_tokens if self.row_tokens else 0.0
 
-    def flops(self, layouts: Sequence[Layout]) -> tuple[float, float]:
+    def flops(self, layouts: Sequence[MicroBatchLayout]) -> tuple[float, float]:
         """FLOPs of a forward pass over the micro-batches, and those of separate rows.
 
         They are counted as `hybridrl.models.work` counts FLOPs; one whose tokens another row has computed needs none.
@@ -151,12 +157,12 @@ class PrefixPlan(BatchPlan):
         Args:
             layouts: of the micro-batches, of which dummies do not count.
         """
-        trees = [layout for layout in layouts if isinstance(layout, TreeLayout) and layout.taken is not None]
+        trees = [layout for layout in layouts if isinstance(layout, TreeLayout) and layout.node_of_token is not None]
         orders = [self._order.only(rows) for rows in self.groups]
         lengths = [n for order in orders for n in order.lengths]
         new = [n - shared for order in orders for n, shared in zip(order.lengths, order.shared, strict=True)]
         nodes = sum(len(layout.selected) for layout in trees)
-        outputs = sum(len(layout.taken) for layout in trees if layout.taken is not None)
+        outputs = sum(len(layout.node_of_token) for layout in trees if layout.node_of_token is not None)
         work = self.work
         return (
             2.0 * (work.of_squares(lengths, new) + nodes * work.per_output),
@@ -183,16 +189,16 @@ class PrefixPlan(BatchPlan):
         # A response token's node; the token before it on the path predicts it.
         ranks, mask = self.ranks[:, start:].numpy(), self.response_mask.numpy()
         nodes = [path_of[row][ranks[row][mask[row]]] for row in rows]
-        found, taken = np.unique(np.concatenate(nodes), return_inverse=True)
+        unique_nodes, node_of_token = np.unique(np.concatenate(nodes), return_inverse=True)
         kinds = torch.from_numpy(positions).T[:, None]  # [k, 1, L]
         return TreeLayout(
             input_ids=torch.from_numpy(ids)[None],
             position_ids=kinds if self.positions is not None and self.positions.ndim == 3 else kinds[0],
-            selected=torch.from_numpy(parents[found]),
-            labels=torch.from_numpy(ids[found]),
+            selected=torch.from_numpy(parents[unique_nodes]),
+            labels=torch.from_numpy(ids[unique_nodes]),
             lengths=None,
             paths=Paths.of(tree),
-            taken=torch.from_numpy(taken),
+            node_of_token=torch.from_numpy(node_of_token),
             holders=torch.from_numpy(np.bincount(np.concatenate(tree.paths), minlength=tree.tokens)),
         )
 

@@ -30,7 +30,7 @@ _METADATA = "boxes"
 _OFFSETS_OF_DCP = "DCP_SHARDING_INFO"  # of shards that `torch.distributed.checkpoint` wrote, as earlier versions did
 
 
-class Source(ABC):
+class TensorSource(ABC):
     """Whole tensors by Hugging Face name, of which boxes are read."""
 
     def __init__(self, where: str) -> None:
@@ -47,7 +47,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """All of them."""
+        """Names of all tensors."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -76,7 +76,9 @@ class SavedBox:
 
 def copied(boxes: Iterable[SavedBox]) -> list[SavedBox]:
     """Copy boxes to main memory, so that they stay as they are while training goes on."""
-    return [replace(one, values=torch.empty_like(v, device="cpu").copy_(v)) for one in boxes for v in [one.values]]
+    return [
+        replace(saved, values=torch.empty_like(v, device="cpu").copy_(v)) for saved in boxes for v in [saved.values]
+    ]
 
 
 def write_boxes(folder: Path, rank: int, boxes: Iterable[SavedBox]) -> None:
@@ -84,10 +86,10 @@ def write_boxes(folder: Path, rank: int, boxes: Iterable[SavedBox]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, torch.Tensor] = {}
     places: dict[str, Any] = {}
-    for number, one in enumerate(boxes):
-        key = f"{one.name}@{number}"
-        values[key] = one.values.detach().cpu().contiguous()
-        places[key] = {"name": one.name, "shape": list(one.shape), "start": list(one.box.start)}
+    for number, saved in enumerate(boxes):
+        key = f"{saved.name}@{number}"
+        values[key] = saved.values.detach().cpu().contiguous()
+        places[key] = {"name": saved.name, "shape": list(saved.shape), "start": list(saved.box.start)}
     path = folder / f"boxes_{rank:05d}.safetensors"
     save_file(_separate(values), path, metadata={_METADATA: json.dumps(places)})
     use_umask(path)
@@ -95,13 +97,15 @@ def write_boxes(folder: Path, rank: int, boxes: Iterable[SavedBox]) -> None:
 
 def _separate(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share their memory with another, as views of one parameter do."""
-    seen: set[int] = set()
-    found = {}
+    storages: set[int] = set()
+    separate = {}
     for name, tensor in values.items():
         storage = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if storage in seen or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-        seen.add(storage)
-    return found
+        separate[name] = (
+            tensor.clone() if storage in storages or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        )
+        storages.add(storage)
+    return separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class _Place:
     key: str
 
 
-class ScatteredBoxes(Source):
+class ScatteredBoxes(TensorSource):
     """Whole tensors of which boxes lie in several files.
 
     A subclass adds the boxes.
@@ -130,8 +134,8 @@ class ScatteredBoxes(Source):
             file: has them; `get_tensor(key)` returns them, `get_slice(key)` something that can be indexed.
             key: their name there.
         """
-        known = self._shapes.get(name, shape or box.stop)
-        self._shapes[name] = shape or tuple(map(max, known, box.stop))
+        shape_so_far = self._shapes.get(name, shape or box.stop)
+        self._shapes[name] = shape or tuple(map(max, shape_so_far, box.stop))
         self._places[name].setdefault(box, _Place(file, key))
 
     @property
@@ -145,31 +149,31 @@ class ScatteredBoxes(Source):
         """The dtype in which a tensor was written."""
         box, place = next(iter(self._places[name].items()))
         nothing = slice(0) if box.start else ...  # a scalar has no empty slice
-        found: torch.dtype = place.file.get_slice(place.key)[nothing].dtype
-        return found
+        dtype: torch.dtype = place.file.get_slice(place.key)[nothing].dtype
+        return dtype
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         places = self._places[name]
         if box in places:
             tensor: torch.Tensor = places[box].file.get_tensor(places[box].key)
             return tensor
-        made: torch.Tensor | None = None
-        found = 0
+        assembled: torch.Tensor | None = None
+        elements = 0
         for at, place in places.items():
             common = box.intersect(at)
             if common is None:
                 continue
             values = place.file.get_slice(place.key)[common.within(at)]
-            if made is None:
-                made = torch.empty(box.extents, dtype=values.dtype)
-            made[common.within(box)] = values
-            found += common.elements
-        if made is None or found != box.elements:
+            if assembled is None:
+                assembled = torch.empty(box.extents, dtype=values.dtype)
+            assembled[common.within(box)] = values
+            elements += common.elements
+        if assembled is None or elements != box.elements:
             raise ModelError(
-                f"checkpoint {self.where} has {found} of the {box.elements} elements of {name} at {box.start}; the "
+                f"checkpoint {self.where} has {elements} of the {box.elements} elements of {name} at {box.start}; the "
                 "file of a rank is missing. Resume from an earlier checkpoint"
             )
-        return made
+        return assembled
 
     def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole."""
@@ -206,16 +210,16 @@ class SavedBoxes(ScatteredBoxes):
 
 
 def _places(file: Any) -> dict[str, tuple[str, tuple[int, ...] | None, tuple[int, ...]]]:
-    """Of each entry of a file: its tensor's name and shape, and where it begins.
+    """Return the tensor name, tensor shape and start of each entry of a file.
 
-    Shards of `torch.distributed.checkpoint` tell no shape; it is where the last of them ends.
+    Shards of `torch.distributed.checkpoint` have no shape; it follows from the end of the last one.
     """
     metadata = file.metadata()
     if _METADATA in metadata:
         boxes = json.loads(metadata[_METADATA])
-        return {key: (one["name"], tuple(one["shape"]), tuple(one["start"])) for key, one in boxes.items()}
+        return {key: (entry["name"], tuple(entry["shape"]), tuple(entry["start"])) for key, entry in boxes.items()}
     offsets = json.loads(metadata[_OFFSETS_OF_DCP])
-    return {key: (key, None, tuple(one["saved_offsets"])) for key, one in offsets.items()}
+    return {key: (key, None, tuple(entry["saved_offsets"])) for key, entry in offsets.items()}
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Box, int]]:
@@ -229,20 +233,20 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[
         return [(Box((start,), (stop,)), 0)]
     inner = prod(shape[1:])
     first, last = -(-start // inner), stop // inner
-    found: list[tuple[Box, int]] = []
+    boxes: list[tuple[Box, int]] = []
 
     def within_row(row: int, begin: int, end: int) -> None:
         for box, at in boxes_of_range(shape[1:], begin - row * inner, end - row * inner):
-            found.append((Box((row, *box.start), (row + 1, *box.stop)), begin + at - start))
+            boxes.append((Box((row, *box.start), (row + 1, *box.stop)), begin + at - start))
 
     if first > last:
         within_row(last, start, stop)
-        return found
+        return boxes
     if start < first * inner:
         within_row(first - 1, start, first * inner)
     if first < last:
         rest = tuple(0 for _ in shape[1:])
-        found.append((Box((first, *rest), (last, *shape[1:])), first * inner - start))
+        boxes.append((Box((first, *rest), (last, *shape[1:])), first * inner - start))
     if last * inner < stop:
         within_row(last, last * inner, stop)
-    return found
+    return boxes

@@ -7,7 +7,7 @@ The folder of a checkpoint:
     extra/      schedule.json, and rng_<rank>.json of every rank
     hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
 
-An engine says by `Parts` what its tensors are.
+An engine describes its tensors with `Parts`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _check_contents(contents: Sequence[str]) -> None:
     """Raise `ModelError` for contents of a checkpoint that are unknown."""
     unknown = sorted(set(contents) - set(CHECKPOINT_CONTENTS))
     if unknown:
-        known = ", ".join(CHECKPOINT_CONTENTS)
-        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {known}")
+        allowed = ", ".join(CHECKPOINT_CONTENTS)
+        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {allowed}")
 
 
 def _part(folder: Path, name: str) -> Path:
@@ -51,18 +51,18 @@ def _part(folder: Path, name: str) -> Path:
     Raises:
         ModelError: the checkpoint was saved without it.
     """
-    found = folder / name
-    if not found.is_dir():
+    part = folder / name
+    if not part.is_dir():
         raise ModelError(
             f"checkpoint {folder} has no {name}/ (it was saved without {name!r} in checkpoint.save_contents); "
             f"remove {name!r} from checkpoint.load_contents, or resume from another checkpoint"
         )
-    return found
+    return part
 
 
 @dataclass
 class State:
-    """What one rank writes into the folder of a checkpoint.
+    """State that one rank writes into the folder of a checkpoint.
 
     Attributes:
         boxes: of the parts `model` and `optimizer`; iterated once.
@@ -126,17 +126,17 @@ class Parts:
             copy: copy everything to main memory, so that training may go on before it is written.
         """
         _check_contents(contents)
-        made = State()
+        state = State()
         for name, boxes in (("model", self.weights), ("optimizer", self.optimizer)):
             if name in contents and boxes is not None:
-                made.boxes[name] = copied(boxes()) if copy else boxes()
+                state.boxes[name] = copied(boxes()) if copy else boxes()
         if "model" in contents and distributed.get_rank() == 0:
-            made.notes = self.notes
+            state.notes = self.notes
         if "extra" in contents:
-            made.texts = _extra(self.schedule)
+            state.texts = _extra(self.schedule)
         if "hf_model" in contents:
-            made.write_hf = self.hf_writer(copy)
-        return made
+            state.write_hf = self.hf_writer(copy)
+        return state
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         """Read the parts named in `contents`. `hf_model` is for other programs and is never read back.

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.engine.capabilities import CopiesState, HasAdapters, KeepsFourBits, require
 from hybridrl.errors import ModelError, UserError
-from hybridrl.models.loading import check_weights
+from hybridrl.models.info import check_files
 from hybridrl.protocol import DataProto
 from hybridrl.registry import TRAIN_ENGINES, TrainFacts, import_external_lib
 from hybridrl.utils.metrics import Metric
@@ -50,7 +50,7 @@ class NonFiniteError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How a batch is cut into micro-batches that fit the device. The results do not depend on it.
+    """Limits by which a batch is cut into micro-batches that fit the device. The results do not depend on them.
 
     Attributes:
         size: Maximum number of sequences per micro-batch.
@@ -131,17 +131,33 @@ class Engine(ABC):
         """
 
     @classmethod
+    def check_optimizer(cls, optim: Any) -> None:
+        """Refuse an optimizer, or arguments of one, that this engine cannot build.
+
+        Args:
+            optim: an `OptimConfig`.
+
+        Raises:
+            ModelError: the message names the setting.
+        """
+        from hybridrl.engine.optim.optimizer import check_optimizer
+
+        check_optimizer(optim)
+
+    @classmethod
     def check_first_weights(cls, model: Any, engine: Any) -> None:
-        """Refuse a model whose weights are missing or incomplete, where this engine looks for them: in `model.path`.
+        """Refuse weights that are missing, incomplete or of another model, where this engine looks for them.
+
+        That is `model.path`; a model of the hub is checked where it is loaded.
 
         Args:
             model: a `ModelConfig`.
             engine: the settings that this engine reads.
 
         Raises:
-            ModelError: there are no weights.
+            ModelError: there are no weights, or not those that the model's configuration describes.
         """
-        check_weights(model.path)
+        check_files(model)
 
     @classmethod
     def check_async_save(cls, key: str) -> None:
@@ -183,7 +199,7 @@ class Engine(ABC):
     def forecast(
         cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
     ) -> Forecast | None:
-        """What a rank will take of its device's memory; None for an engine that cannot tell.
+        """Return the forecast of a rank's device memory; None for an engine that has no forecast.
 
         Args:
             model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
@@ -274,7 +290,7 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Within the context, parameters are on the device; what is offloaded leaves it again after it.
+        """Within the context, parameters are on the device; offloaded ones return to main memory afterwards.
 
         Args:
             optimizer: the weights will be updated, so the optimizer's state and master weights are needed, too.
@@ -360,13 +376,15 @@ class TrainEngines:
         Raises:
             ModelError: no such engine, or not for this kind of model; the message lists those there are.
         """
-        found = TRAIN_ENGINES.get(strategy)
+        engine_class = TRAIN_ENGINES.get(strategy)
         kinds = TRAIN_ENGINES.facts(strategy).model_types
         if model_type not in kinds:
             raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; it trains {', '.join(kinds)}")
-        if not (isinstance(found, type) and issubclass(found, Engine)):
-            raise ModelError(f"{TRAIN_ENGINES.key}={strategy}: {found!r} is not derived from hybridrl.engine.Engine")
-        return found
+        if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
+            raise ModelError(
+                f"{TRAIN_ENGINES.key}={strategy}: {engine_class!r} is not derived from hybridrl.engine.Engine"
+            )
+        return engine_class
 
     @classmethod
     def create(cls, model_type: str, strategy: str, *, model: Any, engine: Any, optim: Any = None) -> Engine:
@@ -381,6 +399,6 @@ class TrainEngines:
             ModelError: no such engine, or not for this kind of model; the message lists those there are.
         """
         import_external_lib(getattr(model, "external_lib", None))
-        found: Any = cls.get(model_type, strategy)
-        created: Engine = found(model_type=model_type, model=model, engine=engine, optim=optim)
+        engine_class: Any = cls.get(model_type, strategy)
+        created: Engine = engine_class(model_type=model_type, model=model, engine=engine, optim=optim)
         return created

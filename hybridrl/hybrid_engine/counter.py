@@ -37,7 +37,7 @@ class ReceivedBytes(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All bytes received."""
+        """Return the sum of all bytes received."""
         return self.by_operation.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class ReceivedBytes(TorchDispatchMode):
         self.by_operation[name] += size
 
 
-class LiveBytes(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):
     """Within the context, counts the bytes of tensors that operations allocate and that are still alive.
 
     Memory that did not come from an operation is not counted, such as that of `torch.frombuffer`.
@@ -84,12 +84,12 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_storage(leaf)._cdata for leaf in _tensors((args, kwargs))}
+        storages = {_storage(leaf)._cdata for leaf in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for leaf in _tensors(out):
             storage = _storage(leaf)
-            if storage._cdata not in known and leaf.device.type != "meta":
-                known.add(storage._cdata)
+            if storage._cdata not in storages and leaf.device.type != "meta":
+                storages.add(storage._cdata)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
         self.peak = max(self.peak, self.now)

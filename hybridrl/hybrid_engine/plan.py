@@ -32,7 +32,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """How one tensor moves. Counts are elements per device.
+    """Plan of one tensor's movement. Counts are elements per device.
 
     Attributes:
         routes: what is sent.
@@ -155,35 +155,39 @@ def common(ours: Boxes, theirs: Boxes) -> list[Box]:
 
 
 def plan_tensor(
-    name: str, held: Sequence[Boxes], needed: Sequence[Boxes], copies: Sequence[int], per_node: int = 8
+    name: str,
+    training_boxes: Sequence[Boxes],
+    generation_boxes: Sequence[Boxes],
+    copies: Sequence[int],
+    per_node: int = 8,
 ) -> TensorPlan:
     """Plan one tensor.
 
     Args:
         name: of the tensor, for errors.
-        held: per device, the disjoint boxes that its training shard has.
-        needed: per device, the disjoint boxes of its generation shard.
+        training_boxes: per device, the disjoint boxes of its training shard.
+        generation_boxes: per device, the disjoint boxes of its generation shard.
         copies: per device, the copy of the model that it trains; a receiver prefers senders of its own copy.
         per_node: devices per node; a receiver prefers senders on its own node.
 
     Raises:
         ConfigError: no device holds an element that another needs.
     """
-    devices = len(held)
-    dims = len(next(box for boxes in needed for box in boxes).start) if any(needed) else 0
+    devices = len(training_boxes)
+    dims = len(next(box for boxes in generation_boxes for box in boxes).start) if any(generation_boxes) else 0
     empty = np.zeros(devices, dtype=np.int64)
     if dims == 0:
-        return TensorPlan((), np.array([count(boxes) for boxes in held]), empty, empty, empty, empty)
-    borders = _borders([*set(held), *set(needed)], dims)
+        return TensorPlan((), np.array([count(boxes) for boxes in training_boxes]), empty, empty, empty, empty)
+    borders = _borders([*set(training_boxes), *set(generation_boxes)], dims)
     volumes = _volumes(borders)
-    hold, need = _masks(held, borders), _masks(needed, borders)
+    hold, need = _masks(training_boxes, borders), _masks(generation_boxes, borders)
     missing = need & ~hold
-    wanted = np.flatnonzero(missing.any(axis=0))
-    if not hold[:, wanted].any(axis=0).all():
+    missing_cells = np.flatnonzero(missing.any(axis=0))
+    if not hold[:, missing_cells].any(axis=0).all():
         raise ConfigError(f"{name}: a part of it is needed for generation and no training device holds it")
     senders = _Senders(np.asarray(copies), per_node)
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for cell in wanted:
+    for cell in missing_cells:
         holders, by_source = np.flatnonzero(hold[:, cell]), defaultdict(list)
         for target in np.flatnonzero(missing[:, cell]):
             by_source[senders.choose(holders, int(target), int(volumes[cell]))].append(int(target))
@@ -261,11 +265,11 @@ def plan(
             f"the training layout ({training.describe()}) has {devices} devices and the generation layout "
             f"({generation.describe()}) {generation.devices}; on the same devices both numbers must be equal"
         )
-    chosen = tuple(slots) if slots is not None else best_slots(specs, training, generation, layers)
-    if sorted(chosen) != list(range(devices)):
+    places = tuple(slots) if slots is not None else best_slots(specs, training, generation, layers)
+    if sorted(places) != list(range(devices)):
         raise ConfigError(f"slots must name each place of the generation layout once, from 0 to {devices - 1}")
     at_training = [training.coordinates(device) for device in range(devices)]
-    at_generation = [generation.coordinates(slot) for slot in chosen]
+    at_generation = [generation.coordinates(slot) for slot in places]
     copies = [training.copy(device) for device in range(devices)]
 
     def boxes() -> Iterator[tuple[str, list[Boxes], list[Boxes]]]:
@@ -274,15 +278,15 @@ def plan(
             of_generation = {at: boxes_of(spec, generation, at, layers) for at in set(at_generation)}
             yield spec.name, [of_training[at] for at in at_training], [of_generation[at] for at in at_generation]
 
-    tensors, (held, needed, kept, received, sent) = _plan_all(boxes(), copies, per_node)
+    tensors, (resident, needed, reused, received, sent) = _plan_all(boxes(), copies, per_node)
     elements = sum(spec.elements for spec in specs)
-    return Plan(training, generation, chosen, tensors, held, needed, kept, received, sent, elements)
+    return Plan(training, generation, places, tensors, resident, needed, reused, received, sent, elements)
 
 
 def plan_boxes(
     shapes: Mapping[str, tuple[int, ...]],
-    held: Sequence[Mapping[str, Boxes]],
-    needed: Sequence[Mapping[str, Boxes]],
+    training_boxes: Sequence[Mapping[str, Boxes]],
+    generation_boxes: Sequence[Mapping[str, Boxes]],
     slots: Sequence[int] | None = None,
     copies: Sequence[int] | None = None,
     per_node: int = 8,
@@ -291,33 +295,36 @@ def plan_boxes(
 
     Args:
         shapes: name and shape of each tensor.
-        held: per device, the boxes of each tensor that it has for training. A tensor that is not named: none.
-        needed: per place of the generation layout, the boxes of each tensor that the process there needs.
+        training_boxes: per device, the boxes of each tensor that it has for training. A tensor without a name: none.
+        generation_boxes: per place of the generation layout, the boxes of each tensor that the process there needs.
         slots: per device, its place in the generation layout; None: device i has place i.
         copies: per device, the copy of the model that it trains; None: all train one copy.
         per_node: devices per node.
 
     Raises:
-        ConfigError: `held`, `needed`, `slots` and `copies` have different lengths, a tensor has no shape or no
-            dimensions, a box lies outside its tensor, or no device holds an element that another needs.
+        ConfigError: `training_boxes`, `generation_boxes`, `slots` and `copies` have different lengths, a tensor has no
+            shape or no dimensions, a box lies outside its tensor, or no device holds an element that another needs.
     """
-    devices = len(held)
-    chosen = tuple(range(devices)) if slots is None else tuple(slots)
+    devices = len(training_boxes)
+    places = tuple(range(devices)) if slots is None else tuple(slots)
     of_copies = [0] * devices if copies is None else list(copies)
-    if len(needed) != devices or len(of_copies) != devices:
-        raise ConfigError(f"boxes are held by {devices} devices, needed by {len(needed)}; copies: {len(of_copies)}")
-    if sorted(chosen) != list(range(devices)):
+    if len(generation_boxes) != devices or len(of_copies) != devices:
+        raise ConfigError(
+            f"boxes are held by {devices} devices, needed by {len(generation_boxes)}; copies: {len(of_copies)}"
+        )
+    if sorted(places) != list(range(devices)):
         raise ConfigError(f"slots must name each place of the generation layout once, from 0 to {devices - 1}")
-    for of_device in (*held, *needed):
+    for of_device in (*training_boxes, *generation_boxes):
         for name, boxes in of_device.items():
             _check_boxes(name, boxes, shapes)
+    in_places = [generation_boxes[slot] for slot in places]
     named = (
-        (name, [tuple(of.get(name, ())) for of in held], [tuple(needed[slot].get(name, ())) for slot in chosen])
+        (name, [tuple(of.get(name, ())) for of in training_boxes], [tuple(of.get(name, ())) for of in in_places])
         for name in shapes
     )
-    tensors, (has, gets, kept, received, sent) = _plan_all(named, of_copies, per_node)
+    tensors, (resident, needed, reused, received, sent) = _plan_all(named, of_copies, per_node)
     elements = sum(prod(shape) for shape in shapes.values())
-    return Plan(None, None, chosen, tensors, has, gets, kept, received, sent, elements)
+    return Plan(None, None, places, tensors, resident, needed, reused, received, sent, elements)
 
 
 def _check_boxes(name: str, boxes: Boxes, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -338,16 +345,16 @@ def _plan_all(
     Returns:
         Name and plan of each tensor, and the elements [5, devices] that are held, needed, kept, received and sent.
     """
-    known: dict[object, TensorPlan] = {}
+    plan_by_boxes: dict[object, TensorPlan] = {}
     plans = []
     totals = np.zeros((5, len(copies)), dtype=np.int64)
-    for name, held, needed in tensors:
-        key = (tuple(held), tuple(needed))
-        if key not in known:
-            known[key] = plan_tensor(name, held, needed, copies, per_node)
-        one = known[key]
-        plans.append((name, one))
-        totals += np.stack([one.held, one.needed, one.kept, one.received, one.sent])
+    for name, training_boxes, generation_boxes in tensors:
+        key = (tuple(training_boxes), tuple(generation_boxes))
+        if key not in plan_by_boxes:
+            plan_by_boxes[key] = plan_tensor(name, training_boxes, generation_boxes, copies, per_node)
+        moved = plan_by_boxes[key]
+        plans.append((name, moved))
+        totals += np.stack([moved.held, moved.needed, moved.kept, moved.received, moved.sent])
     return tuple(plans), totals
 
 
@@ -359,17 +366,17 @@ def _overlaps(
 ) -> np.ndarray:
     """Return [training kinds, generation kinds]: the elements that both parts of the model share."""
     shared = np.zeros((len(kinds[0]), len(kinds[1])), dtype=np.int64)
-    known: dict[object, np.ndarray] = {}
+    shared_by_boxes: dict[object, np.ndarray] = {}
     for spec in specs:
         ours = tuple(boxes_of(spec, layouts[0], at, layers) for at in kinds[0])
         theirs = tuple(boxes_of(spec, layouts[1], at, layers) for at in kinds[1])
         key = (ours, theirs)
-        if key not in known:
+        if key not in shared_by_boxes:
             pairs: dict[tuple[Boxes, Boxes], int] = {}
             for pair in product(dict.fromkeys(ours), dict.fromkeys(theirs)):
                 pairs[pair] = overlap(*pair)
-            known[key] = np.array([[pairs[a, b] for b in theirs] for a in ours], dtype=np.int64)
-        shared += known[key]
+            shared_by_boxes[key] = np.array([[pairs[a, b] for b in theirs] for a in ours], dtype=np.int64)
+        shared += shared_by_boxes[key]
     return shared
 
 
@@ -395,8 +402,8 @@ def best_slots(
     shared = _overlaps(specs, (training, generation), kinds, layers)
     rows = [kinds[0].index(at) for at in at_training]
     room = [len(places[at]) for at in kinds[1]]
-    chosen = _in_order(shared, rows, room) or _by_flow(shared, rows, room)
-    return tuple(places[kinds[1][part]].pop(0) for part in chosen)
+    parts = _in_order(shared, rows, room) or _by_flow(shared, rows, room)
+    return tuple(places[kinds[1][part]].pop(0) for part in parts)
 
 
 def engine_order(
@@ -418,15 +425,15 @@ def engine_order(
 
 def _in_order(shared: np.ndarray, rows: list[int], room: list[int]) -> list[int] | None:
     """Give each device the best part that is left, or return None if some device does not get one of its best."""
-    left, chosen = list(room), []
+    free, parts = list(room), []
     for row in rows:
         best = shared[row].max()
-        part = next((part for part in np.flatnonzero(shared[row] == best) if left[part]), None)
+        part = next((part for part in np.flatnonzero(shared[row] == best) if free[part]), None)
         if part is None:
             return None
-        left[part] -= 1
-        chosen.append(int(part))
-    return chosen
+        free[part] -= 1
+        parts.append(int(part))
+    return parts
 
 
 def _by_flow(shared: np.ndarray, rows: list[int], room: list[int]) -> list[int]:
@@ -463,21 +470,23 @@ class Volume:
     redundant: int
 
 
-def compared(made: Plan) -> dict[str, Volume]:
+def compared(transition: Plan) -> dict[str, Volume]:
     """Return the volumes of a plan and of the two baselines of the paper's Table 2.
 
     `gather everything` starts from a model that is cut over all devices and collects it whole on each (DS-Chat);
     `gather in the training group` starts from the training shards of the plan and collects one copy (HybridFlow-V).
     Both hold the training shard in memory of its own.
     """
-    devices = len(made.held)
-    part = -(-made.elements // devices)
+    devices = len(transition.held)
+    part = -(-transition.elements // devices)
     return {
-        "gather everything": Volume(made.elements - part, made.elements, part),
+        "gather everything": Volume(transition.elements - part, transition.elements, part),
         "gather in the training group": Volume(
-            int((made.elements - made.held).max()), made.elements, int(made.held.max())
+            int((transition.elements - transition.held).max()), transition.elements, int(transition.held.max())
         ),
-        "this plan": Volume(int(made.received.max()), int(made.needed.max()), int((made.held - made.kept).max())),
+        "this plan": Volume(
+            int(transition.received.max()), int(transition.needed.max()), int((transition.held - transition.kept).max())
+        ),
     }
 
 

@@ -25,11 +25,13 @@ def parse_training(text: str) -> Layout:
         ConfigError: another strategy, or a size that the strategy's layout does not have.
     """
     strategy, _, sizes = text.partition(":")
-    layouts = {name: found for name in TRAIN_ENGINES.names() if (found := TRAIN_ENGINES.facts(name).layout) is not None}
+    layouts = {
+        name: declared for name in TRAIN_ENGINES.names() if (declared := TRAIN_ENGINES.facts(name).layout) is not None
+    }
     if strategy not in layouts:
         raise ConfigError(f"{text!r} does not begin with one of {', '.join(layouts)}, then a colon")
-    found = layouts[strategy]
-    layout = load_object(found, None, "layout", "layout") if isinstance(found, str) else found
+    declared = layouts[strategy]
+    layout = load_object(declared, None, "layout", "layout") if isinstance(declared, str) else declared
     return parse_layout(sizes, layout)
 
 
@@ -42,54 +44,54 @@ def _span(values: np.ndarray, width: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def format_plan(made: Plan, width: int, per_device: bool = False) -> str:
+def format_plan(transition: Plan, width: int, per_device: bool = False) -> str:
     """Return the text that the command prints.
 
     Args:
-        made: the plan.
+        transition: the plan.
         width: bytes per element.
         per_device: one line per device as well.
     """
-    routes = sum(len(tensor.routes) for _, tensor in made.tensors)
+    routes = sum(len(tensor.routes) for _, tensor in transition.tensors)
     rows = [
-        ("model", _gigabytes(made.elements, width)),
-        ("training shard per device", _span(made.held, width)),
-        ("generation shard per device", _span(made.needed, width)),
-        ("of it already there", _span(made.kept, width)),
-        ("received per device", _span(made.received, width)),
-        ("sent per device", _span(made.sent, width)),
+        ("model", _gigabytes(transition.elements, width)),
+        ("training shard per device", _span(transition.held, width)),
+        ("generation shard per device", _span(transition.needed, width)),
+        ("of it already there", _span(transition.kept, width)),
+        ("received per device", _span(transition.received, width)),
+        ("sent per device", _span(transition.sent, width)),
     ]
     layouts = [
         f"{name} {layout.describe()}"
-        for name, layout in (("training", made.training), ("generation", made.generation))
+        for name, layout in (("training", transition.training), ("generation", transition.generation))
         if layout is not None
     ]
     lines = [
-        ", ".join([f"{len(made.slots)} devices", *layouts]),
-        f"computed from the shapes of {len(made.tensors)} tensors, at {width} bytes per element; GB = 1e9 bytes; "
+        ", ".join([f"{len(transition.slots)} devices", *layouts]),
+        f"computed from the shapes of {len(transition.tensors)} tensors, at {width} bytes per element; GB = 1e9 bytes; "
         f"{routes} routes",
         "",
         *(f"{name:<30} {value:>20} GB" for name, value in rows),
         "",
         f"{'largest over devices, in GB':<30} {'received':>12} {'peak':>12} {'redundant':>12}",
     ]
-    for name, volume in compared(made).items():
+    for name, volume in compared(transition).items():
         values = (volume.received, volume.peak, volume.redundant)
         lines.append(f"{name:<30} " + " ".join(f"{_gigabytes(value, width):>12}" for value in values))
     if per_device:
         lines += ["", f"{'device':>6} {'place':>6} {'training':>10} {'generation':>10} {'received':>10} {'sent':>10}"]
-        for device, slot in enumerate(made.slots):
-            columns = (made.held, made.needed, made.received, made.sent)
+        for device, slot in enumerate(transition.slots):
+            columns = (transition.held, transition.needed, transition.received, transition.sent)
             cells = " ".join(f"{_gigabytes(column[device], width):>10}" for column in columns)
             lines.append(f"{device:>6} {slot:>6} {cells}")
     return "\n".join(lines)
 
 
-def _as_json(made: Plan, width: int) -> str:
+def _as_json(transition: Plan, width: int) -> str:
     per_device = {
-        name: (getattr(made, name) * width).tolist() for name in ("held", "needed", "kept", "received", "sent")
+        name: (getattr(transition, name) * width).tolist() for name in ("held", "needed", "kept", "received", "sent")
     }
-    return json.dumps({"slots": made.slots, "bytes": per_device, "model_bytes": made.elements * width})
+    return json.dumps({"slots": transition.slots, "bytes": per_device, "model_bytes": transition.elements * width})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,9 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
         training = parse_training(options.training)
         generation = parse_layout(options.generation, GenerationLayout)
         specs, layers = model_tensors(load_model_config(folder))
-        made = plan(specs, training, generation, layers, per_node=options.per_node)
+        transition = plan(specs, training, generation, layers, per_node=options.per_node)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(_as_json(made, options.bytes) if options.json else format_plan(made, options.bytes, options.per_device))
+    print(
+        _as_json(transition, options.bytes)
+        if options.json
+        else format_plan(transition, options.bytes, options.per_device)
+    )
     return 0

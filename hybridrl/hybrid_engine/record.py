@@ -37,15 +37,15 @@ class Copy:
 
 def _merged(sizes: Iterable[int], strides: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return sizes and strides without dimensions of size 1, and with dimensions joined that lie next to each other."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
             continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
         else:
-            found.append((size, stride))
-    return tuple(found)
+            merged.append((size, stride))
+    return tuple(merged)
 
 
 def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,12 +143,12 @@ class LoadRecorder(TorchDispatchMode):
 
     def required(self) -> dict[str, Boxes]:
         """Return the boxes of each checkpoint tensor that this process holds once loaded. Equal boxes count once."""
-        return {name: tuple(found) for name, found in self._required.items()}
+        return {name: tuple(boxes) for name, boxes in self._required.items()}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        seen = self._required.keys() | self.unplanned.keys()
-        self.skipped = tuple(name for name in self._tensors if name not in seen)
+        recorded = self._required.keys() | self.unplanned.keys()
+        self.skipped = tuple(name for name in self._tensors if name not in recorded)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Most operations of an update have nothing to do with the sources, which are all without memory.
@@ -168,9 +168,9 @@ class LoadRecorder(TorchDispatchMode):
             return (changed[0] if len(changed) == 1 else changed) if func._schema.returns else None
         out = func(*args, **(kwargs or {}))
         if names:
-            known = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor) and _storage(leaf) not in known:
+                if isinstance(leaf, torch.Tensor) and _storage(leaf) not in storages:
                     self._derive(leaf, func, names)
         return out
 
@@ -259,14 +259,14 @@ class LoadReplay(LoadRecorder):
     ) -> None:
         super().__init__(None, shapes, dtypes)
         self._whole = frozenset(unplanned)
-        self._left = Counter({use: number for use, number in uses.items() if use[0] not in self._whole})
+        self._remaining = Counter({use: number for use, number in uses.items() if use[0] not in self._whole})
         self._by_name: dict[str, list[Box]] = defaultdict(list)
-        for name, box in self._left:
+        for name, box in self._remaining:
             self._by_name[name].append(box)
         self.wrong: list[str] = []
         self._arrived: dict[str, list[Part]] = {}
         self._digests: dict[str, Mapping[Box, int]] = {}
-        self._kept: set[str] = set()
+        self._cloned: set[str] = set()
 
     def arrive(self, name: str, parts: Sequence[Part], digests: Mapping[Box, int] | None = None) -> None:
         """Take the parts of a tensor.
@@ -295,22 +295,22 @@ class LoadReplay(LoadRecorder):
     def keep_the_rest(self) -> None:
         """Copy what has arrived and still waits for the rest of its layer."""
         for name, parts in self._arrived.items():
-            if name not in self._kept:
+            if name not in self._cloned:
                 self._arrived[name] = [(box, part.clone()) for box, part in parts]
-                self._kept.add(name)
+                self._cloned.add(name)
 
     def faults(self) -> list[str]:
         """Return what went wrong, each as a sentence: tensors that were not loaded, or not as they were sent."""
-        missing = sorted({name for name, _ in +self._left})
-        found = []
+        missing = sorted({name for name, _ in +self._remaining})
+        faults = []
         if missing:
-            found.append(
+            faults.append(
                 f"tensors that were not loaded as they were recorded ({len(missing)}): {', '.join(missing[:3])}"
             )
         if self.wrong:
             wrong = sorted(set(self.wrong))
-            found.append(f"tensors that differ from those of training ({len(wrong)}): {', '.join(wrong[:3])}")
-        return found
+            faults.append(f"tensors that differ from those of training ({len(wrong)}): {', '.join(wrong[:3])}")
+        return faults
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.is_meta:
@@ -325,10 +325,10 @@ class LoadReplay(LoadRecorder):
             self._give_up({name}, f"the loader copies {tuple(source.shape)} elements once more, or other ones")
             return
         self._write(target, name, box)
-        self._left[name, box] -= 1
-        if not any(self._left[name, other] > 0 for other in self._by_name[name]):
+        self._remaining[name, box] -= 1
+        if not any(self._remaining[name, other] > 0 for other in self._by_name[name]):
             del self._arrived[name], self._digests[name]
-            self._kept.discard(name)
+            self._cloned.discard(name)
 
     def _write(self, target: torch.Tensor, name: str, box: Box) -> None:
         parts = self._arrived[name]

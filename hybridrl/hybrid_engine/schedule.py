@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes; more than any dtype requires
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TransferPiece:
     """A box of a tensor in a bucket.
 
     Attributes:
@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.box.elements * self.dtype.itemsize
 
     def view(self, data: torch.Tensor, origin: int = 0) -> torch.Tensor:
@@ -48,17 +48,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What `source` gives `target` in a round; bytes `begin` to `end` of the target's bucket."""
+    """Message from `source` to `target` in a round; bytes `begin` to `end` of the target's bucket."""
 
     source: int
     target: int
     begin: int
     end: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TransferPiece, ...]
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.end - self.begin
 
 
@@ -96,9 +96,9 @@ class _Open:
 
 
 def schedule(
-    made: Plan,
-    held: Sequence[Mapping[str, Boxes]],
-    needed: Sequence[Mapping[str, Boxes]],
+    transition: Plan,
+    training_boxes: Sequence[Mapping[str, Boxes]],
+    generation_boxes: Sequence[Mapping[str, Boxes]],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
     devices: Collection[int] | None = None,
@@ -109,26 +109,26 @@ def schedule(
     All devices get the same rounds.
 
     Args:
-        made: a plan of `plan_boxes`, in which device i has place i.
-        held, needed: what the plan was made of.
+        transition: a plan of `plan_boxes`, in which device i has place i.
+        training_boxes, generation_boxes: the boxes that the plan was made from.
         dtypes: of each tensor on the wire.
         bucket_bytes: what no device receives or sends more than in a round, unless a single tensor is larger.
         devices: the messages from and to these are listed; None: all.
     """
-    wanted = set(range(len(held))) if devices is None else set(devices)
-    return list(_rounds(made, held, needed, dtypes, bucket_bytes, wanted))
+    listed = set(range(len(training_boxes))) if devices is None else set(devices)
+    return list(_rounds(transition, training_boxes, generation_boxes, dtypes, bucket_bytes, listed))
 
 
 def _rounds(
-    made: Plan,
-    held: Sequence[Mapping[str, Boxes]],
-    needed: Sequence[Mapping[str, Boxes]],
+    transition: Plan,
+    training_boxes: Sequence[Mapping[str, Boxes]],
+    generation_boxes: Sequence[Mapping[str, Boxes]],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
     devices: set[int],
 ) -> Iterator[Round]:
     now = _Open()
-    for name, tensor in made.tensors:
+    for name, tensor in transition.tensors:
         if not tensor.needed.any():
             continue
         dtype = dtypes[name]
@@ -138,7 +138,7 @@ def _rounds(
             now = _Open()
         now.names.append(name)
         now.needed, now.sent = now.needed + more, now.sent + out
-        for source, target, box in _moves(name, tensor, held, needed, devices):
+        for source, target, box in _moves(name, tensor, training_boxes, generation_boxes, devices):
             now.pieces[target, source].append((name, box, dtype))
     if now.names:
         yield _close(now)
@@ -147,13 +147,13 @@ def _rounds(
 def _moves(
     name: str,
     tensor: TensorPlan,
-    held: Sequence[Mapping[str, Boxes]],
-    needed: Sequence[Mapping[str, Boxes]],
+    training_boxes: Sequence[Mapping[str, Boxes]],
+    generation_boxes: Sequence[Mapping[str, Boxes]],
     devices: set[int],
 ) -> Iterator[tuple[int, int, Box]]:
     for device in sorted(devices):
         if tensor.kept[device]:
-            for box in common(held[device][name], needed[device][name]):
+            for box in common(training_boxes[device][name], generation_boxes[device][name]):
                 yield device, device, box
     for route in tensor.routes:
         for target in route.targets:
@@ -169,7 +169,7 @@ def _close(now: _Open) -> Round:
         pieces = []
         # The widest first, so that each lies at a multiple of its element size without gaps.
         for name, box, dtype in sorted(now.pieces[target, source], key=lambda piece: -piece[2].itemsize):
-            pieces.append(Piece(name, box, dtype, offset))
+            pieces.append(TransferPiece(name, box, dtype, offset))
             offset += pieces[-1].size
         messages.append(Message(source, target, begin, offset, tuple(pieces)))
         offsets[target] = offset

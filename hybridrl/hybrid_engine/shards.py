@@ -24,12 +24,12 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements in the box."""
         return prod(self.extents)
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Its size per dimension."""
+        """Size of the box per dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
@@ -55,7 +55,7 @@ def overlap(ours: Boxes, theirs: Boxes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How tensor and expert parallelism cut a tensor.
+    """Rule by which tensor and expert parallelism cut a tensor.
 
     Attributes:
         dim: the dimension that tensor parallelism cuts; None: every device of the stage holds the whole tensor.
@@ -95,7 +95,7 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """How many elements the whole tensor has."""
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
 

@@ -1,8 +1,9 @@
-"""Layouts: how many devices share a model, and which part of it each of them holds.
+"""Layouts: the number of devices that share a model, and the part that each of them holds.
 
-A layout has `devices` devices, numbered from 0. `coordinates(device)` says which part of the model a device holds;
-devices with equal coordinates hold the same bytes. Rank orders are those of the engines: FSDP2's mesh is (replicate,
-shard), and Megatron-core numbers ranks with tensor parallelism fastest, then context, data and pipeline parallelism.
+A layout has `devices` devices, numbered from 0. `coordinates(device)` identifies the part of the model that a device
+holds; devices with equal coordinates hold the same bytes. Rank orders are those of the engines: FSDP2's mesh is
+(replicate, shard), and Megatron-core numbers ranks with tensor parallelism fastest, then context, data and pipeline
+parallelism.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Coordinates:
 
 
 class Layout(ABC):
-    """How a model lies on devices."""
+    """Layout of a model on devices."""
 
     @property
     @abstractmethod
     def devices(self) -> int:
-        """How many devices hold it, all copies together."""
+        """Number of devices that hold the model, all copies together."""
 
     @abstractmethod
     def coordinates(self, device: int) -> Coordinates:
@@ -93,7 +94,7 @@ class ParallelLayout(Layout):
     @property
     @abstractmethod
     def sizes(self) -> Coordinates:
-        """How many there are: pipeline stages, parts of tensors, groups of experts, parts of an expert."""
+        """Numbers of pipeline stages, parts of tensors, groups of experts, and parts of an expert."""
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.digest import digest
-from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Piece, Round
+from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Round, TransferPiece
 from hybridrl.hybrid_engine.shards import Box, Boxes
 
 #: a box of a tensor and its elements
@@ -50,7 +50,7 @@ class Shards:
         """The boxes of each tensor."""
         return {name: tuple(box for box, _ in parts) for name, parts in self._parts.items()}
 
-    def write(self, piece: Piece, target: torch.Tensor) -> None:
+    def write(self, piece: TransferPiece, target: torch.Tensor) -> None:
         """Write the elements of a piece into `target`, in its dtype."""
         assemble(target, piece.box, self._parts[piece.name], piece.name)
 
@@ -61,14 +61,14 @@ def assemble(target: torch.Tensor, box: Box, parts: Sequence[Part], name: str) -
     Raises:
         ModelError: the parts do not cover the box.
     """
-    found = 0
+    covered = 0
     for at, tensor in parts:
         both = box.intersect(at)
         if both is not None:
             target[both.within(box)].copy_(tensor[both.within(at)])
-            found += both.elements
-    if found != box.elements:
-        raise ModelError(f"{name}: {found} of the {box.elements} elements of {box} are there")
+            covered += both.elements
+    if covered != box.elements:
+        raise ModelError(f"{name}: {covered} of the {box.elements} elements of {box} are there")
 
 
 class Exchange:
@@ -144,13 +144,13 @@ class Exchange:
 
     def digests(self, now: Round, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> list[Digest]:
         """Return the digests of all pieces of the round that come from this device, taken from its shards."""
-        found: list[Digest] = []
+        digests: list[Digest] = []
         for message in now.messages:
             for piece in message.pieces if message.source == self.device else ():
                 value = torch.empty(piece.box.extents, dtype=piece.dtype, device=self._on)
                 shards.write(piece, value)
-                found.append((message.target, piece.name, piece.box, digest(value, piece.box, shapes[piece.name])))
-        return found
+                digests.append((message.target, piece.name, piece.box, digest(value, piece.box, shapes[piece.name])))
+        return digests
 
     def _keep(self, message: Message, shards: Shards, bucket: torch.Tensor) -> None:
         for piece in message.pieces:

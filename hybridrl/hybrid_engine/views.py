@@ -1,4 +1,4 @@
-"""Which box of a module's tensor each tensor of its checkpoint is, where the module keeps several in one.
+"""Views: the box of a module's tensor that each checkpoint tensor is, where the module stores several in one.
 
 The conversion to the form of checkpoints is run once with tensors that have a shape and no memory. What it splits,
 squeezes or copies stays traceable to the elements that it came from.
@@ -39,28 +39,28 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
         self.tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        self._known = {_storage(t): (name, whole(shapes[name]), t) for name, t in self.tensors.items()}
+        self._origins = {_storage(t): (name, whole(shapes[name]), t) for name, t in self.tensors.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.clone.default and out.is_contiguous():
-            found = self.find(args[0])
-            if found is not None:
-                self._known[_storage(out)] = (found.source, found.box, out)
+            view = self.find(args[0])
+            if view is not None:
+                self._origins[_storage(out)] = (view.source, view.box, out)
         return out
 
     def find(self, tensor: torch.Tensor) -> View | None:
         """Return what a tensor is a part of, or None if it is no box of a tensor."""
-        known = self._known.get(_storage(tensor))
-        if known is None:
+        origin = self._origins.get(_storage(tensor))
+        if origin is None:
             return None
-        source, outer, held = known
-        inner = box_of(tensor, tuple(held.shape))
+        source, outer, base = origin
+        inner = box_of(tensor, tuple(base.shape))
         if inner is None:
             return None
-        if inner == whole(tuple(held.shape)):
+        if inner == whole(tuple(base.shape)):
             return View(source, outer, tuple(tensor.shape))
-        if outer.extents != tuple(held.shape):
+        if outer.extents != tuple(base.shape):
             return None
         start = tuple(a + b for a, b in zip(outer.start, inner.start, strict=True))
         return View(
@@ -79,7 +79,7 @@ def checkpoint_views(convert: Callable[[Named], Named], shapes: Mapping[str, tup
         ModelError: a tensor of the checkpoint is not a part of one of the module's, or `convert` fails on tensors
             without memory.
     """
-    tracer, found = _Tracer(shapes), {}
+    tracer, views = _Tracer(shapes), {}
 
     def sources() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tracer.tensors.items()
@@ -90,12 +90,12 @@ def checkpoint_views(convert: Callable[[Named], Named], shapes: Mapping[str, tup
                 view = tracer.find(tensor)
                 if view is None:
                     raise ModelError(f"{name} is computed from the training weights and is no part of them")
-                found[name] = view
+                views[name] = view
     except ModelError:
         raise
     except Exception as error:  # a model's own conversion, with tensors that it does not expect
         raise ModelError(f"the conversion to a checkpoint fails without weights: {error!r}") from error
-    return found
+    return views
 
 
 def within_shape(part: Box, box: Box, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Which attention a model uses, and attention over packed rows without a package besides torch.
+"""Selection of a model's attention, and attention over packed rows without a package besides torch.
 
 A packed row holds several sequences one after the other, and `cu_seq_lens_q` says where each begins. A GPU has kernels
 for that (`hybridrl.utils.varlen`); on a CPU, attention runs over one sequence at a time. The ranks of a group may share
@@ -53,9 +53,9 @@ def attention_implementation(config: PreTrainedConfig, override: Mapping[str, An
     transformers. A model with a sliding window gets it in any case: some apply the window by the mask alone (Qwen2-MoE,
     Phi-MoE), which flash attention does not read.
     """
-    chosen = override.get("attn_implementation")
-    if chosen is not None:
-        return str(chosen)
+    implementation = override.get("attn_implementation")
+    if implementation is not None:
+        return str(implementation)
     fits = device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config))
     if fits and (has_window(config) or varlen.has_package()):
         return VARLEN
@@ -97,7 +97,7 @@ def is_flash_attention(implementation: str) -> bool:
 
 
 def why_not_packed(config: PreTrainedConfig) -> str | None:
-    """Why sequences of this model may not share a row; None if they may.
+    """Return why sequences of this model may not share a row; None if they may.
 
     Attention learns where a sequence begins. Recurrent layers do not, so their state would leak into the next one.
     """
@@ -115,7 +115,7 @@ def why_not_packed(config: PreTrainedConfig) -> str | None:
 
 
 def why_not_replaced(config: PreTrainedConfig) -> str | None:
-    """Why the model's attention cannot be computed by one of ours; None if it can."""
+    """Return why the model's attention cannot be computed by one of ours; None if it can."""
     text, model_class = config.get_text_config(), model_class_of(config)
     for name in ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend"):
         if not getattr(model_class, name, False):
@@ -127,7 +127,7 @@ def why_not_replaced(config: PreTrainedConfig) -> str | None:
 
 
 def why_not_varlen(config: PreTrainedConfig) -> str | None:
-    """Why this module's attention does not fit the model; None if it does."""
+    """Return why this module's attention does not fit the model; None if it does."""
     reason = why_not_replaced(config)
     if reason is not None:
         return reason
@@ -152,13 +152,13 @@ def model_class_of(config: PreTrainedConfig) -> Any:
 
 
 def _class_of(config: PreTrainedConfig, mapping: Any) -> Any:
-    found = mapping.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    model_class = mapping.get(type(config), None)
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 @contextlib.contextmanager
 def packed_row(shared_by: PreTrainedConfig | None = None) -> Iterator[None]:
-    """Within the context no attention mask is made: the attention gets the boundaries of the sequences instead.
+    """Make no attention mask within the context: the attention gets the boundaries of the sequences instead.
 
     Args:
         shared_by: where the ranks of a group share the row, the model's configuration: every attention of the forward
@@ -175,9 +175,9 @@ def packed_row(shared_by: PreTrainedConfig | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trial() -> Iterator[list[str]]:
-    """Within the context, what a model cannot do is added to the list instead of being raised.
+    """Collect, within the context, what a model cannot do in a list instead of raising it.
 
-    The layers that cannot return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
+    Refused layers return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
     """
     problems: list[str] = []
     token = _problems.set(problems)
@@ -196,7 +196,7 @@ def refuse(problem: str, remedy: str) -> None:
 
 
 def mask_of_window(**arguments: Any) -> torch.Tensor | None:
-    """What a layer gets in place of a causal mask: an empty tensor `[window, 1, 0, 0]`, or None without a window."""
+    """Return the stand-in for a layer's causal mask: an empty tensor `[window, 1, 0, 0]`, or None without a window."""
     if arguments.get("use_vmap"):  # the model has changed the mask, which the layer refuses
         return sdpa_mask(**arguments)
     window = arguments.get("local_size")
@@ -204,20 +204,20 @@ def mask_of_window(**arguments: Any) -> torch.Tensor | None:
 
 
 def window_of(attention_mask: torch.Tensor | None, sliding_window: int | None) -> int:
-    """How many tokens a layer attends to: by its mask, see `mask_of_window`, and by its argument; 0 for all."""
+    """Return the number of tokens a layer attends to, by its mask (`mask_of_window`) and its argument; 0 for all."""
     of_mask = 0 if attention_mask is None else int(attention_mask.shape[0])
     of_argument = sliding_window or 0
     return min(of_mask, of_argument) if of_mask and of_argument else of_mask or of_argument
 
 
 def not_computed(attention_mask: torch.Tensor | None, further: Mapping[str, Any]) -> list[str]:
-    """What a layer asks for that attention by boundaries or along paths does not compute."""
-    found = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
-    return [*found, *(["a mask of its own"] if attention_mask is not None and attention_mask.numel() else [])]
+    """Return the features that a layer needs and that attention by boundaries or along paths does not compute."""
+    names = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
+    return [*names, *(["a mask of its own"] if attention_mask is not None and attention_mask.numel() else [])]
 
 
 def zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What a layer that was refused returns within `trial`."""
+    """Return zeros in place of the attention of a layer that was refused within `trial`."""
     batch, heads, tokens, _ = query.shape
     return query.new_zeros(batch, tokens, heads, value.shape[-1])
 
@@ -298,7 +298,7 @@ def packed_attention(
     query, key, value = of_one_size(query, key, value)
     on_kernel = query.is_cuda and query.dtype != torch.float32
     attend = varlen.varlen_attention if on_kernel else varlen.one_by_one
-    return attend(query, key, value, varlen.Rows(boundaries, longest, window), scale)[:, :, :size]
+    return attend(query, key, value, varlen.PackedRows(boundaries, longest, window), scale)[:, :, :size]
 
 
 def of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:

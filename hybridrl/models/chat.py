@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+#: ids of tokens, and the first and past-the-last character of each, or none
+Tokens = tuple[list[int], list[tuple[int, int]]]
 TEXT = ("text",)
 TEXT_AND_IMAGES = ("text", "image", "video")
 #: fields with thoughts of the assistant, as different libraries and chat templates call them
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
@@ -46,7 +50,10 @@ def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
             return f"message {number} is {type(message).__name__}, not an object with 'role' and 'content'"
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
-            return f"message {number} has no 'role' (keys found: {', '.join(map(str, message)) or 'none'})"
+            advice = "; write 'role' for 'from', and 'content' for 'value'" if "from" in message else ""
+            return f"message {number} has no 'role' (keys found: {', '.join(map(str, message)) or 'none'}){advice}"
+        if (usual := _usual_role(role)) is not None:
+            return f"message {number} has the role {role!r}, which chat templates do not know; write {usual!r}"
         if content is None and not message.get("tool_calls"):
             return f"message {number} ({role}) has no 'content'"
         fault = _fault_in_text(content) if isinstance(content, str) else None
@@ -56,6 +63,13 @@ def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
         if fault:
             return f"message {number} ({role}): {fault}"
     return None
+
+
+def _usual_role(role: str) -> str | None:
+    """What chat templates call a role that other libraries write in another way; None for other roles."""
+    lower = role.strip().lower()
+    usual = _USUAL_ROLES.get(lower, lower)
+    return usual if usual in _ROLES and usual != role else None
 
 
 def _fault_in_calls(calls: Any) -> str | None:
@@ -109,7 +123,7 @@ def _fault_in_text(text: str) -> str | None:
 def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
     """Return why `value` is neither text nor a list of chat messages, or None if it is one of them."""
     if not isinstance(value, str):
-        return fault_in_messages(value, kinds)
+        return fault_in_messages(value, kinds) or (None if _says_something(value) else "no message has any text")
     if not value.strip():
         return "the text is empty"
     if fault := _fault_in_text(value):
@@ -119,6 +133,15 @@ def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
             f"it is a list of messages written as text ({value[:40]!r}...); write the list itself, as JSON or parquet"
         )
     return None
+
+
+def _says_something(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has text, an image or a call."""
+    for message in messages:
+        content = joined_text(message.get("content"))
+        if message.get("tool_calls") or (content.strip() if isinstance(content, str) else content):
+            return True
+    return False
 
 
 def as_messages(
@@ -287,15 +310,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int 
         limit: of a text with more than twice as many tokens, only the first and the last `limit` tokens are returned.
             The rest is not tokenised, which takes minutes and gigabytes for a text of some megabytes.
     """
-    if limit is not None and (long := [number for number, text in enumerate(texts) if exceeds(tokenizer, text, limit)]):
-        ends = [_ends(tokenizer, texts[number], limit) for number in long]
-        rest = iter(encode(tokenizer, [text for number, text in enumerate(texts) if number not in set(long)]))
-        cut = dict(zip(long, ends, strict=True))
-        return [cut[number] if number in cut else next(rest) for number in range(len(texts))]
-    if not texts:
-        return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-    return encoded["input_ids"]
+    return [ids for ids, _ in _encode(tokenizer, texts, limit, False)]
+
+
+def encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None = None
+) -> list[Tokens]:
+    """`encode`, with the first and past-the-last character of each token. It needs a fast tokenizer."""
+    return _encode(tokenizer, texts, limit, True)
 
 
 def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
@@ -303,7 +325,7 @@ def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
 
     The first part that is tokenised has 64 characters per token of the limit, further ones four times as many.
     """
-    size = _CHARACTERS * max(limit, _FEWEST)
+    size = first_part(limit)
     while size < len(text):
         if len(encode(tokenizer, [text[:size]])[0]) > 2 * limit:
             return True
@@ -311,11 +333,38 @@ def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> bool:
     return False
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> list[int]:
+def first_part(limit: int) -> int:
+    """Characters of a long text that are tokenised at first."""
+    return _CHARACTERS * max(limit, _FEWEST)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None, has_offsets: bool
+) -> list[Tokens]:
+    if limit is not None and (long := [number for number, text in enumerate(texts) if exceeds(tokenizer, text, limit)]):
+        cut = {number: _ends(tokenizer, texts[number], limit, has_offsets) for number in long}
+        rest = iter(_encode(tokenizer, [t for number, t in enumerate(texts) if number not in cut], None, has_offsets))
+        return [cut[number] if number in cut else next(rest) for number in range(len(texts))]
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        **({"return_offsets_mapping": True} if has_offsets else {}),
+    )
+    rows: list[list[int]] = encoded["input_ids"]
+    return list(zip(rows, encoded["offset_mapping"] if has_offsets else [[] for _ in rows], strict=True))
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, has_offsets: bool) -> Tokens:
     """The first and the last `limit` tokens of a text that `exceeds` the limit."""
-    size, whole = _CHARACTERS * max(limit, _FEWEST), len(text)
+    size, whole = first_part(limit), len(text)
     while True:
-        first, last = encode(tokenizer, [text[:size], text[whole - min(size, whole) :]])
+        start = whole - min(size, whole)
+        (first, near), (last, far) = _encode(tokenizer, [text[:size], text[start:]], None, has_offsets)
         if size >= whole or min(len(first), len(last)) > limit:
-            return [*first[:limit], *last[len(last) - limit :]]
+            moved = [(begin + start, end + start) for begin, end in far[len(far) - limit :]]
+            return [*first[:limit], *last[len(last) - limit :]], [*near[:limit], *moved]
         size *= 4

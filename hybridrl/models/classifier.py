@@ -1,4 +1,4 @@
-"""What makes a folder of weights a reward model: a sequence classifier with one label, whose head is called `score`."""
+"""Reward models in files: a sequence classifier with one label, whose head is called `score`."""
 
 from transformers import PreTrainedConfig
 
@@ -72,8 +72,8 @@ def check_step_model(model: ModelConfig, config: PreTrainedConfig, key: str) -> 
     shapes = head_shapes(model.path)
     plain, deep = {f"{HEAD_NAME}.weight"}, {f"{HEAD_NAME}.{name}" for name in _DEEP}
     if not (plain <= set(shapes) <= plain | {f"{HEAD_NAME}.bias"} or set(shapes) == deep):
-        found = ", ".join(sorted(shapes)) or f"no {HEAD_NAME}.weight"
-        raise ModelError(f"{where}: its head is {found}, and {_WANTED_STEPS}")
+        head = ", ".join(sorted(shapes)) or f"no {HEAD_NAME}.weight"
+        raise ModelError(f"{where}: its head is {head}, and {_WANTED_STEPS}")
     labels = shapes[f"{HEAD_NAME}.2.weight" if set(shapes) == deep else f"{HEAD_NAME}.weight"][0]
     if labels not in (1, 2):
         raise ModelError(f"{where}: its head has {labels} labels, and {_WANTED_STEPS}")

@@ -78,11 +78,11 @@ class FourBitLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs [..., n] of inputs [..., m]."""
-        found: torch.Tensor = _Product.apply(inputs, self.weight, self.bias, self.in_features)
-        return found
+        outputs: torch.Tensor = _Product.apply(inputs, self.weight, self.bias, self.in_features)
+        return outputs
 
     def extra_repr(self) -> str:
-        """What `print` shows of it."""
+        """Describe the layer for `print`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -150,15 +150,15 @@ def layers_of(module: nn.Module) -> dict[str, FourBitLinear]:
 
 def elements(module: nn.Module) -> int:
     """The number of weights in a module, those in 4 bits included."""
-    return sum(count for _, count in _counted(module))
+    return sum(count for _, count in _parameter_sizes(module))
 
 
 def stored_bytes(module: nn.Module) -> int:
     """The bytes of a module's parameters."""
-    return sum(parameter.nbytes for parameter, _ in _counted(module))
+    return sum(parameter.nbytes for parameter, _ in _parameter_sizes(module))
 
 
-def _counted(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+def _parameter_sizes(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     own = {id(part.weight): part.out_features * part.in_features for part in layers_of(module).values()}
     for parameter in module.parameters():
         yield parameter, own.get(id(parameter), parameter.numel())

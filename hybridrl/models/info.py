@@ -10,13 +10,23 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import ROPE_NAMES, load_model_config
-from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
+from hybridrl.models.loading import ROPE_NAMES, check_weights, load_model_config
+from hybridrl.models.stored import check_names
+from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer, mark_ends
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a `model` group of the configuration names."""
-    return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    """Load the tokenizer that a `model` group of the configuration names.
+
+    Tokens that end the model's turns are special tokens of it, whether its files say so or not. So tools, simulated
+    users and rewards, which read text without special tokens, do not see them.
+    """
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    ends: list[int] = []
+    with contextlib.suppress(ModelError):  # who loads the model tells
+        ends = eos_token_ids(model.path, config_of(model), tokenizer)
+    mark_ends(tokenizer, ends)
+    return tokenizer
 
 
 def config_of(model: ModelConfig) -> PreTrainedConfig:
@@ -26,10 +36,21 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
     )
 
 
+def check_files(model: ModelConfig) -> None:
+    """Refuse weights of a local folder that are missing or incomplete, or are not those of the model's configuration.
+
+    Raises:
+        ModelError: names the file or the tensors.
+    """
+    check_weights(model.path)
+    if Path(model.path).expanduser().is_dir():
+        check_names(model.path, config_of(model), model.trust_remote_code)
+
+
 def engine_overrides(model: ModelConfig) -> dict[str, Any]:
     """Return `override_config` as an inference engine needs it to compute the model that is trained.
 
-    Training merges mappings into those of config.json; an engine puts them in their place.
+    Training merges mappings into those of config.json; an engine replaces those with them.
     """
     merged, overrides = config_of(model), {}
     for name, value in model.override_config.items():
@@ -95,11 +116,11 @@ def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) ->
     sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # the file is optional: many base models have none
         sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for ids in sources:
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return sorted(found)
+            eos_ids.update([ids] if isinstance(ids, int) else ids)
+    return sorted(eos_ids)
 
 
 def model_identity(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:

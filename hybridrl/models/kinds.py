@@ -10,12 +10,12 @@ from hybridrl.models import loading, stored, value
 
 @dataclass(frozen=True)
 class ModelKind:
-    """How one kind of model is made.
+    """The constructors of one kind of model.
 
     Attributes:
-        build: makes it without weights; gets configuration, dtype and `trust_remote_code`.
-        load: makes it with the weights of a path; gets the path first.
-        open: opens its weights without reading them; gets the path first.
+        build: builds it without weights, from configuration, dtype and `trust_remote_code`.
+        load: builds it with the weights of a path, which is the first argument.
+        open: opens its weights without reading them; the path is the first argument.
     """
 
     build: Callable[..., Any]

@@ -33,16 +33,16 @@ def check_liger(config: PreTrainedConfig) -> None:
     """
     if importlib.util.find_spec(PACKAGE) is None:
         return  # a controller without GPU need not have it; `runs_liger` refuses on a worker
-    known = _functions()
-    if config.model_type not in known:
+    functions = _functions()
+    if config.model_type not in functions:
         raise ModelError(
             f"model.use_liger=True: Liger has no kernels for models of the family {config.model_type}, only for "
-            f"{', '.join(sorted(known))}; choose one of these, {_OFF}"
+            f"{', '.join(sorted(functions))}; choose one of these, {_OFF}"
         )
 
 
 def runs_liger() -> bool:
-    """Whether Liger's kernels can run in this process; tell of a device that cannot, where results are the same.
+    """Whether Liger's kernels can run in this process; notify if the device cannot run them (results are the same).
 
     Raises:
         ModelError: the device could run them, and the package is missing.
@@ -83,5 +83,7 @@ def apply_liger(module: nn.Module, config: PreTrainedConfig) -> None:
 
 def _functions() -> dict[str, Any]:
     """Liger's function for each family of models."""
-    found: dict[str, Any] = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-    return found
+    functions: dict[str, Any] = importlib.import_module(
+        f"{PACKAGE}.transformers.monkey_patch"
+    ).MODEL_TYPE_TO_APPLY_LIGER_FN
+    return functions

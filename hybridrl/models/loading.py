@@ -9,6 +9,7 @@ the weights by `hybridrl.models.stored`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import logging
@@ -28,6 +29,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from hybridrl.config.convert import nearest
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import attention_implementation
 from hybridrl.models.surplus import check_surplus
@@ -138,7 +140,7 @@ def check_weights(path: str | Path) -> None:
 
 
 def _incomplete(file: Path) -> str | None:
-    """Why a safetensors file cannot be whole, by its header; None if it can."""
+    """Return why a safetensors file cannot be whole, by its header; None if it can."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         start = opened.read(8)
@@ -207,7 +209,7 @@ def call_from_pretrained(
     options = {"trust_remote_code": True} if trust_remote_code else {}
     tables: list[str] = []
     try:
-        with without_progress_bar(), _load_reports_in(tables):
+        with without_progress_bar(), load_reports_in(tables):
             model, report = auto_class.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
@@ -215,14 +217,24 @@ def call_from_pretrained(
         raise ModelError(
             "\n".join([f"the weights of {source} cannot be loaded: {type(error).__name__}: {error}", *tables])
         ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"the weights of {source} do not fill the model {type(model).__name__}: {len(missing)} missing, the first "
-            f"{', '.join(missing[:3])}; config.json and the weight files belong to different models"
-        )
+    check_missing(model, report["missing_keys"], source)
     check_surplus(model, report["unexpected_keys"], source)
     return model
+
+
+def check_missing(model: Any, missing: Iterable[str], source: str | Path) -> None:
+    """Raise `ModelError` if a model has tensors that its files lack.
+
+    Args:
+        model: what was loaded.
+        missing: their names.
+        source: the folder, or the model on the hub.
+    """
+    if names := sorted(missing):
+        raise ModelError(
+            f"the weights of {source} do not fill the model {type(model).__name__}: {len(names)} missing, the first "
+            f"{', '.join(names[:3])}; config.json and the weight files belong to different models"
+        )
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
@@ -237,8 +249,8 @@ def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
 
 def layer_of(name: str) -> str:
     """The part of a parameter's name that all parameters of its layer share; its whole name outside of layers."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found.group() if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else name
 
 
 def to_checkpoint_names(
@@ -266,9 +278,9 @@ def _record_conversions(model: PreTrainedModel) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    if kept := [one for one in found if not isinstance(one, PrefixChange)]:
-        model._weight_conversions = kept
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if weight_conversions := [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]:
+        model._weight_conversions = weight_conversions
 
 
 def _has_conversions(model: nn.Module) -> bool:
@@ -291,8 +303,9 @@ def _apply_override(config: PreTrainedConfig, override: Mapping[str, Any], where
         if name in ROPE_NAMES and hasattr(config, "rope_parameters"):
             _override_rope(config, name, value, f"{where}.{name}")
             continue
-        if not hasattr(config, name):
-            raise ModelError(f"{where}.{name}: a {type(config).__name__} has no such field")
+        if name not in (fields := _fields_of(config)):
+            close = nearest(name, sorted(fields))
+            raise ModelError(f"{where}.{name}={value}: a {type(config).__name__} has no such field{close}; remove it")
         current = getattr(config, name)
         if isinstance(value, Mapping) and isinstance(current, PreTrainedConfig):
             _apply_override(current, value, f"{where}.{name}")
@@ -300,6 +313,12 @@ def _apply_override(config: PreTrainedConfig, override: Mapping[str, Any], where
             setattr(config, name, {**current, **value})
         else:
             setattr(config, name, value)
+
+
+def _fields_of(config: PreTrainedConfig) -> set[str]:
+    """The fields of a configuration: those of its class, and further ones of the model's config.json."""
+    named = inspect.signature(type(config).__init__).parameters.keys() - {"self", "kwargs"}
+    return {name for name in (*vars(config), *config.to_dict(), *named, *config.attribute_map) if name[0] != "_"}
 
 
 def _override_rope(config: Any, name: str, value: Any, where: str) -> None:
@@ -325,14 +344,14 @@ def _override_rope(config: Any, name: str, value: Any, where: str) -> None:
     else:
         merged = _merged_rope(current, value)
     config.rope_parameters = merged
-    known = {*RopeParameters.__annotations__, *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
+    entry_names = {*RopeParameters.__annotations__, *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
     for before, entries in [(current[kind], merged[kind]) for kind in kinds] or [(current, merged)]:
         kind = entries.get("rope_type", "default")
         if kind not in (*ROPE_INIT_FUNCTIONS, "default", getattr(config, "default_rope_type", "default")):
             raise ModelError(f"{where}: rope_type={kind} is unknown; it can be {', '.join(ROPE_INIT_FUNCTIONS)}")
-        unknown = sorted(entries.keys() - known - before.keys())
+        unknown = sorted(entries.keys() - entry_names - before.keys())
         if unknown:
-            raise ModelError(f"{where}: {', '.join(unknown)} is unknown; there are {', '.join(sorted(known))}")
+            raise ModelError(f"{where}: {', '.join(unknown)} is unknown; there are {', '.join(sorted(entry_names))}")
     try:
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
@@ -358,7 +377,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _load_reports_in(tables: list[str]) -> Iterator[None]:
+def load_reports_in(tables: list[str]) -> Iterator[None]:
     """Collect the tables that transformers logs about weights that do not fit, which errors refer to."""
 
     def keep(record: logging.LogRecord) -> bool:

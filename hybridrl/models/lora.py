@@ -88,7 +88,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Within the context, the module computes as its base does."""
+        """Compute without the adapter within the context, as the base does."""
         # PEFT's `enable_adapters(False)` would make A and B frozen as well, which FSDP2 must not see.
         before = [(layer, layer._disable_adapters) for layer in self._layers.values()]
         for layer, _ in before:
@@ -101,8 +101,8 @@ class Adapter:
 
     def parts_of(self, name: str) -> tuple[str, str] | None:
         """The names of A and B of the layer whose weight is the parameter `name`; None for any other parameter."""
-        layer, found, rest = name.rpartition(_BASE)
-        if not found or rest != "weight" or layer not in self._layers:
+        layer, separator, rest = name.rpartition(_BASE)
+        if not separator or rest != "weight" or layer not in self._layers:
             return None
         return f"{layer}.lora_A.{_NAME}.weight", f"{layer}.lora_B.{_NAME}.weight"
 
@@ -113,9 +113,9 @@ class Adapter:
         return weight.float() + (change.T if layer.fan_in_fan_out else change)
 
     def first_values(self, seed: int, path: str | None) -> dict[str, torch.Tensor]:
-        """What A and B start with, by their names in the module: those of an adapter's files, or PEFT's.
+        """Return the initial values of A and B by their names in the module: those of an adapter's files, or PEFT's.
 
-        These are A uniform in [-1, 1] / sqrt(m), and B = 0.
+        PEFT's are A uniform in [-1, 1] / sqrt(m), and B = 0.
 
         Args:
             seed: of A.
@@ -155,17 +155,17 @@ def attach(module: nn.Module, model: ModelConfig, dtype: torch.dtype) -> Adapter
     layers = linear_layers(_within(module))
     if model.lora_adapter_path is None:
         config = _peft().LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha)
-        chosen = _chosen(model, layers)
+        selected = _selected_layers(model, layers)
     else:
         config = read_config(Path(model.lora_adapter_path).expanduser())
         _check_config(model, config)
-        chosen = _of_config(config, layers)
-    found = _inject(module, config, chosen, layers)
-    for name in filter(is_own, found.names):
+        selected = _of_config(config, layers)
+    adapter = _inject(module, config, selected, layers)
+    for name in filter(is_own, adapter.names):
         parameter = module.get_parameter(name)
         parameter.data = parameter.data.to(dtype)
     config.base_model_name_or_path = str(model.path)
-    return found
+    return adapter
 
 
 def attach_saved(module: nn.Module, config: LoraConfig) -> Adapter:
@@ -178,16 +178,16 @@ def _within(module: nn.Module) -> nn.Module:
     return module.backbone if isinstance(module, value.ValueModel) else module
 
 
-def _inject(module: nn.Module, config: LoraConfig, chosen: Sequence[str], layers: Sequence[str]) -> Adapter:
+def _inject(module: nn.Module, config: LoraConfig, selected: Sequence[str], layers: Sequence[str]) -> Adapter:
     within = _within(module)
     config.task_type = "TOKEN_CLS" if within is not module else "CAUSAL_LM"
     config.inference_mode, config.exclude_modules = False, None
     settings: Any = config
-    settings.target_modules = set(chosen)
+    settings.target_modules = set(selected)
     with _quiet():
         _peft().inject_adapter_in_model(config, within, adapter_name=_NAME, low_cpu_mem_usage=True)
     # PEFT takes short names for those of experts, too, where a layer keeps all experts in one tensor.
-    settings.target_modules = set(chosen) if has_fused_experts(module) else _shortened(chosen, layers)
+    settings.target_modules = set(selected) if has_fused_experts(module) else _shortened(selected, layers)
     return Adapter(module, config)
 
 
@@ -221,7 +221,7 @@ def check(model: ModelConfig, optim: Any = None) -> None:
         optim: an `OptimConfig`; None if nothing is trained.
 
     Raises:
-        ModelError: the message names the key, and the names of layers that there are.
+        ModelError: the message names the key, and the layers of the model.
     """
     config = config_of(model)
     if getattr(config, "quantization_config", None) is not None:
@@ -262,11 +262,11 @@ def save(folder: Path, config: LoraConfig, tensors: Mapping[str, torch.Tensor]) 
 
 
 def save_text(folder: Path, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Like `save`, with the content of `adapter_config.json`."""
+    """Save like `save`, given the content of `adapter_config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     use_umask(folder / WEIGHTS_FILE)
 
 
@@ -279,21 +279,21 @@ def rank_of(model: ModelConfig) -> int:
 
 
 def as_text(config: LoraConfig, heads: Iterable[str] = ()) -> str:
-    """The content of `adapter_config.json`.
+    """Return the content of `adapter_config.json`.
 
     Args:
-        heads: names in files, among which that of a value model's head is named as a module of its own.
+        heads: names of tensors in the files; a value model's head among them is listed in `modules_to_save`.
     """
     values = config.to_dict()
     if any(name.startswith(f"{PREFIX}{value.HEAD_NAME}.") for name in heads):
         values["modules_to_save"] = [value.HEAD_NAME]
     values["inference_mode"] = True  # as PEFT writes it: who loads it says whether it is to be trained
-    plain = {name: sorted(one) if isinstance(one, set) else one for name, one in values.items()}
+    plain = {name: sorted(setting) if isinstance(setting, set) else setting for name, setting in values.items()}
     return json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n"
 
 
 def base_digest(path: str) -> str:
-    """What identifies the weights of a base: for a local folder a digest of samples of its weight files, else its id.
+    """Return the identity of a base's weights: for a local folder a digest of samples of its files, else its id.
 
     Of each file its size, its beginning (names and shapes) and 64 further blocks count, so that another checkpoint of
     the same architecture is noticed without reading it.
@@ -302,7 +302,7 @@ def base_digest(path: str) -> str:
     if not folder.is_dir():
         return str(path)
     total = hashlib.sha256()
-    for file in sorted(found for pattern in loading.WEIGHT_PATTERNS for found in folder.glob(pattern)):
+    for file in sorted(weight_file for pattern in loading.WEIGHT_PATTERNS for weight_file in folder.glob(pattern)):
         size = file.stat().st_size
         total.update(f"{file.name} {size}".encode())
         with open(file, "rb") as opened:
@@ -346,44 +346,44 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _chosen(model: ModelConfig, layers: Sequence[str]) -> list[str]:
-    """The layers that `target_modules` and `exclude_modules` choose.
+def _selected_layers(model: ModelConfig, layers: Sequence[str]) -> list[str]:
+    """Return the layers that `target_modules` and `exclude_modules` select.
 
     Raises:
-        ModelError: a name chooses nothing; the message lists those that there are.
+        ModelError: a name selects nothing; the message lists the layers of the model.
     """
-    wanted, excluded = model.target_modules, model.exclude_modules
-    chosen = list(layers)
-    if wanted != ALL_LINEAR:
-        chosen = _matching("model.target_modules", wanted, layers)
+    targets, excluded = model.target_modules, model.exclude_modules
+    selected = list(layers)
+    if targets != ALL_LINEAR:
+        selected = _matching("model.target_modules", targets, layers)
     if excluded:
         left_out = set(_matching("model.exclude_modules", excluded, layers))
-        chosen = [name for name in chosen if name not in left_out]
-    if not chosen:
+        selected = [name for name in selected if name not in left_out]
+    if not selected:
         raise ModelError(
-            f"model.target_modules={wanted} and model.exclude_modules={excluded} leave no layer for the adapter; "
+            f"model.target_modules={targets} and model.exclude_modules={excluded} leave no layer for the adapter; "
             f"{_there_are(layers)}"
         )
-    return chosen
+    return selected
 
 
-def _matching(key: str, wanted: str | Sequence[str], layers: Sequence[str]) -> list[str]:
-    """The layers of these names (or ends of names), or whose whole name a regular expression matches."""
-    if isinstance(wanted, str):
+def _matching(key: str, targets: str | Sequence[str], layers: Sequence[str]) -> list[str]:
+    """Return the layers with these names (or ends of names), or whose whole name matches a regular expression."""
+    if isinstance(targets, str):
         try:
-            found = [name for name in layers if re.fullmatch(wanted, name)]
+            matches = [name for name in layers if re.fullmatch(targets, name)]
         except re.error as error:
-            raise ModelError(f"{key}={wanted!r} is no regular expression ({error}); give a list of names") from error
-        if not found:
+            raise ModelError(f"{key}={targets!r} is no regular expression ({error}); give a list of names") from error
+        if not matches:
             raise ModelError(
-                f"{key}={wanted!r} matches the whole name of no linear layer, such as {layers[0]}; give a list of "
+                f"{key}={targets!r} matches the whole name of no linear layer, such as {layers[0]}; give a list of "
                 f"names. {_there_are(layers)}"
             )
-        return found
-    of_name = {one: [name for name in layers if name == one or name.endswith(f".{one}")] for one in wanted}
-    if unknown := [one for one, found in of_name.items() if not found]:
+        return matches
+    of_name = {target: [name for name in layers if name == target or name.endswith(f".{target}")] for target in targets}
+    if unknown := [target for target, matches in of_name.items() if not matches]:
         raise ModelError(f"{key}: this model has no linear layer {', '.join(unknown)}; {_there_are(layers)}")
-    every = {name for found in of_name.values() for name in found}
+    every = {name for matches in of_name.values() for name in matches}
     return [name for name in layers if name in every]
 
 
@@ -391,10 +391,10 @@ def _there_are(layers: Sequence[str]) -> str:
     return f"there are {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in layers))} (or {ALL_LINEAR})"
 
 
-def _shortened(chosen: Sequence[str], layers: Sequence[str]) -> set[str]:
-    """The last parts of the names, where they choose the same layers."""
-    ends = {name.rpartition(".")[2] for name in chosen}
-    return ends if [name for name in layers if name.rpartition(".")[2] in ends] == list(chosen) else set(chosen)
+def _shortened(selected: Sequence[str], layers: Sequence[str]) -> set[str]:
+    """Return the last parts of the names if they select the same layers, else the names."""
+    ends = {name.rpartition(".")[2] for name in selected}
+    return ends if [name for name in layers if name.rpartition(".")[2] in ends] == list(selected) else set(selected)
 
 
 def read_config(folder: Path) -> LoraConfig:
@@ -406,8 +406,8 @@ def read_config(folder: Path) -> LoraConfig:
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder} holds no adapter of PEFT ({CONFIG_FILE} is missing); name a folder that does")
     try:
-        found: LoraConfig = _peft().PeftConfig.from_pretrained(str(folder))
-        return found
+        config: LoraConfig = _peft().PeftConfig.from_pretrained(str(folder))
+        return config
     except Exception as error:  # PEFT raises anything for a broken file
         raise ModelError(f"{folder / CONFIG_FILE} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -433,29 +433,29 @@ def _check_config(model: ModelConfig, config: LoraConfig) -> None:
 
 
 def _of_config(config: LoraConfig, layers: Sequence[str]) -> list[str]:
-    """The layers that the configuration of an adapter chooses."""
+    """Return the layers that the configuration of an adapter selects."""
 
-    def named(key: str, wanted: Any) -> list[str]:
-        return _matching(f"{CONFIG_FILE}: {key}", wanted if isinstance(wanted, str) else sorted(wanted), layers)
+    def named(key: str, patterns: Any) -> list[str]:
+        return _matching(f"{CONFIG_FILE}: {key}", patterns if isinstance(patterns, str) else sorted(patterns), layers)
 
     targets = config.target_modules
-    chosen = list(layers) if targets in (None, ALL_LINEAR) else named("target_modules", targets)
+    selected = list(layers) if targets in (None, ALL_LINEAR) else named("target_modules", targets)
     left_out = set(named("exclude_modules", config.exclude_modules)) if config.exclude_modules else set()
-    return [name for name in chosen if name not in left_out]
+    return [name for name in selected if name not in left_out]
 
 
-def _read(folder: Path, shapes: Mapping[str, tuple[int, ...]], known: frozenset[str]) -> dict[str, torch.Tensor]:
+def _read(folder: Path, shapes: Mapping[str, tuple[int, ...]], names: frozenset[str]) -> dict[str, torch.Tensor]:
     """The tensors of an adapter's files, by their names in the module.
 
     Args:
         shapes: of A and B.
-        known: all names that the files may hold.
+        names: all names that the files may hold.
     """
     try:
         stored = load_file(folder / WEIGHTS_FILE)
     except Exception as error:  # safetensors' own
         raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read: {type(error).__name__}: {error}") from error
-    by_file = {file_name(name): name for name in known}
+    by_file = {file_name(name): name for name in names}
     unknown = sorted(stored.keys() - by_file.keys())
     missing = sorted({file_name(name) for name in shapes} - stored.keys())
     if unknown or missing:

@@ -52,9 +52,9 @@ def share_saved(input_ids: torch.Tensor, attention: torch.Tensor, families: Iter
     return saved / len(tokens) if len(tokens) else 0.0
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many numbers two lists begin with alike."""
-    differ = one[: len(other)] != other[: len(one)]
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the length of the common prefix of two lists of numbers."""
+    differ = first[: len(second)] != second[: len(first)]
     return int(differ.argmax()) if differ.any() else len(differ)
 
 
@@ -94,22 +94,22 @@ class PrefixOrder:
         return cls(order, [lengths[row] for row in order], shared)
 
     def only(self, rows: Sequence[int]) -> PrefixOrder:
-        """The same for some of the rows."""
+        """Return the order of some of the rows."""
         if rows and rows[0] in self.rows:
             start = self.rows.index(rows[0])
             stop = start + len(rows)
             if self.rows[start:stop] == list(rows):  # as those of a micro-batch are
                 return PrefixOrder(list(rows), self.lengths[start:stop], [0, *self.shared[start + 1 : stop]])
-        wanted, kept = set(rows), PrefixOrder([], [], [])
+        selected, order = set(rows), PrefixOrder([], [], [])
         common = 0  # with the last row that is kept: the least of what the rows in between share
         for row, length, shared in zip(self.rows, self.lengths, self.shared, strict=True):
             common = min(common, shared)
-            if row in wanted:
-                kept.rows.append(row)
-                kept.lengths.append(length)
-                kept.shared.append(common)
+            if row in selected:
+                order.rows.append(row)
+                order.lengths.append(length)
+                order.shared.append(common)
                 common = length
-        return kept
+        return order
 
     def in_units(self, together: int) -> PrefixOrder:
         """The same rows, where those of a unit follow each other: rows 0 to `together` - 1, and so on.
@@ -194,24 +194,24 @@ class PrefixTree:
             paths.append(path)
         cuts = sorted({edge for run in runs for part in run for edge in part})
         pieces = [stop - start for start, stop in itertools.pairwise(cuts)]
-        found = []
+        tree_runs = []
         for run, start in zip(runs, starts, strict=True):
             numbers = [n for a, b in run for n in range(bisect.bisect_left(cuts, a), bisect.bisect_left(cuts, b))]
             stop = run[-1][1]
             before = sum(b - a for a, b in run) - (stop - start)
-            found.append(Run(start, stop, before, tuple(numbers)))
-        return cls(paths, found, pieces)
+            tree_runs.append(Run(start, stop, before, tuple(numbers)))
+        return cls(paths, tree_runs, pieces)
 
 
 def _cut(ranges: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """The first tokens of a path."""
-    kept = []
+    prefix = []
     for start, stop in ranges:
         if length <= 0:
             break
-        kept.append((start, min(stop, start + length)))
+        prefix.append((start, min(stop, start + length)))
         length -= stop - start
-    return kept
+    return prefix
 
 
 def partition(
@@ -233,8 +233,8 @@ def partition(
         budget: the most tokens of its tree; a longer row gets a micro-batch of its own.
         preferred: tokens above which a larger micro-batch computes no faster; a family may exceed it.
         overhead: tokens that cost as much as another pass through the model.
-        cost: of a row of so many tokens, attention included, in the cost of a token without attention.
-        together: so many rows that follow each other are not cut apart; they may exceed a limit.
+        cost: of a row by its number of tokens, attention included, in units of a token without attention.
+        together: the number of consecutive rows that are not separated; they may exceed a limit.
     """
     count = len(order.rows)
     new, shared = _summed(order, float)
@@ -249,8 +249,8 @@ def partition(
         total = costs + overhead + 0.25 * np.maximum(0.0, tokens - preferred) + balance * costs**2 + best[starts]
         if budget is not None:
             total[:-1][tokens[:-1] > budget] = np.inf
-        chosen = int(total.argmin())
-        best[stop], begin[stop] = total[chosen], int(starts[chosen])
+        index = int(total.argmin())
+        best[stop], begin[stop] = total[index], int(starts[index])
     groups = []
     stop = count
     while stop:
@@ -278,17 +278,17 @@ def even_partition(
     of_rows = [*map(cost, order.lengths)]
     low, high = max(of_rows, default=0.0), sum(of_rows)
     tokens, costs = _summed(order, float), _summed(order, cost)
-    found = _filled_up(order.rows, tokens, costs, size, budget, high, together)
-    if len(found) > count:
+    groups = _filled_up(order.rows, tokens, costs, size, budget, high, together)
+    if len(groups) > count:
         return None
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        tried = _filled_up(order.rows, tokens, costs, size, budget, middle, together)
-        if len(tried) > count:
+        candidate = _filled_up(order.rows, tokens, costs, size, budget, middle, together)
+        if len(candidate) > count:
             low = middle
         else:
-            found, high = tried, middle
-    return found
+            groups, high = candidate, middle
+    return groups
 
 
 def _filled_up(
@@ -306,23 +306,26 @@ def _filled_up(
         of_tokens, of_costs: tokens and costs of sorted rows as `_summed` gives them.
     """
     groups: list[list[int]] = []
-    tokens, spent = 0, 0.0
+    tokens, group_cost = 0, 0.0
     (new, shared), (new_cost, shared_cost) = of_tokens, of_costs
     for start in range(0, len(rows), together):
         stop = start + together
         more, costs = int(new[stop] - new[start]), float(new_cost[stop] - new_cost[start])
         fits = budget is None or tokens + more <= budget
-        if groups and len(groups[-1]) + together <= size and fits and spent + costs <= most:
+        if groups and len(groups[-1]) + together <= size and fits and group_cost + costs <= most:
             groups[-1] += rows[start:stop]
-            tokens, spent = tokens + more, spent + costs
+            tokens, group_cost = tokens + more, group_cost + costs
         else:
             groups.append(rows[start:stop])
-            tokens, spent = more + int(shared[start]), costs + float(shared_cost[start])
+            tokens, group_cost = more + int(shared[start]), costs + float(shared_cost[start])
     return groups
 
 
 def _summed(order: PrefixOrder, cost: Callable[[int], float]) -> tuple[np.ndarray, np.ndarray]:
-    """What the new tokens of the rows before each place cost together, and what each row shares with the one before."""
+    """Return the total cost of the new tokens of all rows before each place, and of each row's shared prefix.
+
+    The shared prefix of a row is the one that it has in common with the row before.
+    """
     shared = np.array([cost(length) for length in order.shared], dtype=np.float64)
     own = np.array([cost(length) for length in order.lengths], dtype=np.float64)
     return np.concatenate([[0.0], (own - shared).cumsum()]), shared

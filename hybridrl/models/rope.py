@@ -55,10 +55,12 @@ def _length_dependent(text: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str
     """Each such type with its entries. A configuration may have one for each kind of layer."""
     settings = text.to_dict()
     for name in ("rope_parameters", "rope_scaling"):
-        found = settings.get(name)
-        if isinstance(found, Mapping):
-            for one in (found, *(part for part in found.values() if isinstance(part, Mapping))):
-                kind = str(one.get("rope_type", one.get("type", "default")))
-                same = kind == _LONG and list(one.get("short_factor") or ()) == list(one.get("long_factor") or ())
+        entries = settings.get(name)
+        if isinstance(entries, Mapping):
+            for parameters in (entries, *(part for part in entries.values() if isinstance(part, Mapping))):
+                kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+                same = kind == _LONG and list(parameters.get("short_factor") or ()) == list(
+                    parameters.get("long_factor") or ()
+                )
                 if kind in _INSTEAD and not same:
-                    yield kind, one
+                    yield kind, parameters

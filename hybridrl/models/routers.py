@@ -26,17 +26,17 @@ OF_TRANSFORMERS = ("output_router_logits", "router_aux_loss_coef")
 
 
 def why_no_routers(config: PreTrainedConfig) -> str | None:
-    """Why the routers of a model cannot be found; None if they can."""
-    made = model_class_of(config)
-    if made is None:
+    """Return why the routers of a model cannot be found; None if they can."""
+    model_class = model_class_of(config)
+    if model_class is None:
         return "it is not a plain causal language model of transformers"
-    if not isinstance(_recorder(made), OutputRecorder):
-        return f"{made.__name__} of transformers has no layers with experts whose router's logits it records"
+    if not isinstance(_recorder(model_class), OutputRecorder):
+        return f"{model_class.__name__} of transformers has no layers with experts whose router's logits it records"
     return None
 
 
 def why_no_router_loss(config: PreTrainedConfig) -> str | None:
-    """Why a model has no load-balancing loss of its routers; None if it has."""
+    """Return why a model has no load-balancing loss of its routers; None if it has."""
     text = config.get_text_config()
     missing = [name for name in ("router_aux_loss_coef", "num_experts_per_tok") if not hasattr(text, name)]
     if missing:
@@ -45,12 +45,12 @@ def why_no_router_loss(config: PreTrainedConfig) -> str | None:
 
 
 def _why_other_logits(config: PreTrainedConfig) -> str | None:
-    """Why the logits that a model records are not one row per token; None if they are, or if that cannot be tried."""
+    """Return why a model's recorded logits are not one row per token; None if they are, or if that cannot be tried."""
     tokens = 3
-    tried = try_router(config, tokens)
-    if tried is None:
+    router_run = try_router(config, tokens)
+    if router_run is None:
         return None
-    router, output = tried
+    router, output = router_run
     logits = output if isinstance(output, torch.Tensor) else output[_recorder(model_class_of(config)).index]
     if logits.numel() == tokens * logits.shape[-1]:
         return None
@@ -72,9 +72,9 @@ def try_router(config: PreTrainedConfig, tokens: int) -> tuple[nn.Module, Any] |
     with torch.device("meta"), contextlib.suppress(Exception):  # any of this family's own code; the first pass decides
         router = routers_of(model_class_of(config)(copy.deepcopy(config)))[0]
         hidden = torch.empty(tokens, size, dtype=next(router.parameters()).dtype)
-        for given in (hidden, hidden[None]):  # most families put the tokens of all rows in one dimension
+        for inputs in (hidden, hidden[None]):  # most families put the tokens of all rows in one dimension
             with contextlib.suppress(ValueError):
-                return router, router(given)
+                return router, router(inputs)
     return None
 
 
@@ -105,14 +105,14 @@ class RouterLogits:
     def __init__(self, module: nn.Module) -> None:
         self._collected: list[torch.Tensor] | None = None
         recorder = _recorder(module)
-        found = routers_of(module)
+        routers = routers_of(module)
         self._index = recorder.index
-        for router in found:
+        for router in routers:
             router.register_forward_hook(self._collect)
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[list[torch.Tensor]]:
-        """Within the context, each router adds its logits `[T, E]`, with their gradient.
+        """Collect the logits `[T, E]` of each router within the context, with their gradient.
 
         Layers that are computed again in a backward pass outside of the context add nothing.
         """
@@ -155,8 +155,8 @@ def load_balancing(
     counts, mass = [], []
     for layer in logits:
         probabilities = torch.softmax(layer, dim=-1, dtype=torch.float32)
-        chosen = probabilities.detach().topk(top_k, dim=-1).indices.flatten()
-        counts.append(weight.new_zeros(layer.shape[-1]).scatter_add_(0, chosen, weight.repeat_interleave(top_k)))
+        expert_ids = probabilities.detach().topk(top_k, dim=-1).indices.flatten()
+        counts.append(weight.new_zeros(layer.shape[-1]).scatter_add_(0, expert_ids, weight.repeat_interleave(top_k)))
         mass.append(weight @ probabilities)
     totals = torch.cat([torch.stack(counts), torch.stack(mass), weight.sum().expand(len(logits), 1)], 1)
     if summed is not None:
@@ -174,10 +174,10 @@ def routers_of(module: nn.Module) -> list[nn.Module]:
     Raises:
         ModelError: it has none.
     """
-    found = router_layers(module)
-    if not found:
+    routers = router_layers(module)
+    if not routers:
         raise ModelError(f"{type(module).__name__} has no routers of experts whose logits transformers records")
-    return found
+    return routers
 
 
 def router_layers(module: nn.Module) -> list[nn.Module]:
@@ -197,30 +197,30 @@ def layers_with_routers(config: PreTrainedConfig) -> list[int]:
     with torch.device("meta"):
         module = model_class_of(config)(copy.deepcopy(config))
     routers = {id(router) for router in routers_of(module)}
-    found = [_LAYER.search(f".{name}.") for name, part in module.named_modules() if id(part) in routers]
-    if not all(found):
+    matches = [_LAYER.search(f".{name}.") for name, part in module.named_modules() if id(part) in routers]
+    if not all(matches):
         raise ModelError(f"the routers of {type(module).__name__} are not in layers with numbers")
-    return [int(each[1]) for each in found if each]
+    return [int(match[1]) for match in matches if match]
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token uses.
+    """Return the number of experts of a layer, and the number of them that a token uses.
 
     Raises:
         ModelError: the configuration does not say it under a known name.
     """
     text: Any = config.get_text_config()
-    known = ("n_routed_experts", "num_local_experts", "num_experts")
-    names = [name for name in known if getattr(text, name, None)]
+    keys = ("n_routed_experts", "num_local_experts", "num_experts")
+    names = [name for name in keys if getattr(text, name, None)]
     if not names:
         raise ModelError(
-            f"the configuration of {text.model_type} has none of {', '.join(known)}: how many experts are there?"
+            f"the configuration of {text.model_type} has none of {', '.join(keys)}: how many experts are there?"
         )
     return int(getattr(text, names[0])), int(text.num_experts_per_tok)
 
 
 def _recorder(model: Any) -> Any:
-    """How transformers finds the logits of a model's routers; None if it does not."""
+    """Return transformers' recorder of the logits of a model's routers; None if it has none."""
     return (getattr(model, "_can_record_outputs", None) or {}).get(LOGITS)
 
 

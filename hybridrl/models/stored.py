@@ -24,7 +24,15 @@ from transformers.core_model_loading import (
 )
 
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import auto_class, call_from_pretrained, layer_of, without_progress_bar
+from hybridrl.models.loading import (
+    auto_class,
+    call_from_pretrained,
+    check_missing,
+    layer_of,
+    load_reports_in,
+    without_progress_bar,
+)
+from hybridrl.models.surplus import check_surplus, is_replaceable
 
 #: name, dtype and shape of tensors
 Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -32,7 +40,7 @@ Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 @dataclass(slots=True)
 class _Files:
-    """What `from_pretrained` found: a model, the stored tensors by their names in the files, and how to load them."""
+    """The results of `from_pretrained`: a model, the stored tensors by their names in files, and the load config."""
 
     model: Any
     stored: dict[str, Any]
@@ -59,7 +67,7 @@ class StoredWeights:
         return StoredWeights(module, self._source, self._files, prefix)
 
     def specs(self) -> Specs:
-        """What `tensors` yields, without reading it."""
+        """Return the names, dtypes and shapes of `tensors`, without reading them."""
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(self.module)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,20 +137,56 @@ def open_pretrained(
     model_class: Any, path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> StoredWeights:
     """Call `model_class.from_pretrained`, which downloads and checks everything; the weights stay in their files."""
-    found: list[_Files] = []
-    with _keeping_values_back(found):
+    files: list[_Files] = []
+    with _keeping_values_back(files):
         model = call_from_pretrained(model_class, path, config, dtype, trust_remote_code)
-    weights = StoredWeights(model, path, found[0] if found else None)
-    if found:
+    weights = StoredWeights(model, path, files[0] if files else None)
+    if files:
         weights.tie_equal()
     return weights
 
 
-@contextlib.contextmanager
-def _keeping_values_back(found: list[_Files]) -> Iterator[None]:
-    """Within the context, `from_pretrained` loads names, shapes and dtypes alone.
+class _NeedsValuesError(BaseException):
+    """Weights are not converted without their values. It is no `Exception`, which callers turn into others."""
 
-    Some conversions do not work without values. Their models are loaded as usual, and `found` stays empty.
+
+def check_names(path: str | Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+    """Refuse safetensors files of a folder whose tensors are not those of the model, by their headers alone.
+
+    Heads are left out, because models of other kinds (value and reward models) have others. What cannot be told
+    without values (4 bits, some conversions, architectures that are no language models) is left to who loads the model.
+
+    Raises:
+        ModelError: tensors are missing, left over, or of another shape.
+    """
+    folder = Path(path).expanduser()
+    if not any(folder.glob("*.safetensors")) or getattr(config, "quantization_config", None) is not None:
+        return
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True, "local_files_only": True}
+    options |= {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        with without_progress_bar(), load_reports_in([]), _keeping_values_back([], needs_values=_NeedsValuesError):
+            model, report = auto_class(config).from_pretrained(
+                folder, config=config, dtype=torch.float32, output_loading_info=True, **options
+            )
+    except (Exception, _NeedsValuesError):  # who loads the model tells; transformers may raise anything
+        return
+    if wrong := sorted(entry for entry in report["mismatched_keys"] if not is_replaceable(entry[0])):
+        name, stored, expected = wrong[0]
+        raise ModelError(
+            f"the weights of {folder} do not fit its config.json: {len(wrong)} tensors have other shapes, the first "
+            f"{name}: {list(stored)} in the files, {list(expected)} by the configuration"
+        )
+    check_missing(model, [name for name in report["missing_keys"] if not is_replaceable(name)], folder)
+    check_surplus(model, report["unexpected_keys"], folder)
+
+
+@contextlib.contextmanager
+def _keeping_values_back(files: list[_Files], needs_values: type[BaseException] | None = None) -> Iterator[None]:
+    """Make `from_pretrained` load only names, shapes and dtypes within the context.
+
+    Some conversions do not work without values. Their models are loaded as usual, and `files` stays empty; or
+    `needs_values` is raised.
     """
 
     def load(model: Any, state_dict: Any, load_config: Any, disk_offload_index: Any = None) -> Any:
@@ -150,9 +194,11 @@ def _keeping_values_back(found: list[_Files]) -> Iterator[None]:
         report, index = convert_and_load_state_dict_in_model(
             model=model, state_dict=described, load_config=replace(load_config, device_map={"": "meta"})
         )
+        if report.conversion_errors and needs_values is not None:
+            raise needs_values
         if report.conversion_errors:
             return convert_and_load_state_dict_in_model(model=model, state_dict=state_dict, load_config=load_config)
-        found.append(_Files(model, dict(state_dict), load_config))
+        files.append(_Files(model, dict(state_dict), load_config))
         return report, index
 
     before = modeling_utils.convert_and_load_state_dict_in_model
@@ -171,7 +217,7 @@ def _described(value: Any) -> torch.Tensor:
 
 
 def _layers(files: _Files) -> dict[str, dict[str, Any]]:
-    """The stored tensors by the layer of the model that they belong to; what is outside of layers is by itself."""
+    """Group the stored tensors by the layer of the model; a tensor outside of layers is a group of its own."""
     mapping = files.how.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

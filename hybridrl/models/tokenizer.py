@@ -7,11 +7,14 @@ before a run starts.
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ModelError
+from hybridrl.utils.end_tokens import END_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +129,20 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: 
             "embeddings (vocab_size): they do not belong together; set actor_rollout_ref.model.tokenizer_path to the "
             "model's own"
         )
+
+
+def mark_ends(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+    """Make special tokens of added tokens that end a turn. Texts have the same ids as before.
+
+    Args:
+        tokenizer: of the model.
+        ends: ids of its EOS tokens; the usual end tokens count, too.
+    """
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if not token.special and (number in ends or token.content in END_TOKENS):
+            marked = copy.copy(token)
+            marked.special = True
+            tokenizer.add_tokens([marked], special_tokens=True)
 
 
 def looks_local(path: str | Path) -> bool:

@@ -43,7 +43,7 @@ _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
 
 
 def why_not_shared(config: PreTrainedConfig) -> str | None:
-    """Why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
+    """Return why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
 
     A token's state must depend on the tokens before it alone, and attention must be the only path between tokens.
     """
@@ -51,7 +51,7 @@ def why_not_shared(config: PreTrainedConfig) -> str | None:
 
 
 class Paths:
-    """What attention needs to know of a prefix tree. Layers get it as an argument, also when they are recomputed."""
+    """The paths of a prefix tree, for attention. Layers get them as an argument, also when they are recomputed."""
 
     def __init__(self, runs: Sequence[Run], pieces: Sequence[int]) -> None:
         self.runs = list(runs)
@@ -72,23 +72,23 @@ class Paths:
         return Paths([*self.runs, Run(end, end + tokens, 0, (len(self.pieces),))], [*self.pieces, tokens])
 
     def mask(self, queries: int, before: int, window: int, like: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the scores of a block, `[queries, before + queries]`; None if all keys before count."""
+        """Return the mask added to a block's scores, `[queries, before + queries]`; None if all keys before count."""
         if before == 0 and not 0 < window < queries:
             return None
         name = (window, like.dtype, like.device)
         if name not in self._masks:
             self._masks[name] = self._whole_mask(window, like)
         whole = self._masks[name]
-        left = whole.shape[1] - _BLOCK - before
-        return whole[:queries, left : left + before + queries]
+        offset = whole.shape[1] - _BLOCK - before
+        return whole[:queries, offset : offset + before + queries]
 
     def _whole_mask(self, window: int, like: torch.Tensor) -> torch.Tensor:
         """The mask of a full block of the longest path. Those of all others are parts of it."""
         before = max(run.before + run.stop - run.start for run in self.runs)
-        seen = torch.ones(_BLOCK, before + _BLOCK, dtype=torch.bool, device=like.device).tril(before)
+        visible = torch.ones(_BLOCK, before + _BLOCK, dtype=torch.bool, device=like.device).tril(before)
         if window:
-            seen = seen.triu(before - window + 1)
-        return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+            visible = visible.triu(before - window + 1)
+        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
 
     def joined(self) -> list[list[Run]]:
         """Consecutive runs, of which each list is computed as one, because the runs are short and share their keys."""
@@ -119,16 +119,16 @@ class Paths:
             for run in runs:
                 path = np.concatenate([np.arange(*columns[piece]) for piece in run.pieces])
                 queries = run.stop - run.start
-                seen = np.tri(queries, len(path), run.before, dtype=bool)
+                visible = np.tri(queries, len(path), run.before, dtype=bool)
                 if window:
-                    seen ^= np.tri(queries, len(path), run.before - window, dtype=bool)
-                hidden[run.start - runs[0].start : run.stop - runs[0].start, path] = ~seen
+                    visible ^= np.tri(queries, len(path), run.before - window, dtype=bool)
+                hidden[run.start - runs[0].start : run.stop - runs[0].start, path] = ~visible
             scores = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
             self._masks[name] = scores.to(like.device)
         return pieces, self._masks[name]
 
     def boundaries(self, target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the queries and the gathered keys of each run begin and end, int32."""
+        """Return the boundaries of each run's queries and of its gathered keys, int32 [runs + 1] each."""
         if self._boundaries is None:
             queries = [0, *(run.stop for run in self.runs)]
             keys = [0, *itertools.accumulate(run.before + run.stop - run.start for run in self.runs)]
@@ -141,7 +141,7 @@ class Paths:
 
 @contextlib.contextmanager
 def flat_row(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the context no attention mask is made: the attention gets the paths instead.
+    """Make no attention mask within the context: the attention gets the paths instead.
 
     Args:
         config: of the model that is called in the context.
@@ -149,23 +149,23 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
     Raises:
         ModelError: not every layer used the paths; not within `attention.trial`.
     """
-    token, counted = _sharing.set(True), _followed.set([])
+    token, followed_token = _sharing.set(True), _followed.set([])
     try:
         yield
-        layers, found = config.get_text_config().num_hidden_layers, len(_followed.get())
+        layers, followed = config.get_text_config().num_hidden_layers, len(_followed.get())
     finally:
-        _followed.reset(counted)
+        _followed.reset(followed_token)
         _sharing.reset(token)
-    if found < layers:
+    if followed < layers:
         what = f"layers of this {config.model_type} model compute attention along the paths of a prefix tree"
-        attention.refuse(f"{found} of the {layers} {what}", _APART)
+        attention.refuse(f"{followed} of the {layers} {what}", _APART)
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:
     if _sharing.get():
         return attention.mask_of_window(**arguments)
-    found: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[attention.VARLEN](**arguments)
-    return found
+    mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[attention.VARLEN](**arguments)
+    return mask
 
 
 def _attention(
@@ -260,7 +260,7 @@ def _by_kernel(
     longest = max(run.stop - run.start for run in paths.runs)
     longest_keys = max(run.before + run.stop - run.start for run in paths.runs)
     key, value = (torch.cat([piece for path in _gathered(t, paths) for piece in path]) for t in (key, value))
-    rows = varlen.Rows(of_queries, longest, window, of_keys, longest_keys)
+    rows = varlen.PackedRows(of_queries, longest, window, of_keys, longest_keys)
     return attend(query, key, value, rows, scale)
 
 
@@ -280,7 +280,10 @@ def _by_blocks(
         else:
             needed, joined = paths.joined_mask(number, window, query)
             blocks, masks = [(slice(0, len(q)), joined.shape[1] - len(q))], [joined]
-        k, v = (torch.cat([one[piece] for piece in needed]) if len(needed) > 1 else one[needed[0]] for one in pieces)
+        k, v = (
+            torch.cat([chunks[piece] for piece in needed]) if len(needed) > 1 else chunks[needed[0]]
+            for chunks in pieces
+        )
         for (part, before), mask in zip(blocks, masks, strict=True):
             end = before + part.stop - part.start
             a, b, c = (t.transpose(0, 1)[None] for t in (q[part], k[:end], v[:end]))
@@ -308,8 +311,8 @@ def kernel_sees_paths() -> bool:
     q, k, v = (torch.randn(5, 1, 8, generator=generator) for _ in range(3))
     expected = _by_blocks(q, k, v, paths, 1.0, 0)
     q, k, v = (tensor.to(device.current_device(), torch.bfloat16) for tensor in (q, k, v))
-    found = _by_kernel(q, k, v, paths, 1.0, 0, varlen.by_pytorch).float().cpu()
-    return bool(torch.allclose(found, expected, atol=0.1))
+    actual = _by_kernel(q, k, v, paths, 1.0, 0, varlen.by_pytorch).float().cpu()
+    return bool(torch.allclose(actual, expected, atol=0.1))
 
 
 AttentionInterface.register(TREE, _attention)

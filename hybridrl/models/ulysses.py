@@ -40,7 +40,7 @@ def check_model(config: PreTrainedConfig, size: int) -> None:
         )
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if not _fits(heads, kv_heads, size):
-        fitting = ", ".join(str(one) for one in range(1, heads + 1) if _fits(heads, kv_heads, one))
+        fitting = ", ".join(str(candidate) for candidate in range(1, heads + 1) if _fits(heads, kv_heads, candidate))
         raise ModelError(
             f"{KEY}={size} does not fit the model's {heads} attention heads and {kv_heads} heads of keys and values: "
             "it has to divide the former, and to divide the latter or be a multiple of them; sizes that fit: "
@@ -59,7 +59,7 @@ def _fits(heads: int, kv_heads: int, size: int) -> bool:
 
 @dataclass
 class _Exchanges:
-    """How many exchanges this process has done."""
+    """The number of exchanges that this process has done."""
 
     count: int = 0
 
@@ -76,10 +76,10 @@ def in_every_layer(config: PreTrainedConfig) -> Iterator[None]:
     """
     before = _exchanges.count
     yield
-    layers, found = config.get_text_config().num_hidden_layers, (_exchanges.count - before) // 2
-    if found < layers:
+    layers, exchanged = config.get_text_config().num_hidden_layers, (_exchanges.count - before) // 2
+    if exchanged < layers:
         raise ModelError(
-            f"{KEY}: ranks can share the attention of {found} of the {layers} layers of this {config.model_type} "
+            f"{KEY}: ranks can share the attention of {exchanged} of the {layers} layers of this {config.model_type} "
             "model; in the others each would see a part of the tokens; set it to 1"
         )
 

@@ -86,7 +86,7 @@ class ValueModel(nn.Module):
 
     @property
     def _can_record_outputs(self) -> Any:
-        """Where transformers finds the routers of the backbone."""
+        """The attribute in which transformers finds the routers of the backbone."""
         return getattr(self.backbone, "_can_record_outputs", None)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -169,18 +169,18 @@ def _with_head(model: ValueModel, path: str | Path) -> ValueModel:
 
 def _with_step_head(model: ValueModel, path: str | Path) -> ValueModel:
     """Give the model the head of a classifier of steps; of two labels, the difference of their logits."""
-    found = {name: tensor.float() for name, tensor in _head_tensors(path).items()}
-    deep = f"{HEAD_NAME}.0.weight" in found
+    head_tensors = {name: tensor.float() for name, tensor in _head_tensors(path).items()}
+    deep = f"{HEAD_NAME}.0.weight" in head_tensors
     last = f"{HEAD_NAME}.2." if deep else f"{HEAD_NAME}."
-    for name in [name for name in found if name.startswith(last) and found[name].shape[0] == 2]:
-        found[name] = found[name][1:] - found[name][:1]
+    for name in [name for name in head_tensors if name.startswith(last) and head_tensors[name].shape[0] == 2]:
+        head_tensors[name] = head_tensors[name][1:] - head_tensors[name][:1]
     if deep:
-        inner, width = found[f"{HEAD_NAME}.0.weight"].shape
+        inner, width = head_tensors[f"{HEAD_NAME}.0.weight"].shape
         model.score = DeepHead(width, inner, next(model.score.parameters()).device)
     with torch.no_grad():
         for name, _ in list(model.score.named_parameters()):
             layer, _, kind = name.rpartition(".")
-            value = found.get(f"{HEAD_NAME}.{name}")
+            value = head_tensors.get(f"{HEAD_NAME}.{name}")
             if value is None:  # a bias that the classifier does not have
                 value = torch.zeros(model.score.get_parameter(name).shape)
             setattr(model.score.get_submodule(layer), kind, nn.Parameter(value))
@@ -191,7 +191,7 @@ def value_config(config: PreTrainedConfig, bias: bool = True) -> PreTrainedConfi
     """Return the configuration to save with a model's weights: that of a classifier with one label.
 
     Args:
-        bias: whether the head has one: a classifier of tokens has, one of sequences has not.
+        bias: whether the head has a bias: a token classifier has one, a sequence classifier has none.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1
@@ -222,30 +222,32 @@ def head_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors `score.*` in the safetensors files of a model; empty if there are none."""
     from safetensors import safe_open
 
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in _head_files(path):
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():
                 if name.startswith(f"{HEAD_NAME}."):
-                    found[name] = tuple(tensors.get_slice(name).get_shape())
-    return found
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    return shapes
 
 
 def _read_head(path: str | Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a head of one number, by `weight` and `bias`; empty if there are none."""
-    found = {name.removeprefix(f"{HEAD_NAME}."): tensor for name, tensor in _head_tensors(path).items()}
-    return {name: tensor for name, tensor in found.items() if name in ("weight", "bias") and tensor.shape[0] == 1}
+    tensors = {name.removeprefix(f"{HEAD_NAME}."): tensor for name, tensor in _head_tensors(path).items()}
+    return {name: tensor for name, tensor in tensors.items() if name in ("weight", "bias") and tensor.shape[0] == 1}
 
 
 def _head_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     """Read the tensors `score.*` in the safetensors files of a model."""
     from safetensors import safe_open
 
-    found: dict[str, torch.Tensor] = {}
+    head_tensors: dict[str, torch.Tensor] = {}
     for file in _head_files(path):
         with safe_open(str(file), framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(f"{HEAD_NAME}.")}
-    return found
+            head_tensors |= {
+                name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(f"{HEAD_NAME}.")
+            }
+    return head_tensors
 
 
 def _head_files(path: str | Path) -> list[Path]:
@@ -259,14 +261,14 @@ def _head_files(path: str | Path) -> list[Path]:
         return [] if whole is None else [whole]
     files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     named = sorted({file for name, file in files.items() if name.startswith(f"{HEAD_NAME}.")})
-    return [found for name in named if (found := _of_hub(path, name)) is not None]
+    return [cached for name in named if (cached := _of_hub(path, name)) is not None]
 
 
 def _of_hub(path: str | Path, name: str) -> Path | None:
     """A file of a model on the hub, in the cache; None if the model has none of this name."""
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = cached_file(str(path), name, **options)
-    return None if found is None else Path(found)
+    cached = cached_file(str(path), name, **options)
+    return None if cached is None else Path(cached)
 
 
 def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path) -> None:

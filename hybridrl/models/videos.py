@@ -54,12 +54,12 @@ _SHARED: dict[str, Any] = {"num_frames": None, "min_frames": 4, "max_frames": 76
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
-class Source(Protocol):
-    """Where frames come from.
+class FrameSource(Protocol):
+    """A source of frames.
 
     Attributes:
-        count: frames that there are.
-        fps: of them, per second.
+        count: number of frames.
+        fps: frames per second.
         size: (width, height) in pixels.
     """
 
@@ -80,7 +80,7 @@ class Video:
         size: (width, height) that they are resized to.
     """
 
-    source: Source
+    source: FrameSource
     indices: tuple[int, ...]
     size: tuple[int, int]
     _frames: list[Image] = field(default_factory=list)
@@ -128,7 +128,7 @@ class VideoProcessor:
                 f"{', '.join(SETTINGS)}"
             )
         self._family: str = config.model_type
-        layers = (_DEFAULTS[self._family], _SHARED, _known(_read(path)), _sampling(options))
+        layers = (_DEFAULTS[self._family], _SHARED, _acting_settings(_read(path)), _sampling(options))
         sizes = {name: value for layer in layers for name, value in layer.get("size", {}).items()}
         settings = {name: value for layer in layers for name, value in layer.items()} | {"size": sizes}
         self._settings = settings
@@ -139,8 +139,8 @@ class VideoProcessor:
         looks = {name: settings[name] for name in ("image_mean", "image_std") if name in settings}
         self._images = type(images).from_dict({**images.to_dict(), **looks, "do_resize": False})
 
-    def clips(self, source: Source) -> list[tuple[str, Clip | None]]:
-        """What a prompt has in place of a video: texts, each followed by a clip or, the last one, by nothing.
+    def clips(self, source: FrameSource) -> list[tuple[str, Clip | None]]:
+        """Return the parts that replace a video in a prompt: texts, each followed by a clip, or the last one by None.
 
         The chat template writes a start and an end around each clip. Those around the whole video are part of the
         texts for Qwen3-VL, as transformers' processor writes them.
@@ -156,19 +156,19 @@ class VideoProcessor:
         grid = (len(indices) // self._together, height // self._patch, width // self._patch)
         if self._family != "qwen3_vl":
             return [("", Clip(video, 0, len(indices), grid, self._together / rate))]
-        found: list[tuple[str, Clip | None]] = []
+        parts: list[tuple[str, Clip | None]] = []
         for first in range(0, len(indices), self._together):
             last = indices[first + self._together - 1]
             time = (indices[first] / source.fps + last / source.fps) / 2
             clip = Clip(video, first, self._together, (1, *grid[1:]), 0.0)
-            found.append((f"{'' if first else '<|vision_start|>'}<{time:.1f} seconds>", clip))
-        return [*found, ("<|vision_end|>", None)]
+            parts.append((f"{'' if first else '<|vision_start|>'}<{time:.1f} seconds>", clip))
+        return [*parts, ("<|vision_end|>", None)]
 
     def sampled(self, total: int, fps: float) -> list[int]:
-        """The numbers of the frames that are read, of `total` frames at `fps` per second.
+        """Return the indices of the frames to read, of `total` frames at `fps` per second.
 
         Raises:
-            ValueError: there are fewer than are wanted.
+            ValueError: there are fewer frames than the settings ask for.
         """
         settings, together = self._settings, self._together
         count, least, most = settings["num_frames"], settings["min_frames"], settings["max_frames"]
@@ -179,21 +179,21 @@ class VideoProcessor:
         if self._family == "qwen3_vl":
             if count is None:
                 count = min(max(int(total / fps * settings["fps"]), least), most, total)
-            chosen = np.linspace(0, total - 1, count).round().astype(int)
+            indices = np.linspace(0, total - 1, count).round().astype(int)
         else:
             if count is None:
-                wanted = min(max(total / fps * settings["fps"], least), most // together * together, total)
-                count = math.floor(wanted / together) * together
+                target = min(max(total / fps * settings["fps"], least), most // together * together, total)
+                count = math.floor(target / together) * together
             else:
                 count = round(count / together) * together
-            chosen = torch.arange(0, total, total / max(count, 1)).int().numpy()
+            indices = torch.arange(0, total, total / max(count, 1)).int().numpy()
         if not 0 < count <= total:
             raise ValueError(f"{count} frames are wanted of its {total}; change fps or num_frames")
-        return [int(one) for one in chosen]
+        return [int(index) for index in indices]
 
     def patches(self, clip: Clip) -> torch.Tensor:
         """[N, D], float32."""
-        frames = [self._resized(one, clip.video.size) for one in clip.video.frames(clip.first, clip.count)]
+        frames = [self._resized(frame, clip.video.size) for frame in clip.video.frames(clip.first, clip.count)]
         still = torch.as_tensor(self._images(images=frames, return_tensors="pt")["pixel_values"]).float()
         # each frame's patches have it `temporal_patch_size` times; a clip's have it at its own place alone
         times, height, width = clip.grid
@@ -235,30 +235,30 @@ class VideoProcessor:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    """The settings of the video processor in the model's files; those of its image processor where it has no own."""
+    """Read the settings of the model's video processor, or of its image processor if it has none."""
     from transformers.video_processing_utils import BaseVideoProcessor
 
     try:
-        found, _ = BaseVideoProcessor.get_video_processor_dict(path)
+        settings, _ = BaseVideoProcessor.get_video_processor_dict(path)
     except OSError:
         return {}
-    return dict(found)
+    return dict(settings)
 
 
-def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that act, with limits of pixels as a part of the size."""
-    found = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
-    limits = {name: found.pop(short) for short, name in _LIMITS.items() if short in found}
-    if limits or "size" in found:
-        found["size"] = {**found.get("size", {}), **limits}
-    return found
+def _acting_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that act, with the limits of pixels as a part of `size`."""
+    acting = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    limits = {name: acting.pop(short) for short, name in _LIMITS.items() if short in acting}
+    if limits or "size" in acting:
+        acting["size"] = {**acting.get("size", {}), **limits}
+    return acting
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's settings; whoever says how many frames are read wants them to be chosen."""
-    found = _known(options)
-    if "fps" in found and "num_frames" in found:
+    """Return the user's settings; `fps` or `num_frames` imply `do_sample_frames`."""
+    acting = _acting_settings(options)
+    if "fps" in acting and "num_frames" in acting:
         raise ModelError("data.mm_processor_kwargs: fps and num_frames say the same thing; set one of them")
-    if "fps" in found or "num_frames" in found:
-        found = {"do_sample_frames": True, **found}
-    return found
+    if "fps" in acting or "num_frames" in acting:
+        acting = {"do_sample_frames": True, **acting}
+    return acting

@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
 from hybridrl.models.videos import OWN_SETTINGS, Clip, VideoProcessor
-from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,10 +82,10 @@ class ImageProcessor:
     def __init__(self, path: str | Path, config: PreTrainedConfig, options: Mapping[str, Any] | None = None) -> None:
         self.config = config
         self.media_tokens = media_tokens(config)
-        given = dict(options or {})
-        of_videos = {name: given.pop(name) for name in OWN_SETTINGS if name in given}
-        of_videos |= given.pop("videos_kwargs", None) or {}
-        self._processor = _load(path, given)
+        image_options = dict(options or {})
+        of_videos = {name: image_options.pop(name) for name in OWN_SETTINGS if name in image_options}
+        of_videos |= image_options.pop("videos_kwargs", None) or {}
+        self._processor = _load(path, image_options)
         self.videos = VideoProcessor(path, config, self._processor, of_videos)
         vision = config.vision_config
         for own, expected in (
@@ -94,15 +93,15 @@ class ImageProcessor:
             ("merge_size", vision.spatial_merge_size),
             ("temporal_patch_size", vision.temporal_patch_size),
         ):
-            if (found := getattr(self._processor, own, expected)) != expected:
+            if (actual := getattr(self._processor, own, expected)) != expected:
                 raise ModelError(
-                    f"the image processor of {path} has {own}={found}, and the model's vision_config {expected}: "
+                    f"the image processor of {path} has {own}={actual}, and the model's vision_config {expected}: "
                     "preprocessor_config.json and config.json belong to different models"
                 )
         self._positions = RotaryPositions(config)
 
     def placeholders(self, image: Image | Clip) -> int:
-        """How many tokens an image or a clip becomes, by its size alone.
+        """Return the number of tokens of an image or a clip, by its size alone.
 
         Raises:
             ValueError: the image processor refuses this size.
@@ -123,9 +122,9 @@ class ImageProcessor:
                 grids.append(torch.tensor([image.grid]))
                 seconds.append(image.seconds)
             else:
-                found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
-                patches.append(found["pixel_values"].float())
-                grids.append(found["image_grid_thw"])
+                processed = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+                patches.append(processed["pixel_values"].float())
+                grids.append(processed["image_grid_thw"])
                 seconds.append(0.0)
         tensors = {PIXELS: torch.cat(patches).contiguous(), GRID: torch.cat(grids)}
         return {**tensors, SECONDS: torch.tensor(seconds, dtype=torch.float32)} if any(seconds) else tensors
@@ -136,14 +135,14 @@ class ImageProcessor:
         Raises:
             ValueError: there is another number of placeholders than of images.
         """
-        found = sum(token in self.media_tokens for token in ids)
-        if found != len(counts):
+        placeholder_count = sum(token in self.media_tokens for token in ids)
+        if placeholder_count != len(counts):
             raise ValueError(
-                f"the chat template writes {found} image placeholders (tokens {self.media_tokens}) for "
+                f"the chat template writes {placeholder_count} image placeholders (tokens {self.media_tokens}) for "
                 f"{len(counts)} images"
             )
-        left = iter(counts)
-        return [next(left) if token in self.media_tokens else 1 for token in ids]
+        remaining = iter(counts)
+        return [next(remaining) if token in self.media_tokens else 1 for token in ids]
 
     def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Return token ids with each placeholder repeated as often as its image has tokens.
@@ -152,7 +151,7 @@ class ImageProcessor:
             ValueError: there is another number of placeholders than of images.
         """
         times = self.repeats(ids, counts)
-        return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
+        return [repeated for token, count in zip(ids, times, strict=True) for repeated in [token] * count]
 
     def positions(
         self, ids: Sequence[int], images: Mapping[str, torch.Tensor] | None, places: torch.Tensor | None = None
@@ -202,7 +201,7 @@ class RotaryPositions:
 
 
 def offset_after(rotary: torch.Tensor) -> int:
-    """What is added to the numbers of tokens after a sequence for their positions, which count up from its last token.
+    """Return the offset between a later token's index and its position, which counts up from the last token's.
 
     The times of a clip may lie beyond the positions of the text after it, so this is not the largest position.
 
@@ -213,15 +212,20 @@ def offset_after(rotary: torch.Tensor) -> int:
 
 
 def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -> ImageProcessor | None:
-    """Return the image processor of a `model` group; None for a model without vision."""
+    """Return the image processor of a `model` group; None for a model without vision.
+
+    Raises:
+        ModelError: `options` (`data.mm_processor_kwargs`) has what the processor does not take, or the model has none.
+    """
     from hybridrl.models.info import config_of
 
     config = config_of(model)
     if is_vision_model(config):
         return ImageProcessor(model.path, config, options)
     if options:
-        notify(
-            f"data.mm_processor_kwargs has no effect: {model.path} ({config.model_type}) reads text alone", "warning"
+        raise ModelError(
+            f"data.mm_processor_kwargs={dict(options)} has no effect, because {model.path} ({config.model_type}) reads "
+            "text alone. Remove it"
         )
     return None
 
@@ -231,7 +235,7 @@ def digest(images: Mapping[str, torch.Tensor]) -> str:
     if not images:
         return ""
     hashed = hashlib.blake2b(digest_size=16)
-    for name in (one for one in (GRID, SECONDS, PIXELS) if one in images):
+    for name in (key for key in (GRID, SECONDS, PIXELS) if key in images):
         values = images[name].detach().cpu().contiguous()
         hashed.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
         hashed.update(values.numpy().data)
@@ -270,7 +274,7 @@ def place_images_by_position(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def placed_at(places: torch.Tensor | None) -> Iterator[None]:
-    """Within the context, images are put at the true elements of `places` `[b, W]`; None: at every placeholder."""
+    """Put images at the true elements of `places` `[b, W]` within the context; None: at every placeholder."""
     token = _places.set(places)
     try:
         yield
@@ -283,14 +287,14 @@ def copy_processor(path: str | Path, folder: Path) -> None:
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
-        found = cached_file(
+        cached = cached_file(
             str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path),
             name,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        if found is not None:
-            (folder / name).write_bytes(Path(found).read_bytes())
+        if cached is not None:
+            (folder / name).write_bytes(Path(cached).read_bytes())
 
 
 def _load(path: str | Path, options: dict[str, Any]) -> Any:
@@ -306,11 +310,11 @@ def _load(path: str | Path, options: dict[str, Any]) -> Any:
         ) from error
     if not options:
         return processor
-    known = {*processor.valid_kwargs.__annotations__, "size"}
-    if unknown := sorted(options.keys() - known):
+    option_names = {*processor.valid_kwargs.__annotations__, "size"}
+    if unknown := sorted(options.keys() - option_names):
         raise ModelError(
             f"data.mm_processor_kwargs: {type(processor).__name__} has no {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(option_names))}"
         )
     if "size" in options and (limits := sorted(options.keys() & _LIMITS.keys())):
         raise ModelError(

@@ -1,6 +1,6 @@
-"""How much a transformer computes for sequences of given lengths, by its configuration.
+"""The work of a transformer for sequences of given lengths, by its configuration.
 
-Counted are the matrix products. Micro-batches are balanced by `Work`, with attention as a causal kernel computes it.
+Only matrix products are counted. Micro-batches are balanced by `Work`, with attention as a causal kernel computes it.
 The FLOPs of a pass are those that `torch.utils.flop_counter` counts: 2 for a multiplication and an addition, attention
 over the whole square of a sequence's length, although a causal kernel may leave half of it out, and never across the
 sequences of a packed row. Work that a setting adds, such as recomputed activations, is not counted, so the utilization
@@ -185,12 +185,12 @@ def _mlp(text: Any, layer: int) -> int:
     """Multiplications per token in the MLP of a layer, or in its router and the experts that a token passes."""
     hidden, dense = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     dense = dense[layer] if isinstance(dense, Sequence) else dense
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if not chosen or _is_dense(text, layer):
+    experts_per_token = getattr(text, "num_experts_per_tok", None)
+    if not experts_per_token or _is_dense(text, layer):
         return int(3 * hidden * dense)
     experts = next((count for name in _NUMBERS_OF_EXPERTS if (count := getattr(text, name, None))), 0)
     width = getattr(text, "moe_intermediate_size", None) or dense
-    total = hidden * experts + 3 * hidden * width * (chosen + (getattr(text, "n_shared_experts", None) or 0))
+    total = hidden * experts + 3 * hidden * width * (experts_per_token + (getattr(text, "n_shared_experts", None) or 0))
     if shared := getattr(text, "shared_expert_intermediate_size", None):
         total += 3 * hidden * shared + hidden  # and its gate
     return int(total)

@@ -14,7 +14,7 @@ from hybridrl.config.roles import POLICY, ROLES, MicroBatches, Pass, RoleSpec, S
 from hybridrl.config.schema.node import declared
 from hybridrl.observe.timeline import rank_seconds
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.utils.spans import CONTROLLER, Span
+from hybridrl.utils.spans import CONTROLLER, TimedSpan
 
 _STEPS = 20  # of the run's end; what happened before may be another setting
 _SLOWER = 1.3  # a rank that takes this many times the median of its group limits it
@@ -28,7 +28,7 @@ _PROFILED_STEP = 3  # of the next run: the first ones compile, allocate and warm
 
 @dataclass(frozen=True)
 class Advice:
-    """What limits a run.
+    """The phase that limits a run's speed, the reason, and a setting to try.
 
     Attributes:
         phase: the phase that takes most of the time.
@@ -57,12 +57,12 @@ class _Facts:
     config: Mapping[str, Any]
 
     def setting(self, key: str, default: Any = None) -> Any:
-        found: Any = self.config
+        node: Any = self.config
         for name in key.split("."):
-            if not isinstance(found, Mapping) or found.get(name) is None:
+            if not isinstance(node, Mapping) or node.get(name) is None:
                 return _default_in_role(key, default)
-            found = found[name]
-        return found
+            node = node[name]
+        return node
 
 
 def _default_in_role(key: str, default: Any) -> Any:
@@ -76,7 +76,7 @@ def _default_in_role(key: str, default: Any) -> Any:
 
 
 def advise(
-    metrics: Sequence[Mapping[str, float]], timeline: Mapping[int, Sequence[Span]], config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, float]], timeline: Mapping[int, Sequence[TimedSpan]], config: Mapping[str, Any]
 ) -> Advice | None:
     """Return what limits a run; None before a step was measured.
 
@@ -115,9 +115,9 @@ def advise(
     return Advice(phase, share, None, reason, override)
 
 
-def _slow_rank(steps: Sequence[Sequence[Span]], phase: str, seconds: float) -> tuple[str, int, float] | None:
-    """The rank that is much slower than the others of its group, in a method that fills most of the limiting phase."""
-    found: tuple[str, int, float] | None = None
+def _slow_rank(steps: Sequence[Sequence[TimedSpan]], phase: str, seconds: float) -> tuple[str, int, float] | None:
+    """Return (method, rank, factor) of a rank much slower than its group in most of the limiting phase, or None."""
+    slowest: tuple[str, int, float] | None = None
     longest = 0.5 * seconds
     totals: dict[str, dict[int, float]] = {}
     for spans in steps:
@@ -128,23 +128,27 @@ def _slow_rank(steps: Sequence[Sequence[Span]], phase: str, seconds: float) -> t
     for method, of_ranks in totals.items():
         if len(of_ranks) < 2:
             continue
-        rank = max(of_ranks, key=lambda one: of_ranks[one])
-        others = median([value for one, value in of_ranks.items() if one != rank])
+        rank = max(of_ranks, key=lambda other: of_ranks[other])
+        others = median([value for other, value in of_ranks.items() if other != rank])
         if of_ranks[rank] >= longest and of_ranks[rank] > _SLOWER * others:
-            found, longest = (method, rank, of_ranks[rank] / max(others, 1e-9)), of_ranks[rank]
-    return found
+            slowest, longest = (method, rank, of_ranks[rank] / max(others, 1e-9)), of_ranks[rank]
+    return slowest
 
 
-def _within(spans: Sequence[Span], phase: str) -> list[Span]:
-    """What ranks did while the controller was in a phase."""
-    windows = [(one.started, one.started + one.seconds) for one in spans if (one.name, one.rank) == (phase, CONTROLLER)]
-    found = []
+def _within(spans: Sequence[TimedSpan], phase: str) -> list[TimedSpan]:
+    """Return the ranks' spans, cut to the time in which the controller was in a phase."""
+    windows = [
+        (phase_span.started, phase_span.started + phase_span.seconds)
+        for phase_span in spans
+        if (phase_span.name, phase_span.rank) == (phase, CONTROLLER)
+    ]
+    clipped = []
     for span in spans:
         end = span.started + span.seconds
         inside = sum(max(0.0, min(end, stop) - max(span.started, start)) for start, stop in windows)
         if inside and span.rank != CONTROLLER:
-            found.append(span._replace(seconds=inside))
-    return found
+            clipped.append(span._replace(seconds=inside))
+    return clipped
 
 
 def _for_slow_rank(facts: _Facts, phase: str, rank: int) -> str:
@@ -154,11 +158,11 @@ def _for_slow_rank(facts: _Facts, phase: str, rank: int) -> str:
 
 
 def _profile(facts: _Facts, spec: RoleSpec | None, rank: int = 0) -> str:
-    """The settings that record what a rank of a role does: those of the policy for roles that cannot be profiled."""
+    """Return the settings that profile a rank of a role, or of the policy if the role cannot be profiled."""
     where = "profiler"  # of fine-tuning
     if facts.setting("actor_rollout_ref") is not None:
-        chosen = spec if spec is not None and facts.setting(f"{spec.where}.profiler") is not None else ROLES[POLICY]
-        where = f"{chosen.where}.profiler"
+        profiled = spec if spec is not None and facts.setting(f"{spec.where}.profiler") is not None else ROLES[POLICY]
+        where = f"{profiled.where}.profiler"
     return (
         f"global_profiler.tool=torch global_profiler.steps=[{_PROFILED_STEP}] {where}.enable=True "
         f"{where}.ranks=[{rank}], to see what it does"
@@ -195,8 +199,8 @@ def _generation(facts: _Facts) -> tuple[str, str]:
         )
     name = facts.setting("actor_rollout_ref.rollout.name", "")
     if INFERENCE_ENGINES.knows(name) and INFERENCE_ENGINES.facts(name).in_place:
-        engines = [one for one in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.facts(one).auto]
-        first = min(engines, key=lambda one: INFERENCE_ENGINES.facts(one).auto)
+        engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.facts(engine).auto]
+        first = min(engines, key=lambda engine: INFERENCE_ENGINES.facts(engine).auto)
         return f"rollout.name={name} generates without an inference engine", f"actor_rollout_ref.rollout.name={first}"
     sequences = facts.setting("actor_rollout_ref.rollout.max_num_seqs", 256)
     return "all responses are about as long", f"actor_rollout_ref.rollout.max_num_seqs={2 * sequences}"
@@ -211,15 +215,15 @@ def _weights(facts: _Facts) -> tuple[str, str]:
 
 
 def _update(spec: RoleSpec | None, how: MicroBatches | None, model: str, facts: _Facts) -> tuple[str, str]:
-    """What to change about an update.
+    """Advise on a slow update: the reason and a setting to try.
 
     Args:
         spec: the role; None in fine-tuning.
         how: its micro-batches.
         model: where the settings of the model are.
     """
-    if how is not None and (found := _too_small(how, facts)):
-        return found
+    if how is not None and (advice := _too_small(how, facts)):
+        return advice
     if facts.setting(f"{model}.enable_gradient_checkpointing"):
         off = f"{model}.enable_gradient_checkpointing=False"
         if facts.setting(f"{model}.recompute_granularity") == "selective":
@@ -233,7 +237,7 @@ def _update(spec: RoleSpec | None, how: MicroBatches | None, model: str, facts: 
 
 
 def _too_small(how: MicroBatches, facts: _Facts) -> tuple[str, str] | None:
-    """What to change about micro-batches of few tokens; None where they have enough."""
+    """Advise on micro-batches of few tokens; None if they have enough."""
     length = facts.metrics.get("response_length/mean", 0.0) + facts.metrics.get("prompt_length/mean", 0.0)
     if not length:  # fine-tuning
         rows = facts.setting("data.train_batch_size", 1)
@@ -244,26 +248,26 @@ def _too_small(how: MicroBatches, facts: _Facts) -> tuple[str, str] | None:
             return f"a micro-batch has at most {tokens} tokens", f"{how.where}.{how.tokens}={2 * _FEW_TOKENS}"
         return None
     size = facts.setting(f"{how.where}.{how.size}", 1)
-    wanted = 2 ** max(size.bit_length(), round(_FEW_TOKENS / max(length, 1)).bit_length())
+    target = 2 ** max(size.bit_length(), round(_FEW_TOKENS / max(length, 1)).bit_length())
     if how is _FINE_TUNING:  # a micro-batch is part of a batch of as many rows
-        wanted = min(wanted, facts.setting("data.train_batch_size", wanted))
-    if 0 < size * length < _FEW_TOKENS and wanted > size:
+        target = min(target, facts.setting("data.train_batch_size", target))
+    if 0 < size * length < _FEW_TOKENS and target > size:
         return (
             f"a micro-batch has about {size * length:.0f} tokens, too few to keep a device busy",
-            f"{how.where}.{how.size}={wanted}",
+            f"{how.where}.{how.size}={target}",
         )
     return None
 
 
 def _pass(spec: RoleSpec, how: MicroBatches | None, facts: _Facts) -> tuple[str, str]:
-    """What to change about a pass of a role's model, whose results the step waits for."""
+    """Advise on a pass of a role's model, whose results the step waits for."""
     reason = f"the model of {spec.where} computes the batch in one more pass"
     served = facts.setting(f"{spec.where}.rollout.name") is not None
     if how is not None and not served:
         if not facts.setting(f"{how.where}.{how.dynamic}"):
             return reason, f"{how.where}.{how.dynamic}=True"
-        if found := _too_small(how, facts):
-            return found
+        if advice := _too_small(how, facts):
+            return advice
     if spec.name == POLICY:
         return reason, _profile(facts, spec)
     return reason, f"placement.roles.{spec.placement[0]}=NAME with devices of its own in placement.pools.NAME"
@@ -313,14 +317,14 @@ def _role_of(phase: str) -> RoleSpec | None:
 
 
 def _rule_of(phase: str) -> _Rule:
-    """The rule for a phase: that of its name, or of what the role does in it whose phase it is."""
+    """Return the rule of a phase: by its name, else by the role whose update, pass or scoring it is."""
     if phase in _RULES:
         return _RULES[phase]
     for spec in ROLES.values():
         if spec.update is not None and spec.update.phase == phase:
             return partial(_update, spec, spec.update.batching, spec.model_path)
         passes: list[Pass | Scoring] = [*spec.passes, *([spec.scoring] if spec.scoring is not None else [])]
-        for one in passes:
-            if one.phase == phase:
-                return partial(_pass, spec, one.batching)
+        for model_pass in passes:
+            if model_pass.phase == phase:
+                return partial(_pass, spec, model_pass.batching)
     return _other

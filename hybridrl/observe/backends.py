@@ -153,13 +153,13 @@ class MlflowBackend(_Permanent):
             self._run_id = memory["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        known = self._client.get_experiment_by_name(project)
-        if known is None:
+        existing = self._client.get_experiment_by_name(project)
+        if existing is None:
             # The sqlite store belongs to this run, so keep artifacts next to it and not in the working directory.
             place = None if os.environ.get("MLFLOW_TRACKING_URI") else (folder.resolve() / "mlartifacts").as_uri()
             experiment_id = self._client.create_experiment(project, artifact_location=place)
         else:
-            experiment_id = known.experiment_id
+            experiment_id = existing.experiment_id
         self._run_id = self._client.create_run(experiment_id, run_name=experiment).info.run_id
         memory.update(uri=uri, run_id=self._run_id)
         params = [Param(self._name(key), str(value)[: self._MAX_PARAM]) for key, value in flatten(config).items()]

@@ -1,4 +1,4 @@
-"""What happened to a run besides its metrics: `events.jsonl`, one line per start, resume, notice, warning and end.
+"""Events of a run besides its metrics: `events.jsonl`, one line per start, resume, notice, warning and end.
 
 A run that is killed writes no end. The next start shows that the earlier one has none.
 """
@@ -41,7 +41,7 @@ def beginning() -> Iterator[None]:
 
 
 class EventLog:
-    """Writes the events of one start of a run. Everything that `notify` tells meanwhile is an event.
+    """Writes the events of one start of a run. Every message of `notify` in that time is an event.
 
     Args:
         folder: the run's folder.
@@ -89,7 +89,7 @@ class EventLog:
 
 
 @dataclass(frozen=True)
-class Session:
+class RunStart:
     """One start of a run.
 
     Attributes:
@@ -121,17 +121,17 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
     return [event for event in jsonl.read(path) if "kind" in event] if path.is_file() else []
 
 
-def sessions(events: Sequence[Mapping[str, Any]]) -> list[Session]:
+def sessions(events: Sequence[Mapping[str, Any]]) -> list[RunStart]:
     """Split events by the starts of the run."""
     starts = [number for number, event in enumerate(events) if event["kind"] == START]
-    found = []
+    session_list = []
     for number, first in enumerate(starts):
         part = events[first : starts[number + 1] if number + 1 < len(starts) else None]
         resumed = next((event["step"] for event in part if event["kind"] == RESUME), 0)
         end = next((event for event in reversed(part) if event["kind"] == END), None)
         last_step = max(resumed, *(event["step"] for event in part))
-        found.append(Session(part[0], end, part[-1]["time"], resumed, last_step))
-    return found
+        session_list.append(RunStart(part[0], end, part[-1]["time"], resumed, last_step))
+    return session_list
 
 
 def _now() -> datetime.datetime:

@@ -94,32 +94,32 @@ _PANELS = (
 
 def panels(history: RunHistory) -> list[Panel]:
     """Return the charts that this run has data for, the most informative first."""
-    found = []
+    run_panels = []
     for panel in _PANELS:
         lines = tuple((name, label) for name, label in _lines_of(panel, history) if _telling(history, name))
         if lines:  # roles that learn alike are different lines
             repeated = not panel.every and _repeats(history, lines)
-            found.append(Panel(panel.title, lines[:1] if repeated else lines, panel.kind))
+            run_panels.append(Panel(panel.title, lines[:1] if repeated else lines, panel.kind))
     parts = [name for name in history.curves if name.startswith("reward/") and name.endswith("/mean")]
     lines = tuple((name, name.removeprefix("reward/").removesuffix("/mean")) for name in parts[: len(_COLOURS)])
     if {name for _, name in lines} - {"acc", "score"}:  # which the first panel shows
-        found.insert(min(1, len(found)), Panel("What the reward function returned (mean)", lines))
+        run_panels.insert(min(1, len(run_panels)), Panel("What the reward function returned (mean)", lines))
     names = history.validation()[: len(_COLOURS)]
     if names:
         lines = tuple((name, name.removeprefix("val-core/")) for name in names)
-        found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
+        run_panels.insert(min(1, len(run_panels)), Panel("Validation", lines, "points"))
     phases = tuple((f"timing_s/{name}", name) for name in _phases(history))
     if len(phases) > 1:
-        found.append(Panel("Seconds per step, by phase", phases, "stack"))
+        run_panels.append(Panel("Seconds per step, by phase", phases, "stack"))
     elif history.curve("timing_s/step"):
-        found.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
-    return found
+        run_panels.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
+    return run_panels
 
 
 def _lines_of(panel: Panel, history: RunHistory) -> list[tuple[str, str]]:
     """The lines of a panel in this run, with those of roles that the library does not know."""
-    end, known = f"/{panel.every}", dict(panel.lines)
-    others = [name for name in history.curves if name.endswith(end) and name not in known] if panel.every else []
+    end, labels = f"/{panel.every}", dict(panel.lines)
+    others = [name for name in history.curves if name.endswith(end) and name not in labels] if panel.every else []
     return [*panel.lines, *((name, name.removesuffix(end)) for name in others)]
 
 
@@ -127,12 +127,12 @@ def _phases(history: RunHistory) -> list[str]:
     """The phases of a step that were measured, in about their order. Unknown ones come before the last."""
     specs = list(ROLES.values())
     before = ("data", "gen", "gen_max", "reward", *(spec.scoring.phase for spec in specs if spec.scoring is not None))
-    passes = (*(one.phase for spec in specs for one in spec.passes), "rollout_corr", "adv")
+    passes = (*(scoring_pass.phase for spec in specs for scoring_pass in spec.passes), "rollout_corr", "adv")
     updates = [spec.update.phase for spec in reversed(specs) if spec.update is not None]
-    found = [name.removeprefix("timing_s/") for name in history.curves if name.startswith("timing_s/")]
-    others = [name for name in found if "/" not in name and name not in _NO_PHASES and name != "update_weights"]
+    phases = [name.removeprefix("timing_s/") for name in history.curves if name.startswith("timing_s/")]
+    others = [name for name in phases if "/" not in name and name not in _NO_PHASES and name != "update_weights"]
     order = dict.fromkeys((*before, *passes, *updates, *others, "update_weights"))
-    return [name for name in order if name in found]
+    return [name for name in order if name in phases]
 
 
 def _telling(history: RunHistory, name: str) -> bool:
@@ -241,9 +241,9 @@ def panel_chart(history: RunHistory, panel: Panel) -> Chart:
     for name, label in panel.lines:
         curve = history.curve(name)
         if curve is not None:
-            kept = np.unique(np.linspace(0, len(curve) - 1, min(len(curve), _POINTS)).round().astype(int))
-            values = [float(f"{value:.6g}") for value in curve.values[kept]]
-            lines.append({"label": label, "steps": curve.steps[kept].tolist(), "values": values})
+            indices = np.unique(np.linspace(0, len(curve) - 1, min(len(curve), _POINTS)).round().astype(int))
+            values = [float(f"{value:.6g}") for value in curve.values[indices]]
+            lines.append({"label": label, "steps": curve.steps[indices].tolist(), "values": values})
     return Chart(
         panel.title,
         base64.b64encode(buffer.getvalue()).decode("ascii"),
@@ -253,11 +253,11 @@ def panel_chart(history: RunHistory, panel: Panel) -> Chart:
     )
 
 
-def write_png(history: RunHistory, path: Path, chosen: Sequence[Panel] | None = None) -> None:
+def write_png(history: RunHistory, path: Path, selected_panels: Sequence[Panel] | None = None) -> None:
     """Write all charts into one image, three per row."""
-    chosen = panels(history) if chosen is None else chosen
-    columns = min(3, max(1, len(chosen)))
-    rows = max(1, -(-len(chosen) // columns))
+    selected_panels = panels(history) if selected_panels is None else selected_panels
+    columns = min(3, max(1, len(selected_panels)))
+    rows = max(1, -(-len(selected_panels) // columns))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.0 * columns, 2.9 * rows + 0.55), layout="constrained", facecolor="white")
         layout: Any = figure.get_layout_engine()
@@ -267,10 +267,10 @@ def write_png(history: RunHistory, path: Path, chosen: Sequence[Panel] | None = 
         figure.text(0.99, 0.995, note, ha="right", va="top", color=_MUTED, fontsize=9)
         grid = figure.subplots(rows, columns, squeeze=False)
         for i, axes in enumerate(grid.flat):
-            if i < len(chosen):
-                _draw(axes, history, chosen[i])
+            if i < len(selected_panels):
+                _draw(axes, history, selected_panels[i])
             else:
                 axes.set_axis_off()
-        if not chosen:
+        if not selected_panels:
             grid[0, 0].text(0.5, 0.5, "no metrics yet", ha="center", color=_MUTED, transform=grid[0, 0].transAxes)
         figure.savefig(path, format="png", dpi=110)

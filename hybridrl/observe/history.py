@@ -32,8 +32,8 @@ class Curve:
     @property
     def finite(self) -> "Curve":
         """The points with finite values."""
-        kept = np.isfinite(self.values)
-        return Curve(self.steps[kept], self.values[kept])
+        finite = np.isfinite(self.values)
+        return Curve(self.steps[finite], self.values[finite])
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -59,11 +59,11 @@ class RunHistory:
 
     def steps(self) -> list[dict[str, float]]:
         """The finite metrics of each step, in order."""
-        found: dict[int, dict[str, float]] = {}
+        metrics_by_step: dict[int, dict[str, float]] = {}
         for name, curve in self.curves.items():
             for step, value in zip(curve.finite.steps.tolist(), curve.finite.values.tolist(), strict=True):
-                found.setdefault(step, {})[name] = value
-        return [found[step] for step in sorted(found)]
+                metrics_by_step.setdefault(step, {})[name] = value
+        return [metrics_by_step[step] for step in sorted(metrics_by_step)]
 
     @property
     def title(self) -> str:
@@ -138,13 +138,13 @@ def load_history(folder: str | Path) -> RunHistory:
         steps = sorted(by_step)
         curves[name] = Curve(np.asarray(steps), np.asarray([by_step[step] for step in steps], dtype=np.float64))
     config_text, changes = _text(folder / CONFIG), read_changes(folder)
-    shown = f"# {CHANGES}: settings that changed when the run was resumed\n{_text(folder / CHANGES)}\n{config_text}"
+    annotated = f"# {CHANGES}: settings that changed when the run was resumed\n{_text(folder / CHANGES)}\n{config_text}"
     return RunHistory(
         folder,
         curves,
         last,
         _latest(_config(config_text, folder), changes),
-        shown if changes else config_text,
+        annotated if changes else config_text,
         _versions(folder / VERSIONS),
         read_events(folder),
         changes,

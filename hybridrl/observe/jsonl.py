@@ -86,12 +86,12 @@ class JsonLines:
     def _check_in_place(self) -> None:
         ours = os.fstat(self._file.fileno())
         try:
-            found = os.stat(self.path)
+            on_disk = os.stat(self.path)
         except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+            on_disk = None
+        if on_disk is None or (on_disk.st_dev, on_disk.st_ino) != (ours.st_dev, ours.st_ino):
             raise UserError(
-                f"{self.path} was {'removed' if found is None else 'replaced'} while the run writes it: what the run "
+                f"{self.path} was {'removed' if on_disk is None else 'replaced'} while the run writes it: what the run "
                 "still writes would be lost. Leave the run's folder in place while it runs, and start the run again"
             )
 

@@ -153,10 +153,10 @@ def compute_data_metrics(
 
     for name, field in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if field in fields.keys():
-            sums, kept = fields[field].sum(-1), answered
+            sums, has_response = fields[field].sum(-1), answered
             if sessions is not None:
-                sums, kept = sessions.sum(sums), sessions.sum(answered.long()) > 0
-            metrics |= _summary(f"critic/{name}", sums if all_answered else sums[kept])
+                sums, has_response = sessions.sum(sums), sessions.sum(answered.long()) > 0
+            metrics |= _summary(f"critic/{name}", sums if all_answered else sums[has_response])
 
     mask = fields["response_mask"].bool()
     token_fields = ["advantages", "returns", "values"] if use_critic else ["advantages", "returns"]
@@ -169,8 +169,8 @@ def compute_data_metrics(
     width = fields["responses"].shape[-1]
     limit = max_response_length or width
     metrics |= _length_summary("response_length", response_length, limit)
-    kept = response_length if all_answered else response_length[answered]
-    metrics |= _length_summary("response_length_non_aborted", kept, limit)
+    non_aborted = response_length if all_answered else response_length[answered]
+    metrics |= _length_summary("response_length_non_aborted", non_aborted, limit)
     metrics["response/aborted_ratio"] = 0.0 if all_answered else 1.0 - answered.float().mean().item()
     limit = max_prompt_length or fields["attention_mask"].shape[1] - width
     metrics |= _length_summary("prompt_length", prompt_length, limit)

@@ -23,11 +23,11 @@ from hybridrl.errors import UserError
 from hybridrl.notify import write_out
 from hybridrl.observe import textplot
 from hybridrl.observe.advisor import Advice, advise
-from hybridrl.observe.events import END, RESUME, START, Session, sessions
+from hybridrl.observe.events import END, RESUME, START, RunStart, sessions
 from hybridrl.observe.history import RunHistory, best, load_history, show_number, show_seconds
 from hybridrl.observe.rollouts import ROLLOUTS, write_rollouts
 from hybridrl.observe.samples import samples
-from hybridrl.observe.timeline import Picture, picture, read_timeline
+from hybridrl.observe.timeline import TimelinePicture, picture, read_timeline
 from hybridrl.observe.tracking import METRICS
 from hybridrl.utils.files import replacing
 
@@ -56,10 +56,10 @@ def write_report(folder: str | Path) -> Path:
     from hybridrl.observe import figures
 
     history = load_history(folder)
-    chosen = figures.panels(history)
+    panels = figures.panels(history)
     with replacing(history.folder / PICTURE) as temporary:
-        figures.write_png(history, temporary, chosen)
-    charts = [figures.panel_chart(history, panel) for panel in chosen]
+        figures.write_png(history, temporary, panels)
+    charts = [figures.panel_chart(history, panel) for panel in panels]
     write_rollouts(history)
     path = history.folder / REPORT
     with replacing(path) as temporary:
@@ -92,7 +92,7 @@ def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
         earlier=_earlier(history),
         shown=_setting,
         rollouts=ROLLOUTS if (history.folder / ROLLOUTS).exists() else None,
-        samples={heading: found for heading, kind in _KINDS if (found := samples(history, kind))},
+        samples={heading: examples for heading, kind in _KINDS if (examples := samples(history, kind))},
         metrics=[_metric(history, name) for name in sorted(history.curves)],
         texts={"All settings (config.yaml)": history.config_text, "Versions (versions.json)": _versions(history)},
         clip=_clip,
@@ -104,18 +104,18 @@ def _advice(history: RunHistory) -> Advice | None:
     return advise(history.steps(), read_timeline(history.folder), history.config)
 
 
-def _pictures(history: RunHistory) -> list[Picture]:
+def _pictures(history: RunHistory) -> list[TimelinePicture]:
     """The timelines of the last step and of the slowest one after the first."""
     timeline = {step: spans for step, spans in read_timeline(history.folder).items() if spans}
     if not timeline:
         return []
-    seconds = {step: sum(one.seconds for one in spans if one.name == "step") for step, spans in timeline.items()}
+    seconds = {step: sum(span.seconds for span in spans if span.name == "step") for step, spans in timeline.items()}
     later = [step for step in seconds if step > min(seconds)] or list(seconds)
     slowest = max(later, key=lambda step: seconds[step])
     return [picture(step, timeline[step]) for step in dict.fromkeys((slowest, max(timeline)))]
 
 
-def _facts(history: RunHistory, starts: Sequence[Session]) -> list[tuple[str, str]]:
+def _facts(history: RunHistory, starts: Sequence[RunStart]) -> list[tuple[str, str]]:
     """Return what made the run: command, machine, versions, dates."""
     versions = history.versions
     command = starts[-1].start.get("command") if starts else versions.get("command")
@@ -138,12 +138,12 @@ def _facts(history: RunHistory, starts: Sequence[Session]) -> list[tuple[str, st
     return [(name, value) for name, value in rows.items() if value]
 
 
-def _seconds(history: RunHistory, start: Session, last: bool) -> float:
+def _seconds(history: RunHistory, start: RunStart, last: bool) -> float:
     """Return the wall time of one start. One that goes on, or was killed, is counted to the last metrics."""
     return start.seconds((history.folder / METRICS).stat().st_mtime if last else None)
 
 
-def _start(history: RunHistory, start: Session, last: bool) -> dict[str, Any]:
+def _start(history: RunHistory, start: RunStart, last: bool) -> dict[str, Any]:
     """Return a row of the table of starts."""
     if start.end is not None:
         ended = start.end["text"]
@@ -233,10 +233,10 @@ def summarize(folder: str | Path, *, width: int = 88, ascii_only: bool = False, 
     table = Table.grid(padding=(0, 3))
     for heading in ("", "first", "last", "best"):
         table.add_column(heading, justify="left" if not heading else "right")
-    shown = [name for name in (history.reward(), *history.validation()[:4]) if name]
-    if shown:
+    metric_names = [name for name in (history.reward(), *history.validation()[:4]) if name]
+    if metric_names:
         table.add_row("", *(Text(heading, style="dim") for heading in ("first", "last", "best")))
-    for name in shown:
+    for name in metric_names:
         curve = history.curve(name)
         if curve is not None:
             top = best(name, curve)

@@ -53,23 +53,23 @@ def chosen(history: RunHistory, limit: int) -> dict[str, Any]:
     Args:
         limit: most samples; whole prompts are chosen, so it can be exceeded by the samples of one prompt per step.
     """
-    found = {kind: (folder, dumped_steps(folder)) for kind in _KINDS if (folder := dump_folder(history, kind))}
-    kinds = [kind for kind in found if found[kind][1]] if limit else []
+    dumps_by_kind = {kind: (folder, dumped_steps(folder)) for kind in _KINDS if (folder := dump_folder(history, kind))}
+    kinds = [kind for kind in dumps_by_kind if dumps_by_kind[kind][1]] if limit else []
     dumps: list[dict[str, Any]] = []
     notes: list[str] = []
     for kind in kinds:
-        folder, steps = found[kind]
-        shown = spread(steps, min(_STEPS, max(2, limit // len(kinds))))
-        if len(shown) < len(steps):
-            notes.append(f"{_KINDS[kind]}: {len(shown)} of {len(steps)} steps with samples")
-        quota, rows_found, rows_kept = max(1, limit // len(kinds) // len(shown)), 0, 0
-        for step in shown:
+        folder, steps = dumps_by_kind[kind]
+        selected_steps = spread(steps, min(_STEPS, max(2, limit // len(kinds))))
+        if len(selected_steps) < len(steps):
+            notes.append(f"{_KINDS[kind]}: {len(selected_steps)} of {len(steps)} steps with samples")
+        quota, total_rows, selected_rows = max(1, limit // len(kinds) // len(selected_steps)), 0, 0
+        for step in selected_steps:
             rows = jsonl.read(folder / f"{step}.jsonl")
             numbers = sorted(first_prompts([str(row.get("input", "")) for row in rows], quota))
             dumps.append({"kind": _KINDS[kind], "step": step, "samples": [_compact(rows[n]) for n in numbers]})
-            rows_found, rows_kept = rows_found + len(rows), rows_kept + len(numbers)
-        if rows_kept < rows_found:
-            notes.append(f"{_KINDS[kind]}: {rows_kept:,} of {rows_found:,} samples of these steps")
+            total_rows, selected_rows = total_rows + len(rows), selected_rows + len(numbers)
+        if selected_rows < total_rows:
+            notes.append(f"{_KINDS[kind]}: {selected_rows:,} of {total_rows:,} samples of these steps")
     without = sum("tokens" not in sample for dump in dumps for sample in dump["samples"])
     cut = sum(sample.get("cut", 0) for dump in dumps for sample in dump["samples"])
     if cut:
@@ -128,38 +128,38 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(tokens: Mapping[str, Any], cutter: "_Cutter") -> dict[str, Any]:
-    """Tokens of a sample, the middle left out where they are too many; `gap` is then the place and how many."""
+    """Return a sample's tokens; the middle of too many is left out, and `gap` is then (position, number of tokens)."""
     count = len(tokens.get("ids") or ())
     head = count if count <= _TOKENS else _TOKENS // 2
     tail = count - _TOKENS // 2
 
-    def kept(values: Sequence[Any]) -> list[Any]:
+    def trimmed(values: Sequence[Any]) -> list[Any]:
         return list(values) if head == count else [*values[:head], *values[tail:]]
 
     def numbers(name: str, digits: int) -> list[float | None] | None:
         values = tokens.get(name)
-        return values and [_rounded(value, digits) for value in kept(values)]
+        return values and [_rounded(value, digits) for value in trimmed(values)]
 
-    found: dict[str, Any] = {
-        "ids": kept(tokens.get("ids") or ()),
-        "texts": kept(tokens.get("texts") or ()),
-        "mask": "".join(str(int(bool(value))) for value in kept(tokens.get("mask") or [1] * count)),
+    fields: dict[str, Any] = {
+        "ids": trimmed(tokens.get("ids") or ()),
+        "texts": trimmed(tokens.get("texts") or ()),
+        "mask": "".join(str(int(bool(value))) for value in trimmed(tokens.get("mask") or [1] * count)),
         "log_probs": numbers("log_probs", 3),
         "old_log_probs": numbers("old_log_probs", 3),
         "advantages": numbers("advantages", 4),
         "prompt": len(tokens.get("prompt_ids") or ()),
         "versions": tokens.get("versions"),
     }
-    shift = count - len(found["ids"])
-    found["rewards"] = [
+    shift = count - len(fields["ids"])
+    fields["rewards"] = [
         (place if place < head else place - shift, _rounded(reward, 4))
         for place, reward in tokens.get("rewards") or ()
         if place < head or place >= tail
     ]
     if shift:
         cutter.cut = True
-        found["gap"] = (head, shift)
-    return found
+        fields["gap"] = (head, shift)
+    return fields
 
 
 def _rounded(value: Any, digits: int) -> float | None:

@@ -17,14 +17,14 @@ _PROMPTS = 4  # samples of a step besides the best and the worst
 
 
 @dataclass(frozen=True)
-class Sample:
+class DumpedSample:
     """A row of a dump, and why it is shown: `best`, `worst` or ""."""
 
     row: Mapping[str, Any]
     mark: str = ""
 
 
-def samples(history: RunHistory, kind: str) -> list[tuple[int, list[Sample]]]:
+def samples(history: RunHistory, kind: str) -> list[tuple[int, list[DumpedSample]]]:
     """Return samples of `rollouts` or `validation` by step.
 
     Dumps are in the run's folder or in the folder that the settings name.
@@ -46,7 +46,7 @@ def dump_folder(history: RunHistory, kind: str) -> Path | None:
     return next((place for place in places if place is not None and dumped_steps(place)), None)
 
 
-def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+def choose(rows: Sequence[Mapping[str, Any]]) -> list[DumpedSample]:
     """Choose rows of one step: the best, the worst, and the first response of prompts that are evenly spaced.
 
     The prompts are the same in every step that has the same prompts, as validation does, so that answers to one prompt
@@ -55,7 +55,7 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
     first_of: dict[Any, int] = {}
     for number, row in enumerate(rows):
         first_of.setdefault(row.get("uid", row.get("input")), number)
-    chosen = dict.fromkeys(spread(list(first_of.values()), _PROMPTS), "")
+    evenly_spaced = dict.fromkeys(spread(list(first_of.values()), _PROMPTS), "")
     scored = [
         (score, number) for number, row in enumerate(rows) if (score := jsonl.number(row.get("score"))) is not None
     ]
@@ -64,7 +64,10 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
     if finite and min(finite)[0] < max(finite)[0]:
         best = max(finite, key=lambda pair: (pair[0], -pair[1]))
         marked = {best[1]: "best", min(finite)[1]: "worst"}
-    return [Sample(rows[number], mark) for number, mark in {**marked, **{n: marked.get(n, "") for n in chosen}}.items()]
+    return [
+        DumpedSample(rows[number], mark)
+        for number, mark in {**marked, **{n: marked.get(n, "") for n in evenly_spaced}}.items()
+    ]
 
 
 def prompt_order(prompt: str) -> int:
@@ -82,12 +85,12 @@ def first_prompts(prompts: Sequence[str], count: int) -> set[int]:
     of_prompt: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         of_prompt.setdefault(prompt, []).append(number)
-    chosen: set[int] = set()
+    selected: set[int] = set()
     for prompt in sorted(of_prompt, key=prompt_order) if count else ():
-        if chosen and len(chosen) + len(of_prompt[prompt]) > count:
+        if selected and len(selected) + len(of_prompt[prompt]) > count:
             break
-        chosen.update(of_prompt[prompt])
-    return chosen
+        selected.update(of_prompt[prompt])
+    return selected
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

@@ -18,8 +18,8 @@ def draw(steps: np.ndarray, values: np.ndarray, width: int = 60, height: int = 8
     Returns:
         `height + 2` lines; the empty string if there is no point to draw.
     """
-    kept = np.isfinite(values)
-    steps, values = np.asarray(steps)[kept], np.asarray(values, dtype=np.float64)[kept]
+    finite = np.isfinite(values)
+    steps, values = np.asarray(steps)[finite], np.asarray(values, dtype=np.float64)[finite]
     if not len(values):
         return ""
     low, high = float(values.min()), float(values.max())

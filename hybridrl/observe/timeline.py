@@ -1,4 +1,4 @@
-"""When each phase of the controller and each rank's calls ran: `timeline.jsonl`, one line per step.
+"""The times of the controller's phases and of each rank's calls: `timeline.jsonl`, one line per step.
 
 A line has `step`, `started` (time of day) and `spans`: [name, rank, seconds after `started`, duration in seconds]. Rank
 -1 is the controller.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import JsonLines, keep_records, read
-from hybridrl.utils.spans import CONTROLLER, Span
+from hybridrl.utils.spans import CONTROLLER, TimedSpan
 
 TIMELINE = "timeline.jsonl"
 _SHORT_S = 0.0005  # what is shorter on a rank cannot be seen and is not written
@@ -23,7 +23,7 @@ _COLORS = ("#2563eb", "#059669", "#d97706", "#7c3aed", "#db2777", "#0891b2", "#6
 class Timed(Protocol):
     """A worker group that knows when its ranks ran."""
 
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[TimedSpan]:
         """The spans since the previous call."""
         ...
 
@@ -47,16 +47,16 @@ class Timeline:
     ) -> None:
         self._file.close()
 
-    def write(self, step: int, spans: Sequence[Span]) -> None:
+    def write(self, step: int, spans: Sequence[TimedSpan]) -> None:
         """Write what ran since the last report. A step may have several lines (its training, its validation).
 
         Phases of the controller are written however short they are: it may begin to wait when a rank has finished.
         """
-        seen = (span for span in spans if span.seconds >= _SHORT_S or span.rank == CONTROLLER)
-        long = sorted(seen, key=lambda span: span.started)
+        visible = (span for span in spans if span.seconds >= _SHORT_S or span.rank == CONTROLLER)
+        long = sorted(visible, key=lambda span: span.started)
         if long:
             start = long[0].started
-            rows = [[one.name, one.rank, round(one.started - start, 4), round(one.seconds, 4)] for one in long]
+            rows = [[span.name, span.rank, round(span.started - start, 4), round(span.seconds, 4)] for span in long]
             self._file.write({"step": step, "started": round(start, 3), "spans": rows})
 
     def cut_after(self, step: int) -> None:
@@ -66,31 +66,33 @@ class Timeline:
         self._file = JsonLines(self._path)
 
 
-def read_timeline(folder: Path) -> dict[int, list[Span]]:
+def read_timeline(folder: Path) -> dict[int, list[TimedSpan]]:
     """Return the spans of each step.
 
     Raises:
         UserError: the file is damaged.
     """
     path = folder / TIMELINE
-    found: dict[int, list[Span]] = {}
+    spans_by_step: dict[int, list[TimedSpan]] = {}
     for record in read(path) if path.is_file() else ():
         try:
-            start, spans = float(record["started"]), found.setdefault(int(record["step"]), [])
-            spans += [Span(str(name), int(rank), start + float(at), float(s)) for name, rank, at, s in record["spans"]]
+            start, spans = float(record["started"]), spans_by_step.setdefault(int(record["step"]), [])
+            spans += [
+                TimedSpan(str(name), int(rank), start + float(at), float(s)) for name, rank, at, s in record["spans"]
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
-    return found
+    return spans_by_step
 
 
-def rank_seconds(spans: Sequence[Span]) -> dict[str, dict[int, float]]:
+def rank_seconds(spans: Sequence[TimedSpan]) -> dict[str, dict[int, float]]:
     """Return the seconds of each rank in each method, by `<role>/<method>`."""
-    found: dict[str, dict[int, float]] = {}
+    seconds: dict[str, dict[int, float]] = {}
     for span in spans:
         if span.rank != CONTROLLER:
-            of_ranks = found.setdefault(span.name, {})
+            of_ranks = seconds.setdefault(span.name, {})
             of_ranks[span.rank] = of_ranks.get(span.rank, 0.0) + span.seconds
-    return found
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Picture:
+class TimelinePicture:
     """The timeline of one step.
 
     Attributes:
@@ -125,7 +127,7 @@ class Picture:
     left_out: int
 
 
-def picture(step: int, spans: Sequence[Span]) -> Picture:
+def picture(step: int, spans: Sequence[TimedSpan]) -> TimelinePicture:
     """Lay out the spans of a step. Of many ranks, those that were busy longest have rows."""
     start = min(span.started for span in spans)
     seconds = max(max(span.started + span.seconds for span in spans) - start, 1e-9)
@@ -135,8 +137,8 @@ def picture(step: int, spans: Sequence[Span]) -> Picture:
         if span.rank != CONTROLLER:
             key = (span.name.partition("/")[0], span.rank)
             busy[key] = busy.get(key, 0.0) + span.seconds
-    shown = sorted(sorted(busy, key=lambda key: -busy[key])[: max(_ROWS - len(phases), 1)])
-    rows: list[Any] = [*phases, *shown]
+    busiest = sorted(sorted(busy, key=lambda key: -busy[key])[: max(_ROWS - len(phases), 1)])
+    rows: list[Any] = [*phases, *busiest]
     place = {key: number for number, key in enumerate(rows)}
     methods = list(dict.fromkeys(span.name for span in spans if span.rank != CONTROLLER))
     colors = {name: _COLORS[number % len(_COLORS)] for number, name in enumerate(methods)}
@@ -146,8 +148,8 @@ def picture(step: int, spans: Sequence[Span]) -> Picture:
         row = place.get(span.name if is_phase else (span.name.partition("/")[0], span.rank))
         if row is not None:
             who = span.name if is_phase else f"{span.name}, rank {span.rank}"
-            left = 100 * (span.started - start) / seconds
+            offset = 100 * (span.started - start) / seconds
             color = "#94a3b8" if is_phase else colors[span.name]
-            bars.append(Bar(left, 100 * span.seconds / seconds, row, color, f"{who}: {span.seconds:.3f} s"))
-    labels = [*phases, *(f"{role} {rank}" for role, rank in shown)]
-    return Picture(step, seconds, labels, bars, list(colors.items()), len(busy) - len(shown))
+            bars.append(Bar(offset, 100 * span.seconds / seconds, row, color, f"{who}: {span.seconds:.3f} s"))
+    labels = [*phases, *(f"{role} {rank}" for role, rank in busiest)]
+    return TimelinePicture(step, seconds, labels, bars, list(colors.items()), len(busy) - len(busiest))

@@ -127,8 +127,8 @@ def _majority(values: np.ndarray, votes: np.ndarray, size: int, n_bootstrap: int
         # argmax finds the first sample whose answer is among the most frequent: ties go to the earliest, as in
         # calc_maj_val.
         winner = counts[cells].argmax(axis=2)
-        chosen = np.take_along_axis(np.broadcast_to(index, drawn.shape), winner[..., None], axis=2)[..., 0]
-        won = np.take_along_axis(values[start : start + block], chosen, axis=1)
+        winner_samples = np.take_along_axis(np.broadcast_to(index, drawn.shape), winner[..., None], axis=2)[..., 0]
+        won = np.take_along_axis(values[start : start + block], winner_samples, axis=1)
         means.append(won.mean(axis=1))
         stds.append(won.std(axis=1))
     return {f"maj@{size}/mean": np.concatenate(means), f"maj@{size}/std": np.concatenate(stds)}

@@ -25,7 +25,7 @@ from hybridrl.protocol.names import (
 
 
 class Writer(StrEnum):
-    """Who writes a column."""
+    """Writer of a column."""
 
     DATA = "data"  # rows of the data, with a meaning for the run
     LOADER = "loader"  # the data set and its loader
@@ -72,9 +72,9 @@ def register_column(name: str, writer: Writer | str) -> None:
     Raises:
         ValueError: somebody else writes a column of that name.
     """
-    known = _COLUMNS.setdefault(name, Writer(writer))
-    if known is not Writer(writer):
-        raise ValueError(f"register_column({name!r}, {str(writer)!r}): the {known} writes a column of that name")
+    registered = _COLUMNS.setdefault(name, Writer(writer))
+    if registered is not Writer(writer):
+        raise ValueError(f"register_column({name!r}, {str(writer)!r}): the {registered} writes a column of that name")
 
 
 def columns(*writers: Writer) -> frozenset[str]:
@@ -88,18 +88,18 @@ def bookkeeping() -> frozenset[str]:
 
 
 def left_out(names: Iterable[str]) -> list[str]:
-    """Those names of data columns that do not travel in batches."""
+    """Select the data columns that do not travel in batches."""
     own = bookkeeping()
     return [name for name in names if name in own]
 
 
 def foreign_items(names: Iterable[str]) -> list[str]:
-    """Those names of an item of a data set that belong to others than the data set."""
+    """Select the names of a data item that do not belong to the data set."""
     return [name for name in left_out(names) if name not in _OF_ITEMS]
 
 
 def taken(names: Iterable[str], *writers: Writer) -> list[str]:
-    """Those names that neither the reward function nor a session may use for something of its own.
+    """Select the names that a reward function or a session must not use, because they have another owner.
 
     Args:
         names: keys of a reward function's dict, or extra fields of a session.
@@ -111,6 +111,6 @@ def taken(names: Iterable[str], *writers: Writer) -> list[str]:
 
 
 def for_rewards(names: Iterable[str]) -> list[str]:
-    """Those columns of a generated batch that a reward function gets by name: of the data, and facts of sessions."""
+    """Select the columns of a generated batch that a reward function gets by name: data and facts of sessions."""
     own = (bookkeeping() - columns(Writer.SESSION)) | set(_NOT_FOR_REWARDS)
     return [name for name in names if name not in own]

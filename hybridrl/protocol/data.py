@@ -251,9 +251,9 @@ class DataProto:
         Raises:
             IndexError: a row does not exist, or a mask has the wrong length.
         """
-        chosen = rows.row_indices(idxs, len(self))
-        index, memo = torch.from_numpy(chosen), rows.Memo()
-        return self._rows(lambda t: rows.index_tensor(t, index, memo), lambda a: a[chosen], len(chosen))
+        indices = rows.row_indices(idxs, len(self))
+        index, memo = torch.from_numpy(indices), rows.Memo()
+        return self._rows(lambda t: rows.index_tensor(t, index, memo), lambda a: a[indices], len(indices))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Return the rows of `[start:end:step]`; with a step of 1 they share memory with this batch."""
@@ -360,10 +360,10 @@ class DataProto:
             KeyError: the batch lacks a key.
             ValueError: C is not a multiple of `n_split`.
         """
-        wanted = list(split_keys or [])
-        self._require(wanted, self._names(), "field")
+        keys = list(split_keys or [])
+        self._require(keys, self._names(), "field")
         repeated = self.repeat(n_split)
-        for key in wanted:
+        for key in keys:
             value, target = rows.as_matrix(self._part(key)[key]), repeated._part(key)
             if value.ndim < 2 or value.shape[1] % n_split:
                 shape = tuple(value.shape)
@@ -388,14 +388,14 @@ class DataProto:
     def _keys(self, batch_keys: Any, non_tensor_keys: Any, meta_keys: Any, everything: bool) -> list[list[str]]:
         present = [list(rows.fields_of(self.batch)), self.non_tensor_batch, self.meta_info]
         names = ["batch keys", "non_tensor_batch keys", "meta_info keys"]
-        chosen = []
+        selected = []
         for keys, there, name in zip([batch_keys, non_tensor_keys, meta_keys], present, names, strict=True):
             if keys is None:
                 keys = there if everything else []
             keys = [keys] if isinstance(keys, str) else list(keys)
             self._require(keys, there, name)
-            chosen.append(keys)
-        return chosen
+            selected.append(keys)
+        return selected
 
     def select(
         self,
@@ -410,12 +410,12 @@ class DataProto:
             KeyError: the batch lacks a key.
         """
         keys, array_keys, meta_keys = self._keys(batch_keys, non_tensor_batch_keys, meta_info_keys, everything=True)
-        chosen = type(self)(
+        selected = type(self)(
             batch=None if self.batch is None else self.batch.select(*keys),
             non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
             meta_info={key: self.meta_info[key] for key in meta_keys},
         )
-        return copy.deepcopy(chosen) if deepcopy else chosen
+        return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
         self,
@@ -452,10 +452,10 @@ class DataProto:
         self.check_consistency()
         names = self._names()
         self._require(old, names, "field")
-        left = [name for name in names if name not in old] + new
-        taken = sorted({name for name in new if left.count(name) > 1})
-        if taken:
-            raise ValueError(f"rename: the new names {taken} are taken; pop those fields first")
+        names_after = [name for name in names if name not in old] + new
+        duplicates = sorted({name for name in new if names_after.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"rename: the new names {duplicates} are taken; pop those fields first")
         # All old names are removed before new ones are set, so that names can be swapped.
         parts = [self._part(key) for key in old]
         values = [part.pop(key) for key, part in zip(old, parts, strict=True)]

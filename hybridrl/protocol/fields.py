@@ -117,9 +117,9 @@ def register_field(name: str, axis: Axis, fill: float | Literal["pad_token"] = 0
     if axis not in get_args(Axis):
         raise ValueError(f"register_field({name!r}, axis={axis!r}): axis is one of {', '.join(get_args(Axis))}")
     field = Field(axis, fill, dim)
-    known = _FIELDS.setdefault(name, field)
-    if known != field:
-        raise ValueError(f"register_field({name!r}): {field} contradicts {known}, which is registered already")
+    registered = _FIELDS.setdefault(name, field)
+    if registered != field:
+        raise ValueError(f"register_field({name!r}): {field} contradicts {registered}, which is registered already")
 
 
 def declared() -> frozenset[str]:
@@ -179,11 +179,11 @@ def widen(
     if field.axis == "row" or tensor.is_nested:
         return tensor
     _check_width(name, tensor, field, widths)
-    left = 0 if field.axis == "response" else prompt - widths.prompt
-    right = 0 if field.axis == "prompt" else response - widths.response
+    pad_left = 0 if field.axis == "response" else prompt - widths.prompt
+    pad_right = 0 if field.axis == "prompt" else response - widths.response
     fill = pad_token_id if field.fill == PAD_TOKEN else field.fill
     after = tensor.dim() - 1 - field.dim % tensor.dim()  # dimensions after the axis, which `pad` lists first
-    return torch.nn.functional.pad(tensor, (0, 0) * after + (left, right), value=float(fill))
+    return torch.nn.functional.pad(tensor, (0, 0) * after + (pad_left, pad_right), value=float(fill))
 
 
 def padded(tensors: Mapping[str, torch.Tensor], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
@@ -219,8 +219,8 @@ def padded(tensors: Mapping[str, torch.Tensor], pad_token_id: int = 0) -> dict[s
 
 
 def _check_width(name: str, tensor: torch.Tensor, field: Field, widths: Widths) -> None:
-    found = tensor.shape[field.dim] if -tensor.dim() <= field.dim < tensor.dim() else None
-    if found != widths.of(field.axis):
+    width = tensor.shape[field.dim] if -tensor.dim() <= field.dim < tensor.dim() else None
+    if width != widths.of(field.axis):
         raise ValueError(
             f"{name!r} has shape {list(tensor.shape)}, but it is registered with axis {field.axis!r} in dimension "
             f"{field.dim}, which has {widths.of(field.axis)} columns in this batch"

@@ -50,7 +50,7 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     if not x:
         raise ValueError("collate_fn needs at least one row")
     for number, item in enumerate(x):
-        names = [{*fields_of(one.batch), *one.non_tensor_batch} for one in (x[0], item)]
+        names = [{*fields_of(row.batch), *row.non_tensor_batch} for row in (x[0], item)]
         if names[0] != names[1]:
             raise BatchError(
                 f"collate_fn: row {number} and row 0 differ in the fields {sorted(names[0] ^ names[1])}, which must be "

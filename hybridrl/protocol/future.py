@@ -92,12 +92,12 @@ def _chunk_of_parts(parts: list[DataProto], share: _Chunk) -> DataProto:
     """Return `share(DataProto.concat(parts))`, joining only the rows that it needs."""
     padded = any(part.is_padding_enabled() for part in parts)
     start, stop = DataProto.chunk_bounds(sum(map(len, parts)), share.chunks, padded)[share.index]
-    chosen, first = [], 0
+    pieces, first = [], 0
     for part in parts:
         low, high = max(start - first, 0), min(stop - first, len(part))
-        chosen.append(part.slice(low, max(low, high)) if (low, high) != (0, len(part)) else part)
+        pieces.append(part.slice(low, max(low, high)) if (low, high) != (0, len(part)) else part)
         first += len(part)
-    needed = [part for part in chosen if len(part)] or chosen[:1]
+    needed = [part for part in pieces if len(part)] or pieces[:1]
     # Rows from a single part are not copied: they stay in read-only shared memory, like all arguments sent through Ray.
     joined = copy.copy(needed[0]) if len(needed) == 1 else DataProto.concat(needed)
     joined.meta_info = DataProto.merged_meta_info(parts)

@@ -1,4 +1,4 @@
-"""Samples that a rollout was asked for and has no verdict of."""
+"""Samples of a rollout without a score, each with the reason."""
 
 from dataclasses import dataclass
 
@@ -24,5 +24,5 @@ class MissingSample:
 
     @property
     def name(self) -> tuple[str, str]:
-        """What identifies the sample in a batch."""
+        """Return the identity of the sample in a batch: uid and number."""
         return self.uid, str(self.sample)

@@ -120,12 +120,12 @@ def index_tensor(tensor: Any, idxs: torch.Tensor, memo: Memo) -> Any:
     if id(offsets) not in memo:
         idxs = idxs.to(offsets.device)
         lengths = offsets.diff()[idxs]
-        chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
-        # Entry j of chosen row n is at offsets[idxs[n]] + (j - chosen[n]) in the old values.
-        shift = torch.repeat_interleave(offsets[idxs] - chosen[:-1], lengths)
-        memo[id(offsets)] = chosen, torch.arange(int(chosen[-1]), device=offsets.device) + shift, offsets
-    chosen, where, _ = memo[id(offsets)]
-    return _from_jagged(values.index_select(dim - 1, where), chosen, dim)
+        new_offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
+        # Entry j of the new row n is at offsets[idxs[n]] + (j - new_offsets[n]) in the old values.
+        shift = torch.repeat_interleave(offsets[idxs] - new_offsets[:-1], lengths)
+        memo[id(offsets)] = new_offsets, torch.arange(int(new_offsets[-1]), device=offsets.device) + shift, offsets
+    new_offsets, where, _ = memo[id(offsets)]
+    return _from_jagged(values.index_select(dim - 1, where), new_offsets, dim)
 
 
 def cat_fields(key: str, tensors: Sequence[Any], memo: Memo) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import ModelError, RewardError
-from hybridrl.models.chat import with_answer
+from hybridrl.models.chat import encode, with_answer
 from hybridrl.models.classifier import check_reward_model, scored_length
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.rendering import rendered
@@ -161,8 +161,7 @@ class Conversations:
         answers = self._policy.batch_decode(generated_tokens(batch, reason), skip_special_tokens=True)
         prompts = batch.non_tensor_batch["raw_prompt"]
         texts = [self._render(with_answer(prompt, answer)) for prompt, answer in zip(prompts, answers, strict=True)]
-        rows: list[list[int]] = self._own(texts, add_special_tokens=False)["input_ids"]
-        return rows
+        return encode(self._own, texts, self._max_length)
 
     def _closing_tokens(self) -> list[int]:
         """The tokens that the chat template writes after the last answer; none without a template."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.signature import SAMPLE_NAMES, Call, Form, Sample, understand
+from hybridrl.reward.signature import SAMPLE_NAMES, Form, RewardCall, Sample, understand
 from hybridrl.utils.user_code import defined_in, load_module
 
 KEY = "reward.custom_reward_function"
@@ -55,7 +55,7 @@ class LoadedFunction:
         label: its name and file, for messages.
     """
 
-    def __init__(self, call: Callable[..., Any], how: Call, label: str, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, call: Callable[..., Any], how: RewardCall, label: str, kwargs: Mapping[str, Any]) -> None:
         self._call = call
         self._kwargs = dict(kwargs)
         self.how = how
@@ -88,7 +88,9 @@ def load(function: RewardFunction) -> LoadedFunction:
     if function.path is None:
         from hybridrl.reward.score import default_compute_score
 
-        return LoadedFunction(default_compute_score, Call("sample", SAMPLE_NAMES), function.label, function.kwargs)
+        return LoadedFunction(
+            default_compute_score, RewardCall("sample", SAMPLE_NAMES), function.label, function.kwargs
+        )
     if function.path.endswith(OBJECT_SUFFIX):
         from hybridrl.reward.objects import load_object
 

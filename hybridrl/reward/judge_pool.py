@@ -13,7 +13,7 @@ from hybridrl.errors import RewardError
 from hybridrl.reward.judge import ANSWER, QUESTION
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.processes.pool import RewardPool
-from hybridrl.reward.signature import Call, Sample
+from hybridrl.reward.signature import RewardCall, Sample
 from hybridrl.verdict import NoVerdictError
 
 #: answers a conversation with a text and the seconds that this took, or raises `NoVerdictError`
@@ -53,7 +53,7 @@ class JudgePool:
         return False
 
     @property
-    def calls(self) -> list[tuple[str, Call]]:
+    def calls(self) -> list[tuple[str, RewardCall]]:
         """How its function is called; waits until it has been loaded."""
         return [(self.label, how) for _, how in self._pool.calls]
 

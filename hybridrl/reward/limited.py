@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.processes.outcome import Outcome
-from hybridrl.reward.signature import Call, Sample
+from hybridrl.reward.signature import RewardCall, Sample
 
 if TYPE_CHECKING:
     from hybridrl.reward.processes.pool import RewardPool
@@ -87,7 +87,7 @@ class LimitedPool:
         return self.pool.built_in
 
     @property
-    def calls(self) -> list[tuple[str, Call]]:
+    def calls(self) -> list[tuple[str, RewardCall]]:
         """Each function's label, and how it is called; waits until all have been loaded.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from hybridrl.reward.processes.outcome import Outcome
-from hybridrl.reward.signature import Call, Sample
+from hybridrl.reward.signature import RewardCall, Sample
 
 
 class NoFunction:
@@ -14,7 +14,7 @@ class NoFunction:
 
     label = "no reward function"
     built_in = False
-    calls: Sequence[tuple[str, Call]] = ()
+    calls: Sequence[tuple[str, RewardCall]] = ()
 
     def start(self, wait_for_one: bool = False) -> None:
         """Do nothing."""

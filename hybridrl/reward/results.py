@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.verdict import LARGEST_REWARD, NoVerdict, Verdict
 
 #: a score (None: the function does not apply to the sample) and the function's dict, where it returned one
 Score = tuple[float | None, dict[str, Any] | None]
@@ -52,7 +52,7 @@ def check_scores(values: Any, count: int, may_abstain: bool = False) -> list[Sco
         BadScore: not a sequence, or of another length.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, str):
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes, bytearray, memoryview)):
         raise BadScore(f"returned {type(values).__name__} instead of a list of {count} scores")
     if len(values) != count:
         raise BadScore(f"returned {len(values)} scores for {count} responses")
@@ -116,4 +116,6 @@ def _number(value: Any) -> float:
         raise BadScore("returned an integer beyond the range of a float; a score must be finite") from None
     if not math.isfinite(number):
         raise BadScore(f"returned {number}; a score must be finite")
+    if abs(number) > LARGEST_REWARD:
+        raise BadScore(f"returned {number}; rewards have 32 bits, so {LARGEST_REWARD:.3g} is the largest score")
     return number

@@ -90,7 +90,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """How a function is called.
 
     Attributes:
@@ -174,7 +174,7 @@ class Call:
         fault = self.fault_in_columns(list(present), has_ground_truth=True)  # single rows may have none
         if fault is not None:
             raise RewardError(fault)
-        optional = [name for name in self.optional if name in present or (has_truth and name == "ground_truth")]
+        optional = [name for name in self.optional if name in present or (has_truth and name in self._truths)]
         more = [name for name in present if name not in self.arguments] if self.all_columns else []
         if self.all_columns and has_truth:
             more.append("ground_truth")
@@ -241,7 +241,7 @@ def _of_batch(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def understand(
     call: Callable[..., Any], name: str, kwargs: Mapping[str, Any], form: Form, source: str, kwargs_key: str
-) -> Call:
+) -> RewardCall:
     """Find out how to call a function.
 
     Args:
@@ -277,7 +277,9 @@ def understand(
             f"{source}: {name} has the parameter {single[0]!r}, and reward.reward_manager.name=batch calls functions "
             f"once with lists: call it solution_strs for a list, or solution_str for one response. {EXPECTED}."
         )
-    free = Free(required, others, takes_any, all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required))
+    empty = [key for key in others if named[key].default is None]
+    by_name = all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required)
+    free = Free(required, others, empty, takes_any, by_name)
     found = _as_in_trl(free) or _as_batch(free) or _as_sample(free) or _as_in_verl(free, by_position, form)
     if found is None:
         raise RewardError(f"{source}: {_not_understood(name, parameters, required)}")
@@ -293,12 +295,14 @@ class Free:
     Attributes:
         required: those without a default.
         others: those with one.
+        empty: those of `others` whose default is None, so that they wait for a value.
         takes_any: the function takes any further name.
         by_name: those without a default are passed by name only.
     """
 
     required: Sequence[str]
     others: Sequence[str]
+    empty: Sequence[str]
     takes_any: bool
     by_name: bool
 
@@ -312,13 +316,17 @@ class Free:
         return [name for name in _TEXTS[form] if name in self.required]
 
     def truths(self, form: Form) -> tuple[str, ...]:
-        """The one that is the ground truth by a usual name, unless the data have such a column."""
+        """The one that is the ground truth by a usual name, unless the data have such a column.
+
+        A default other than None says that it is something else, such as the length that is aimed at.
+        """
         found = tuple(name for name in _TRUTHS[form] if name in self.required)
+        found = found or tuple(name for name in _TRUTHS[form] if name in self.empty)
         proper = "ground_truth" if form == "sample" else "ground_truths"
         return () if len(found) != 1 or {proper, "ground_truth"} & set(self.names) else found
 
     def besides(self, names: Sequence[str]) -> dict[str, Any]:
-        """The fields of a `Call` for parameters that are columns of the data: all but these."""
+        """The fields of a `RewardCall` for parameters that are columns of the data: all but these."""
         return {
             "columns": tuple(name for name in self.required if name not in names),
             "optional": tuple(name for name in self.others if name not in names),
@@ -334,11 +342,11 @@ def _bound(call: Callable[..., Any]) -> set[str]:
     return found
 
 
-def _as_in_trl(free: Free) -> Call | None:
+def _as_in_trl(free: Free) -> RewardCall | None:
     """A function with a parameter `completions`."""
     if "completions" not in free.names:
         return None
-    return Call(
+    return RewardCall(
         "batch",
         tuple(name for name in _TRL_NAMES if name in free.names or free.takes_any),
         all_columns=free.takes_any,
@@ -348,33 +356,33 @@ def _as_in_trl(free: Free) -> Call | None:
     )
 
 
-def _as_batch(free: Free) -> Call | None:
+def _as_batch(free: Free) -> RewardCall | None:
     """A function whose response is a list by its name."""
     fill = free.takes_any and "solution_strs" in free.names
     if "responses" in free.names or "solution_strs" in free.names:
         chosen = tuple(n for n in _BATCH_KNOWN if n in free.names or (fill and n in BATCH_NAMES))
-        return Call("batch", chosen, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
+        return RewardCall("batch", chosen, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
     text = free.texts("batch")
     if len(text) != 1:
         return None
     chosen = ("solution_strs", *(name for name in BATCH_NAMES if name in free.names))
     renamed, known = (("solution_strs", text[0]),), (*BATCH_NAMES, text[0])
-    return Call(
+    return RewardCall(
         "batch", chosen, renamed=renamed, guessed=(text[0],), truths=free.truths("batch"), **free.besides(known)
     )
 
 
-def _as_sample(free: Free) -> Call | None:
+def _as_sample(free: Free) -> RewardCall | None:
     """A function whose response is one text by its name, or that takes every name."""
     text = free.texts("sample")
     known = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
     if "solution_str" in free.names or (free.takes_any and free.by_name):
         chosen = tuple(name for name in known if name in free.names or free.takes_any)
-        return Call("sample", chosen, truths=free.truths("sample"), **free.besides(known))
+        return RewardCall("sample", chosen, truths=free.truths("sample"), **free.besides(known))
     if len(text) != 1 or set(_BATCH_KNOWN) & set(free.names):
         return None
     chosen = ("solution_str", *(name for name in known if name in free.names))
-    return Call(
+    return RewardCall(
         "sample",
         chosen,
         renamed=(("solution_str", text[0]),),
@@ -384,14 +392,16 @@ def _as_sample(free: Free) -> Call | None:
     )
 
 
-def _as_in_verl(free: Free, by_position: Sequence[str], form: Form) -> Call | None:
+def _as_in_verl(free: Free, by_position: Sequence[str], form: Form) -> RewardCall | None:
     """A function of three or four parameters that are positional only, and that no name tells: they are verl's."""
     names = {*SAMPLE_NAMES, *BATCH_NAMES, *_TRL_NAMES, PROMPT, *_FOREIGN}
     names |= {name for form_ in _TEXTS for name in (*_TEXTS[form_], *_TRUTHS[form_])}
     if len(free.required) not in (3, 4) or list(by_position) != list(free.names) or names & set(by_position):
         return None
     arguments = (BATCH_NAMES if form == "batch" else SAMPLE_NAMES)[: len(by_position)]
-    return Call(form, arguments, renamed=tuple(zip(arguments, by_position, strict=True)), guessed=tuple(by_position))
+    return RewardCall(
+        form, arguments, renamed=tuple(zip(arguments, by_position, strict=True)), guessed=tuple(by_position)
+    )
 
 
 def _not_understood(name: str, parameters: Mapping[str, Any], required: Sequence[str]) -> str:
@@ -410,7 +420,7 @@ def _not_understood(name: str, parameters: Mapping[str, Any], required: Sequence
 
 
 def _check_call(
-    call: Callable[..., Any], name: str, found: Call, kwargs: Mapping[str, Any], source: str, kwargs_key: str
+    call: Callable[..., Any], name: str, found: RewardCall, kwargs: Mapping[str, Any], source: str, kwargs_key: str
 ) -> None:
     names = dict(found.renamed)
     values = dict.fromkeys((*(names.get(one, one) for one in found.arguments), *found.columns))

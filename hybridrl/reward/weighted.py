@@ -13,7 +13,7 @@ from hybridrl.reward.limited import LimitedPool
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.processes.pool import RewardPool
-from hybridrl.reward.signature import Call, Sample
+from hybridrl.reward.signature import RewardCall, Sample
 from hybridrl.verdict import NoVerdict, Reason
 
 
@@ -51,7 +51,7 @@ class WeightedPools:
         return any(pool.built_in for pool in self.pools.values())
 
     @property
-    def calls(self) -> list[tuple[str, Call]]:
+    def calls(self) -> list[tuple[str, RewardCall]]:
         """Each function's label, and how it is called; waits until all have been loaded."""
         return [call for pool in self.pools.values() for call in pool.calls]
 

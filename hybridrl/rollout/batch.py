@@ -1,4 +1,4 @@
-"""Between batches and requests: the requests of a batch of prompts, and the batch of the resulting trajectories.
+"""Conversion of batches: the requests of a batch of prompts, and the batch of the resulting trajectories.
 
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """
@@ -43,7 +43,7 @@ def names_of(prompts: DataProto) -> tuple[list[str], list[int]]:
 def prompt_ids_of(prompts: DataProto) -> list[list[int]]:
     """The prompt of each row without padding."""
     ids, mask = prompts.batch["input_ids"].tolist(), prompts.batch["attention_mask"].tolist()
-    return [[token for token, kept in zip(*row, strict=True) if kept] for row in zip(ids, mask, strict=True)]
+    return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in zip(ids, mask, strict=True)]
 
 
 def images_of(prompts: DataProto, model: PreTrainedConfig, most: int | None = None) -> list[PromptImages | None]:
@@ -59,18 +59,18 @@ def images_of(prompts: DataProto, model: PreTrainedConfig, most: int | None = No
     if not is_vision_model(model):
         return [None] * len(prompts)
     column = prompts.non_tensor_batch.get(MULTI_MODAL_INPUTS)
-    rows = [{}] * len(prompts) if column is None else [one or {} for one in column.tolist()]
-    found = [
+    rows = [{}] * len(prompts) if column is None else [entry or {} for entry in column.tolist()]
+    row_images = [
         PromptImages.of(ids, tensors, model, f"prompt {row} of the batch")
         for row, (ids, tensors) in enumerate(zip(prompt_ids_of(prompts), rows, strict=True))
     ]
-    for row, images in enumerate(found):
+    for row, images in enumerate(row_images):
         if images is not None and most is not None and len(images.places) > most:
             raise RolloutError(
                 f"prompt {row} of the batch has {len(images.places)} images, and the engine was started for prompts of "
                 f"actor_rollout_ref.rollout.limit_images={most}; set limit_images={len(images.places)} or null"
             )
-    return found
+    return row_images
 
 
 def requests_of(
@@ -141,38 +141,38 @@ def batch_of(
     rows = len(trajectories)
     before = _width("prompt_ids", "prompt_width", prompt_width, trajectories)
     after = _width("token_ids", "response_width", response_width, trajectories)
-    prompt_places = np.arange(before) >= before - _lengths(one.prompt_ids for one in trajectories)
-    places = np.arange(after) < _lengths(one.token_ids for one in trajectories)
-    prompts = _placed((one.prompt_ids for one in trajectories), prompt_places, np.int64, pad_token_id)
-    responses = _placed((one.token_ids for one in trajectories), places, np.int64, pad_token_id)
-    response_mask = _placed((one.mask for one in trajectories), places, np.int64, 0)
-    log_probs = _placed((one.log_probs for one in trajectories), places, np.float32, 0.0)
+    prompt_places = np.arange(before) >= before - _lengths(trajectory.prompt_ids for trajectory in trajectories)
+    places = np.arange(after) < _lengths(trajectory.token_ids for trajectory in trajectories)
+    prompts = _placed((trajectory.prompt_ids for trajectory in trajectories), prompt_places, np.int64, pad_token_id)
+    responses = _placed((trajectory.token_ids for trajectory in trajectories), places, np.int64, pad_token_id)
+    response_mask = _placed((trajectory.mask for trajectory in trajectories), places, np.int64, 0)
+    log_probs = _placed((trajectory.log_probs for trajectory in trajectories), places, np.float32, 0.0)
     attention_mask = torch.from_numpy(np.concatenate([prompt_places, places], axis=1).astype(np.int64))
     versions = np.full((rows, after), NO_VERSION, dtype=np.int32)
-    for row, one in enumerate(trajectories):
+    for row, trajectory in enumerate(trajectories):
         first = 0
-        for version, tokens in one.versions:
+        for version, tokens in trajectory.versions:
             versions[row, first : first + tokens] = version
             first += tokens
     if prompt_positions is None:
         prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
-    counted = torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1)
+    default_positions = torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1)
     tensors = {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         # Padding on the right counts on, so that the positions of a row do not depend on its length.
-        "position_ids": _given_positions(trajectories, before, after, counted),
+        "position_ids": _positions(trajectories, before, after, default_positions),
         "response_mask": response_mask,
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
         "weight_versions": torch.from_numpy(versions),
     }
-    if any(one.turn_ends is not None for one in trajectories):
+    if any(trajectory.turn_ends is not None for trajectory in trajectories):
         tensors |= _turns(trajectories, after)
-    if any(one.image_mask is not None for one in trajectories):
+    if any(trajectory.image_mask is not None for trajectory in trajectories):
         tensors[IMAGE_MASK] = _image_mask(trajectories, attention_mask.bool())
-    if any(one.routed_experts is not None for one in trajectories):
+    if any(trajectory.routed_experts is not None for trajectory in trajectories):
         tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
     return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
 
@@ -184,22 +184,26 @@ def _lengths(lists: Iterable[Sequence[Any]]) -> np.ndarray:
 
 def _placed(lists: Iterable[Sequence[Any]], places: np.ndarray, dtype: Any, fill: Any) -> torch.Tensor:
     """The entries of each list at the places of its row, [B, W]; `fill` elsewhere."""
-    found = np.full(places.shape, fill, dtype=dtype)
-    found[places] = np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype)
-    return torch.from_numpy(found)
+    placed = np.full(places.shape, fill, dtype=dtype)
+    placed[places] = np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype)
+    return torch.from_numpy(placed)
 
 
-def _given_positions(
-    trajectories: Sequence[Trajectory], before: int, after: int, counted: torch.Tensor
+def _positions(
+    trajectories: Sequence[Trajectory], before: int, after: int, default_positions: torch.Tensor
 ) -> torch.Tensor:
-    """The positions of trajectories, [B, k, P + T], or `counted` where they have none."""
-    given = [(one.positions, before - len(one.prompt_ids)) for one in trajectories if one.positions is not None]
-    if not given:
-        return counted
-    if len(given) < len(trajectories):
+    """The positions of trajectories, [B, k, P + T], or `default_positions` if they have none."""
+    own_positions = [
+        (trajectory.positions, before - len(trajectory.prompt_ids))
+        for trajectory in trajectories
+        if trajectory.positions is not None
+    ]
+    if not own_positions:
+        return default_positions
+    if len(own_positions) < len(trajectories):
         raise RolloutError("some trajectories of a batch have positions and others have none; give all or none")
     rows = []
-    for positions, start in given:
+    for positions, start in own_positions:
         missing = before + after - start - positions.shape[1]
         # Padding on the right counts on, so that the positions of a row do not depend on its length.
         rows.append(torch.cat([positions, positions[:, -1:] + 1 + torch.arange(missing)], dim=1))
@@ -209,22 +213,24 @@ def _given_positions(
 
 def _image_mask(trajectories: Sequence[Trajectory], real: torch.Tensor) -> torch.Tensor:
     """`image_mask` of `batch_of`; `real` [B, P + T] is false on padding."""
-    found = torch.zeros_like(real)
-    for row, one in enumerate(trajectories):
-        if one.image_mask is None:
-            raise RolloutError(f"{one.name} has no image_mask, and others of the batch have it; give all or none")
-        found[row, real[row]] = one.image_mask
-    return found
+    image_mask = torch.zeros_like(real)
+    for row, trajectory in enumerate(trajectories):
+        if trajectory.image_mask is None:
+            raise RolloutError(
+                f"{trajectory.name} has no image_mask, and others of the batch have it; give all or none"
+            )
+        image_mask[row, real[row]] = trajectory.image_mask
+    return image_mask
 
 
 def _turns(trajectories: Sequence[Trajectory], width: int) -> dict[str, torch.Tensor]:
     """`turn_level_rewards` and `turn_states` of `batch_of`."""
     rewards = torch.zeros((len(trajectories), width), dtype=torch.float32)
     states = torch.zeros((len(trajectories), width), dtype=torch.int32)
-    for row, one in enumerate(trajectories):
-        for place, reward in zip(one.turn_ends or (), one.turn_rewards, strict=False):
+    for row, trajectory in enumerate(trajectories):
+        for place, reward in zip(trajectory.turn_ends or (), trajectory.turn_rewards, strict=False):
             rewards[row, place] += reward
-        for place, state in one.turn_states:
+        for place, state in trajectory.turn_states:
             states[row, place] = state
     return {TURN_LEVEL_REWARDS: rewards, TURN_STATES: states}
 
@@ -232,44 +238,50 @@ def _turns(trajectories: Sequence[Trajectory], width: int) -> dict[str, torch.Te
 def _width(field: str, setting: str, width: int | None, trajectories: Sequence[Trajectory]) -> int:
     if not trajectories and width is not None:
         return width
-    longest = max(trajectories, key=lambda one: len(getattr(one, field)))
-    found = len(getattr(longest, field))
-    if width is not None and found > width:
-        raise RolloutError(f"{longest.name}: {field} has {found} entries, which do not fit into {setting}={width}")
-    return found if width is None else width
+    longest = max(trajectories, key=lambda trajectory: len(getattr(trajectory, field)))
+    length = len(getattr(longest, field))
+    if width is not None and length > width:
+        raise RolloutError(f"{longest.name}: {field} has {length} entries, which do not fit into {setting}={width}")
+    return length if width is None else width
 
 
 def _experts(trajectories: Sequence[Trajectory], real: torch.Tensor) -> torch.Tensor:
     """`routed_experts` of `batch_of`; `real` [B, P + T] is false on padding."""
-    for one in trajectories:
-        if one.routed_experts is None:
-            raise RolloutError(f"{one.name} has no routed_experts, and others of the batch have them; give all or none")
-    found = [one.routed_experts for one in trajectories if one.routed_experts is not None]
-    experts = found[0].new_zeros(*real.shape, *found[0].shape[1:])
-    experts[real] = torch.cat(found)
+    for trajectory in trajectories:
+        if trajectory.routed_experts is None:
+            raise RolloutError(
+                f"{trajectory.name} has no routed_experts, and others of the batch have them; give all or none"
+            )
+    experts_of_rows = [
+        trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None
+    ]
+    experts = experts_of_rows[0].new_zeros(*real.shape, *experts_of_rows[0].shape[1:])
+    experts[real] = torch.cat(experts_of_rows)
     return experts
 
 
 def _columns(trajectories: Sequence[Trajectory], own: Collection[str]) -> dict[str, np.ndarray]:
     """The non-tensors of `batch_of`."""
     columns: dict[str, list[Any]] = {
-        "uid": [one.uid for one in trajectories],
-        "sample": [one.sample for one in trajectories],
+        "uid": [trajectory.uid for trajectory in trajectories],
+        "sample": [trajectory.sample for trajectory in trajectories],
     }
-    if any(one.session for one in trajectories):
+    if any(trajectory.session for trajectory in trajectories):
         # The estimators join rows of one session; a sample without a session is one by itself.
-        columns["session_id"] = [one.session or f"sample {one.sample}" for one in trajectories]
-        columns["trajectory_index"] = [one.turn for one in trajectories]
-    if any(one.reward is not None for one in trajectories):
-        columns[TRAJECTORY_REWARD] = [one.reward for one in trajectories]
-    if any(one.turn_rewards or one.turn_ends is not None for one in trajectories):
-        columns["turn_rewards"] = [list(one.turn_rewards) for one in trajectories]
-    if any(one.multimodal or one.image_mask is not None for one in trajectories):
-        columns["multi_modal_inputs"] = [dict(one.multimodal) for one in trajectories]
-    for one in trajectories:
-        for name in one.extra:
+        columns["session_id"] = [trajectory.session or f"sample {trajectory.sample}" for trajectory in trajectories]
+        columns["trajectory_index"] = [trajectory.turn for trajectory in trajectories]
+    if any(trajectory.reward is not None for trajectory in trajectories):
+        columns[TRAJECTORY_REWARD] = [trajectory.reward for trajectory in trajectories]
+    if any(trajectory.turn_rewards or trajectory.turn_ends is not None for trajectory in trajectories):
+        columns["turn_rewards"] = [list(trajectory.turn_rewards) for trajectory in trajectories]
+    if any(trajectory.multimodal or trajectory.image_mask is not None for trajectory in trajectories):
+        columns["multi_modal_inputs"] = [dict(trajectory.multimodal) for trajectory in trajectories]
+    for trajectory in trajectories:
+        for name in trajectory.extra:
             if name in own or bookkeeping.taken([name], Writer.SESSION, Writer.ENGINE):
-                raise RolloutError(f"{one.name}: extra field {name!r} has the name of a column of the batch; rename it")
-    for name in dict.fromkeys(name for one in trajectories for name in one.extra):
-        columns[name] = [one.extra.get(name) for one in trajectories]
+                raise RolloutError(
+                    f"{trajectory.name}: extra field {name!r} has the name of a column of the batch; rename it"
+                )
+    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.extra):
+        columns[name] = [trajectory.extra.get(name) for trajectory in trajectories]
     return {name: object_array(values) for name, values in columns.items()}

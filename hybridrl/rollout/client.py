@@ -48,17 +48,17 @@ class GenerationClient(Protocol):
         """End these requests; their `generate` returns the tokens generated so far. Unknown ids are ignored."""
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Replica -> statistics, as `hybridrl.rollout.server.prometheus` takes them."""
+        """Replica -> statistics, as `hybridrl.serve.prometheus` takes them."""
 
     async def health(self) -> str | None:
-        """What is wrong, or None."""
+        """Return an error message, or None if the client is healthy."""
 
 
 class PoolClient:
     """Requests to a pool of replicas: to the session's replica, else to the one with the fewest requests in flight.
 
-    While the replicas are paused, for new weights or because their memory is lent to training, requests wait and keep
-    their tokens. A request whose replica is lost runs again on another.
+    While the replicas are paused, for new weights or because training uses their memory, requests wait and keep their
+    tokens. A request whose replica dies runs again on another.
 
     Args:
         pool: started.
@@ -195,9 +195,10 @@ class TurnClient:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or (self._open and self._waiting))
-                seen = -1
-                while len(self._waiting) > seen and not self._closed:  # sessions ask for their next turns together
-                    seen = len(self._waiting)
+                previous_count = -1
+                # Sessions ask for their next turns together.
+                while len(self._waiting) > previous_count and not self._closed:
+                    previous_count = len(self._waiting)
                     self._changed.wait(_GATHER_S)
             with self._turn:
                 with self._changed:
@@ -209,7 +210,7 @@ class TurnClient:
                     self._serve(alike)
 
     def _serve(self, requests: Sequence[Request]) -> None:
-        """Generate for requests that are sampled alike, in one call."""
+        """Generate for requests with equal sampling parameters, in one call."""
         try:
             completions = _completions_of(requests, self._generate(_batch_of(requests, self._max_len)), self._max_len)
         except Exception as error:

@@ -61,17 +61,17 @@ class PromptImages:
         """
         tokens = media_tokens(config)
         counts = tokens_per_image(config, tensors["image_grid_thw"]).tolist() if tensors else []
-        found = [index for index, one in enumerate(ids) if one in tokens and index not in generated]
-        if len(found) != sum(counts):
+        placeholders = [index for index, token in enumerate(ids) if token in tokens and index not in generated]
+        if len(placeholders) != sum(counts):
             raise RolloutError(
-                f"{where} has {len(found)} image placeholders, and its images have {sum(counts)} tokens: its images "
-                "are not in multi_modal_inputs, or belong to another prompt"
+                f"{where} has {len(placeholders)} image placeholders, and its images have {sum(counts)} tokens: its "
+                "images are not in multi_modal_inputs, or belong to another prompt"
             )
         if not counts:
             return None
         places, start = [], 0
         for count in counts:
-            first, last = found[start], found[start + count - 1]
+            first, last = placeholders[start], placeholders[start + count - 1]
             if last - first != count - 1:
                 raise RolloutError(f"{where}: the placeholders of an image are interrupted at token {first}")
             places.append((first, count))
@@ -80,13 +80,13 @@ class PromptImages:
 
     def mask(self, length: int) -> torch.Tensor:
         """`[length]`: true for the tokens of images of a sequence that begins with the prompt."""
-        found = torch.zeros(length, dtype=torch.bool)
+        mask = torch.zeros(length, dtype=torch.bool)
         for first, count in self.places:
-            found[first : first + count] = True
-        return found
+            mask[first : first + count] = True
+        return mask
 
     def in_tokens(self) -> tuple[ImagePlace, ...]:
-        """What a `TokenTree` knows of them."""
+        """Return the images in the form of a `TokenTree`."""
         pairs = zip(self.places, self.digests(), strict=True)
         return tuple(ImagePlace(first, count, digest) for (first, count), digest in pairs)
 
@@ -103,15 +103,15 @@ class PromptImages:
         assert isinstance(self.tensors, dict)
         patches = self.tensors["pixel_values"]
         with _LOCK:
-            known: tuple[str, list[str]] | None = _digests.get(patches)
-        if known is None:
-            known = digest(self.tensors), [digest(one) for one in split_images(self.tensors)]
+            fingerprints: tuple[str, list[str]] | None = _digests.get(patches)
+        if fingerprints is None:
+            fingerprints = digest(self.tensors), [digest(image) for image in split_images(self.tensors)]
             with _LOCK:
-                _digests[patches] = known
-        return known
+                _digests[patches] = fingerprints
+        return fingerprints
 
     def sent(self) -> PromptImages:
-        """With a reference in place of large tensors, which are put into the object store once."""
+        """Return a copy with a reference in place of large tensors, which are put into the object store once."""
         return replace(self, tensors=reference_of(self.tensors))
 
 
@@ -119,24 +119,24 @@ class ReceivedImages:
     """Resolves the references of requests; requests with the same images share their memory."""
 
     def __init__(self) -> None:
-        self._known: dict[ray.ObjectRef, ImageTensors] = {}
+        self._tensors: dict[ray.ObjectRef, ImageTensors] = {}
         self._users: dict[ray.ObjectRef, int] = {}
 
     async def take(self, images: PromptImages) -> PromptImages:
-        """With tensors in place of a reference. Call `give_back` when the request is done."""
+        """Return a copy with tensors in place of a reference. Call `give_back` when the request is done."""
         reference = images.tensors
         if not isinstance(reference, ray.ObjectRef):
             return images
         self._users[reference] = self._users.get(reference, 0) + 1
-        if reference not in self._known:
-            self._known[reference] = tensors_of(await reference)
-        return replace(images, tensors=self._known[reference])
+        if reference not in self._tensors:
+            self._tensors[reference] = tensors_of(await reference)
+        return replace(images, tensors=self._tensors[reference])
 
     def give_back(self, images: PromptImages) -> None:
         """Forget images that no request uses any more.
 
         Args:
-            images: as `take` was given them.
+            images: the argument of `take`.
         """
         reference = images.tensors
         if not isinstance(reference, ray.ObjectRef):
@@ -144,7 +144,7 @@ class ReceivedImages:
         self._users[reference] -= 1
         if not self._users[reference]:
             del self._users[reference]
-            self._known.pop(reference, None)
+            self._tensors.pop(reference, None)
 
 
 def check_interleaved(config: PreTrainedConfig, path: str, engine: str) -> None:
@@ -170,20 +170,20 @@ def check_interleaved(config: PreTrainedConfig, path: str, engine: str) -> None:
 def split_images(tensors: ImageTensors) -> list[ImageTensors]:
     """Each image or clip of a prompt by itself."""
     grid, seconds = tensors[GRID], tensors.get(SECONDS)
-    found = []
+    images = []
     for number, part in enumerate(tensors[PIXELS].split(grid.prod(dim=-1).tolist())):
-        one = {PIXELS: part, GRID: grid[number : number + 1]}
+        image = {PIXELS: part, GRID: grid[number : number + 1]}
         if seconds is not None and seconds[number] > 0:
-            one[SECONDS] = seconds[number : number + 1]
-        found.append(one)
-    return found
+            image[SECONDS] = seconds[number : number + 1]
+        images.append(image)
+    return images
 
 
 def join_images(images: Sequence[ImageTensors]) -> ImageTensors:
     """The images and clips of a prompt, one after the other; `{}` if there are none. One image keeps its memory."""
     if len(images) <= 1:
         return dict(images[0]) if images else {}
-    joined = {name: torch.cat([one[name] for one in images]) for name in (PIXELS, GRID)}
-    if any(SECONDS in one for one in images):
-        joined[SECONDS] = torch.cat([one.get(SECONDS, torch.zeros(len(one[GRID]))) for one in images])
+    joined = {name: torch.cat([image[name] for image in images]) for name in (PIXELS, GRID)}
+    if any(SECONDS in image for image in images):
+        joined[SECONDS] = torch.cat([image.get(SECONDS, torch.zeros(len(image[GRID]))) for image in images])
     return joined

@@ -1,4 +1,4 @@
-"""What a generation engine is: requests in, completions out, new weights in between.
+"""The interface of a generation engine: requests in, completions out, new weights in between.
 
 An engine lives in the process of its replica (`hybridrl.rollout.replicas.actor`), on that process's event loop. No
 other code knows its library. It is a class in a file of its own, registered with `InferenceEngines.register(name)`.
@@ -29,7 +29,7 @@ class EngineBrokenError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is started with.
+    """The start-up settings of an engine.
 
     Attributes:
         config: `actor_rollout_ref.rollout`.
@@ -40,9 +40,9 @@ class EngineSpec:
         devices: accelerators of this replica by their index on the node; empty on a CPU.
         threads: threads for arithmetic, of each process of the engine.
         load_weights: whether to read the checkpoint at the start. Without, weights are random until the first update.
-        task: what the engine is started for.
+        task: the task that the engine is started for.
         top: with the task `read`, the most likely tokens that a request may ask for.
-        logits_temperature: with the task `read`, what logits are divided by.
+        logits_temperature: with the task `read`, the divisor of the logits.
         records_routing: requests may ask for the experts of their tokens.
     """
 
@@ -92,9 +92,9 @@ class InferenceEngine(ABC):
     @classmethod
     @abstractmethod
     def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
-        """What can be known without starting: version, parallel sizes against the model's heads, lengths.
+        """Check the settings without starting: version, parallel sizes against the model's heads, lengths.
 
-        Must not import the engine's library (which takes seconds) where the package's metadata do.
+        Must not import the engine's library (which takes seconds) where the package's metadata suffice.
 
         Args:
             on_gpu: where it is to run; this process may be elsewhere.
@@ -134,9 +134,9 @@ class InferenceEngine(ABC):
         """
 
     async def read(self, request: Request) -> Completion:
-        """What a request with a `Reading` asks for, as `found`; of an engine that was started for it (`spec.task`).
+        """Compute what a request's `Reading` asks for, as `found` of the completion; otherwise like `generate`.
 
-        Otherwise like `generate`.
+        Only engines that were started for it (`spec.task`) are called.
         """
         raise RolloutError(f"{self.name} was not built to read prompts")
 
@@ -149,7 +149,9 @@ class InferenceEngine(ABC):
         """Get ready for new weights; nothing is generated until `end_update`."""
 
     async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
-        """What each of the engine's processes needs of the policy's tensors. Called between the two around it.
+        """Return the parts of the policy's tensors that each process of the engine needs.
+
+        Called between `begin_update` and `load_bucket`.
 
         Returns:
             None where the engine takes whole tensors only, which are then streamed.
@@ -187,7 +189,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def last_progress(self) -> float:
-        """When (`time.monotonic`) the engine last said that it computed something; by this a stuck engine is found."""
+        """Return the time (`time.monotonic`) of the engine's last progress, by which a stuck engine is detected."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -277,24 +279,26 @@ class InferenceEngines:
         Raises:
             RolloutError: there is none, or it is not one that runs in replicas.
         """
-        found = INFERENCE_ENGINES.get(name)
-        if not (isinstance(found, type) and issubclass(found, InferenceEngine)):
+        engine = INFERENCE_ENGINES.get(name)
+        if not (isinstance(engine, type) and issubclass(engine, InferenceEngine)):
             raise RolloutError(
-                f"{INFERENCE_ENGINES.key}={name}: {found!r} is not derived from "
+                f"{INFERENCE_ENGINES.key}={name}: {engine!r} is not derived from "
                 f"{InferenceEngine.__module__}.{InferenceEngine.__qualname__}"
             )
-        return found
+        return engine
 
     @classmethod
     def facts(cls, name: str) -> InferenceFacts:
-        """What is known of the engine `name` without importing its library."""
+        """Return the facts about the engine `name`, without importing its library."""
         return INFERENCE_ENGINES.facts(name)
 
     @classmethod
     def in_place(cls, name: str) -> str:
-        """The engine that generates with the training weights: `name` where that is one, else the built-in one."""
+        """Return the engine that generates with the training weights: `name` if it is one, else the built-in one."""
         candidates = [name] if INFERENCE_ENGINES.knows(name) else []
-        return next(known for known in (*candidates, *INFERENCE_ENGINES.names()) if cls.facts(known).in_place)
+        return next(
+            candidate for candidate in (*candidates, *INFERENCE_ENGINES.names()) if cls.facts(candidate).in_place
+        )
 
     @classmethod
     def automatic(cls) -> list[str]:
@@ -304,7 +308,7 @@ class InferenceEngines:
 
     @classmethod
     def missing_packages(cls, name: str) -> list[str]:
-        """What must be installed for the engine `name` and is not."""
+        """Return the packages that the engine `name` needs and that are not installed."""
         return [package for package in cls.facts(name).packages if importlib.util.find_spec(package) is None]
 
     @classmethod

@@ -19,7 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def purpose_of(meta: Mapping[str, Any]) -> str:
-    """What a batch is generated for, as `stream_keys` takes it: a further attempt at a sample draws other noise."""
+    """Return the purpose of a batch for `stream_keys`; a further attempt at a sample draws other noise."""
     attempt = int(meta.get(ATTEMPT, 0))
     return ("validate" if meta.get("validate", False) else "train") + (f" attempt {attempt}" if attempt else "")
 

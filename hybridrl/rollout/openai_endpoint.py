@@ -18,14 +18,14 @@ _KEY = "actor_rollout_ref.rollout.openai"
 
 
 @dataclass(frozen=True)
-class Reply:
+class EndpointResponse:
     """One response of an endpoint; values that it does not report are None.
 
     Attributes:
         text: the message's content.
         finish_reason: as the endpoint reports it; usually "stop" or "length".
         prompt_tokens, tokens: counted by the endpoint.
-        log_probs: of each token, where they were asked for.
+        log_probs: of each token, if they were requested.
         token_ids: where the endpoint adds them (hybridrl's own server, vLLM with `return_token_ids`).
     """
 
@@ -79,7 +79,7 @@ class Endpoint:
 
     def chat(
         self, messages: Sequence[dict[str, Any]], sampling: SamplingParams, log_probs: bool = False
-    ) -> "Future[Reply]":
+    ) -> "Future[EndpointResponse]":
         """Ask for one response.
 
         A 429, a 5xx, a timeout and a broken connection are retried up to `max_retries` times, with growing waits (or as
@@ -87,7 +87,9 @@ class Endpoint:
         """
         return asyncio.run_coroutine_threadsafe(self._chat(messages, sampling, log_probs), self._loop)
 
-    async def _chat(self, messages: Sequence[dict[str, Any]], sampling: SamplingParams, log_probs: bool) -> Reply:
+    async def _chat(
+        self, messages: Sequence[dict[str, Any]], sampling: SamplingParams, log_probs: bool
+    ) -> EndpointResponse:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -152,16 +154,16 @@ class Endpoint:
             return [model.id async for model in self._client.models.list()]
 
         try:
-            found = asyncio.run_coroutine_threadsafe(names(), self._loop).result()
+            model_ids = asyncio.run_coroutine_threadsafe(names(), self._loop).result()
         except openai.OpenAIError as error:
             raise RolloutError(
                 f"{_KEY}.base_url={self.settings.base_url}: its models cannot be listed: {error.__cause__ or error}. "
                 f"Is the address right, and the key? Where an endpoint has no such list, set {_KEY}.model"
             ) from error
-        if len(found) != 1:
-            listed = ", ".join(found[:20]) or "none"
-            raise RolloutError(f"{_KEY}.model is not set, and {self.settings.base_url} has {len(found)}: {listed}")
-        return found[0]
+        if len(model_ids) != 1:
+            listed = ", ".join(model_ids[:20]) or "none"
+            raise RolloutError(f"{_KEY}.model is not set, and {self.settings.base_url} has {len(model_ids)}: {listed}")
+        return model_ids[0]
 
     def close(self) -> None:
         """Cancel requests in flight, and end the thread."""
@@ -189,14 +191,14 @@ def _api_key(settings: OpenAIConfig) -> str:
     return key
 
 
-def _reply(answer: Any, log_probs: bool) -> Reply:
+def _reply(answer: Any, log_probs: bool) -> EndpointResponse:
     if not getattr(answer, "choices", None):
         raise RolloutError(f"the endpoint answered without a choice: {str(answer)[:500]}")
     choice, usage = answer.choices[0], answer.usage
     content = choice.logprobs.content if log_probs and choice.logprobs else None
     if log_probs and content is None:
         raise RolloutError("data.log_probs=True, and the endpoint returned no log-probabilities; set it to False")
-    return Reply(
+    return EndpointResponse(
         text=choice.message.content or "",
         finish_reason=choice.finish_reason,
         prompt_tokens=usage.prompt_tokens if usage else None,

@@ -62,13 +62,13 @@ def _cut_at_stop(answer: Completion, stop: tuple[str, ...], new: int, tokenizer:
     answer.finish_reason = "stop"
 
 
-def extended(known: np.ndarray | None, experts: np.ndarray | None) -> np.ndarray | None:
-    """The experts of what was computed in parts: of each token those with which the next token was sampled.
+def extended(previous: np.ndarray | None, experts: np.ndarray | None) -> np.ndarray | None:
+    """Return the experts of tokens computed in parts: for each token those with which the next token was sampled.
 
     Args:
-        known: of the parts so far, [t, L, K]; of an interrupted request, or the turns of a session.
-        experts: of the next part, whose prompt are these parts; the engine may have computed them with other weights.
+        previous: of the parts so far, [t, L, K]: of an interrupted request, or of a session's turns.
+        experts: of the next part, whose prompt is these parts; the engine may have computed them with other weights.
     """
-    if known is None or experts is None:
-        return experts if known is None else known
-    return np.concatenate([known, experts[len(known) :]])
+    if previous is None or experts is None:
+        return experts if previous is None else previous
+    return np.concatenate([previous, experts[len(previous) :]])

@@ -25,12 +25,12 @@ GREEDY_TOKEN = SamplingParams(do_sample=False, temperature=0.0, top_p=1.0, top_k
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What an engine computes of a prompt in place of a response.
+class PrefillRequest:
+    """The values that an engine computes from a prompt in place of a response.
 
     Attributes:
-        first: with the task `read`, the first token whose log-probability is wanted; at least 1.
-        top: with the task `read`, how many of the likeliest tokens are wanted at each of these positions.
+        first: with the task `read`, the first token whose log-probability is returned; at least 1.
+        top: with the task `read`, the number of likeliest tokens returned at each of these positions.
     """
 
     first: int = 1
@@ -38,8 +38,8 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """What an engine has read; t tokens from `Reading.first` on, K likeliest tokens.
+class PromptLogprobs:
+    """The results of a `PrefillRequest`; t tokens from `PrefillRequest.first` on, K likeliest tokens.
 
     Attributes:
         score: of a classifier with one label, before any activation.
@@ -64,9 +64,9 @@ class Request:
         session: requests of one session share a prefix and go to the same replica.
         priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
-        reading: what is wanted in place of a response; None: a response.
+        reading: the values to compute in place of a response; None: a response is generated.
         images: of the prompt, for a vision-language model.
-        routing: whether the experts that its tokens use are wanted; of an engine with `EngineSpec.records_routing`.
+        routing: whether to return the experts of its tokens; needs an engine with `EngineSpec.records_routing`.
     """
 
     id: str
@@ -74,7 +74,7 @@ class Request:
     sampling: SamplingParams
     session: str = ""
     priority: int = TRAINING_PRIORITY
-    reading: Reading | None = None
+    reading: PrefillRequest | None = None
     images: PromptImages | None = None
     routing: bool = False
 
@@ -92,11 +92,11 @@ class Completion:
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-        found: what was read, of a request with a `Reading`; it has no tokens.
+        found: what was read, of a request with a `PrefillRequest`; it has no tokens.
         image_digest: fingerprint of the images that the engine was given; "" for none.
         routed_experts: integers [t, L, K], the K experts that the first t tokens of prompt and response used in the L
             layers with experts: all but the last, which is sampled and not computed. Of a request that was aborted
-            t may be smaller. None where they were not asked for.
+            t may be smaller. None if they were not requested.
     """
 
     id: str
@@ -106,6 +106,6 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     cached_tokens: int = 0
-    found: Findings | None = None
+    found: PromptLogprobs | None = None
     image_digest: str = ""
     routed_experts: np.ndarray | None = None

@@ -6,8 +6,7 @@ Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
@@ -20,20 +19,9 @@ from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    from hybridrl.rollout.server import Access, ServerProcess
-
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _OBJECTS = ("uid", "sample", MULTI_MODAL_INPUTS)
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
-
-
-@dataclass(frozen=True)
-class RunServer:
-    """The server of a run, and how clients reach it."""
-
-    process: "ServerProcess"
-    access: "Access"
 
 
 class Rollout(ABC):
@@ -43,7 +31,7 @@ class Rollout(ABC):
         version: number of training steps of those weights; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
-        server: serves it over HTTP; None where it is not served.
+        server: the `hybridrl.serve.RunServer` that serves it over HTTP; None where it is not served.
         on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
             `generate` generates others. A rollout that returns all responses at once does not call it.
     """
@@ -52,7 +40,7 @@ class Rollout(ABC):
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
-    server: RunServer | None = None
+    server: Any = None
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:
@@ -271,17 +259,17 @@ class ReplicatedRollout(Rollout):
             return {}
         sent = max(part.bytes for part in report)
         seconds = max(part.seconds for part in report)
-        found = {
+        metrics = {
             "rollout/update_weights_s": seconds,
             "rollout/update_weights_gb_per_s": sent / 1e9 / max(seconds, 1e-9),
             "rollout/update_weights_buckets": float(max(part.buckets for part in report)),
         }
         received = max(part.received for part in report)
         if received >= 0:
-            found["rollout/update_weights_received_gb"] = received / 1e9
+            metrics["rollout/update_weights_received_gb"] = received / 1e9
         if report[0].saved is not None:
-            found["rollout/update_weights_saved_gb"] = sum(part.saved for part in report) / 1e9
-        return found
+            metrics["rollout/update_weights_saved_gb"] = sum(part.saved for part in report) / 1e9
+        return metrics
 
     def weights_will_change(self) -> None:
         self.pool.weights_will_change()
@@ -319,9 +307,9 @@ class ReplicatedRollout(Rollout):
         for index, part in now.items():
             before = self._before.get(index, {})
             for name in _COUNTERS:  # a restarted replica counts from zero
-                count, known = part.get(name, 0.0), before.get(name, 0.0)
-                since[name] += count - known if count >= known else count
-        found = {
+                count, previous = part.get(name, 0.0), before.get(name, 0.0)
+                since[name] += count - previous if count >= previous else count
+        metrics = {
             "rollout/replicas": float(len(now)),
             "rollout/restarts": float(self.pool.restarts - self._restarts),
             "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
@@ -330,10 +318,10 @@ class ReplicatedRollout(Rollout):
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
         if self._generating_s:
-            found["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
+            metrics["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
         self._before, self._restarts, self._rerun = now, self.pool.restarts, self.pool.rerun
         self._generating_s = 0.0
-        return found
+        return metrics
 
     def close(self) -> None:
         for call in self.on_close:

@@ -11,7 +11,7 @@ from hybridrl.models.routers import experts_of, layers_with_routers
 
 
 class RecordedLayers:
-    """Which parts of an engine's records belong to layers with experts; engines have a place for every layer.
+    """Selects the layers with experts from an engine's records, which have a place for every layer.
 
     Args:
         model: with routers.

@@ -1,4 +1,4 @@
-"""How a response is sampled: the settings of one call, and one draw from a batch of logits.
+"""Sampling of responses: the settings of one call, and one draw from a batch of logits.
 
 Shapes: B rows, V vocabulary.
 """

@@ -1,4 +1,6 @@
-"""Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
+"""Selection of the engine for `actor_rollout_ref.rollout.name`, and the checks that it can work, before any start."""
+
+import importlib.util
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.config.strategies import engine_group, engine_settings
@@ -12,10 +14,10 @@ from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.server import check_installed
 from hybridrl.utils import device
 
 _KEY = "actor_rollout_ref.rollout"
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 #: settings that only engines with weights of their own read
 ENGINE_KEYS = (
     "tensor_model_parallel_size",
@@ -82,13 +84,23 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
                 f"({name}) cannot be served; set rollout.name to {' or '.join(InferenceEngines.automatic())}, or leave "
                 "them off"
             )
-        check_installed()
+        check_server_packages()
     return name
 
 
 def is_served(rollout: RolloutConfig) -> bool:
     """Whether replicas are reached over HTTP: their API, or their metrics."""
     return rollout.server.enable or rollout.prometheus.enable
+
+
+def check_server_packages() -> None:
+    """Refuse to serve where the packages that `hybridrl.serve` imports are missing."""
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.server and .prometheus need {', '.join(missing)}, which the engines bring and "
+            "this environment lacks: bash scripts/install.sh auto server"
+        )
 
 
 def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
@@ -116,18 +128,18 @@ def _check_lengths(config: ActorRolloutRefConfig) -> None:
     model = config_of(config.model)
     text = model.get_text_config()
     limit, rollout = getattr(text, "max_position_embeddings", None), config.rollout
-    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     plain = rope.get("rope_type", "default") == "default"
-    if limit is not None and plain and wanted > limit:
+    if limit is not None and plain and length > limit:
         raise RolloutError(
-            f"prompt and response are {wanted} tokens (data.max_prompt_length + data.max_response_length, or "
+            f"prompt and response are {length} tokens (data.max_prompt_length + data.max_response_length, or "
             f"actor_rollout_ref.rollout.max_model_len), and {config.model.path} was made for {limit} "
             "(max_position_embeddings): lower them, or set actor_rollout_ref.model.override_config.rope_parameters"
         )
     check_length(
         model,
-        wanted,
+        length,
         f"actor_rollout_ref.model.path={config.model.path} with prompt and response (data.max_prompt_length + "
         "data.max_response_length, or actor_rollout_ref.rollout.max_model_len)",
     )
@@ -148,33 +160,33 @@ def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
     """Router replay R3 needs an engine that returns the experts of tokens."""
     if not config.actor.router_replay.records_in_generation or InferenceEngines.facts(name).records_routing:
         return
-    known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).records_routing]
+    engines = [engine for engine in INFERENCE_ENGINES.names() if InferenceEngines.facts(engine).records_routing]
     raise RolloutError(
         f"actor_rollout_ref.actor.router_replay.mode={config.actor.router_replay.mode} replays the experts that tokens "
         f"chose in generation, and {name} (actor_rollout_ref.rollout.name={config.rollout.name}) does not return them; "
-        f"set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
+        f"set rollout.name to {' or '.join(engines)}, or router_replay.mode to R2 or disabled"
     )
 
 
 def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
     """Refuse to send an adapter alone to an engine that cannot apply it."""
-    facts, asked = InferenceEngines.facts(name), f"{_KEY}.lora_transfer={config.rollout.lora_transfer}"
+    facts, setting = InferenceEngines.facts(name), f"{_KEY}.lora_transfer={config.rollout.lora_transfer}"
     if config.rollout.lora_transfer != "adapter" or facts.in_place:
         return
     if not config.model.adapted:
         raise RolloutError(
-            f"{asked} without an adapter: set actor_rollout_ref.model.lora_rank, or leave lora_transfer out"
+            f"{setting} without an adapter: set actor_rollout_ref.model.lora_rank, or leave lora_transfer out"
         )
     if config.model.load_in_4bit:
         raise RolloutError(
-            f"{asked} with actor_rollout_ref.model.load_in_4bit=True: the engine would read the base from model.path "
+            f"{setting} with actor_rollout_ref.model.load_in_4bit=True: the engine would read the base from model.path "
             "in its full precision, which is another model than the one that is trained; set lora_transfer=merged"
         )
     if not facts.takes_adapters:
-        known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).takes_adapters]
+        engines = [engine for engine in INFERENCE_ENGINES.names() if InferenceEngines.facts(engine).takes_adapters]
         raise RolloutError(
-            f"{asked}: {name} ({_KEY}.name={config.rollout.name}) gets weights with the adapter merged; set "
-            f"lora_transfer=merged, or name to {' or '.join(known)}"
+            f"{setting}: {name} ({_KEY}.name={config.rollout.name}) gets weights with the adapter merged; set "
+            f"lora_transfer=merged, or name to {' or '.join(engines)}"
         )
 
 
@@ -183,11 +195,11 @@ def _check_images(config: ActorRolloutRefConfig, name: str) -> None:
     model = config_of(config.model)
     if not is_vision_model(model) or InferenceEngines.facts(name).sees_images:
         return
-    known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).sees_images]
+    engines = [engine for engine in INFERENCE_ENGINES.names() if InferenceEngines.facts(engine).sees_images]
     raise RolloutError(
         f"actor_rollout_ref.rollout.name={config.rollout.name}: {config.model.path} is a vision-language model "
         f"({model.model_type}), and generating from images with {name} is not built; set rollout.name to "
-        f"{' or '.join(known)}"
+        f"{' or '.join(engines)}"
     )
 
 

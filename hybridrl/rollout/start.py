@@ -1,6 +1,6 @@
 """Starts the rollout of a policy: which engine, where its replicas run, and how they get the policy's weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,15 @@ from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
-from hybridrl.rollout.rollout import ReplicatedRollout, RunServer
+from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from hybridrl.single_controller.ray.host import assigned_gpus
 from hybridrl.utils.cores import available_cores
+
+#: Starts a server for a rollout whose engines start at the same time: gets the rollout, and whether its engines sample
+#: with the seeds of requests. What it returns is called once the engines serve: it waits for the server.
+Serve = Callable[[InPlaceRollout | ReplicatedRollout, bool], Callable[[], None]]
 
 _KEY = "actor_rollout_ref.rollout"
 _FIND_GPU_S = 120.0
@@ -41,12 +45,9 @@ def start_rollout(
     threads: int | None = None,
     log_folder: Path | None = None,
     before_start: Callable[[str], None] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    image_kwargs: Mapping[str, Any] | None = None,
+    serve: Serve | None = None,
 ) -> Rollout:
     """Start the rollout for `policy`; it has no weights before `update_weights`.
-
-    With `rollout.server.enable` or `rollout.prometheus.enable` it is served over HTTP as long as it lives.
 
     Args:
         config: `actor_rollout_ref`.
@@ -55,22 +56,26 @@ def start_rollout(
         threads: compute threads of each engine process on a CPU; None divides a node's cores.
         log_folder: where replicas' output goes; None leaves it to Ray.
         before_start: called with the engine's name before its replicas start.
-        template_kwargs: further variables of the chat template, for chats that the server renders.
-        image_kwargs: settings of the model's image processor, for images of the server's clients.
+        serve: starts the server of `rollout.server.enable` and `rollout.prometheus.enable`, which
+            `hybridrl.serve.start_rollout` brings.
 
     Raises:
         RolloutError: the engine is not available, or does not start; a setting cannot take effect.
     """
+    if is_served(config.rollout) and serve is None:
+        raise RolloutError(
+            f"{_KEY}.server.enable or {_KEY}.prometheus.enable, and this rollout is started without a server: call "
+            "hybridrl.serve.start_rollout, or turn them off"
+        )
     if config.rollout.checkpoint_engine.delta and (own_pool is None or policy is None):
         raise RolloutError(
             f"{_KEY}.checkpoint_engine.delta=True without a policy that sends its weights to replicas on devices of "
             "their own, where it saves bytes: give own_pool (rollout.nnodes in a configuration), or set delta=false"
         )
-    server_kwargs = {"template_kwargs": template_kwargs, "image_kwargs": image_kwargs}
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
     if InferenceEngines.facts(name).in_place:
-        return _in_place(config, policy, log_folder, server_kwargs)
+        return _in_place(config, policy, serve)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     shared = own_pool is None
     order = _order(config, policy, pool) if shared and policy is not None else None
@@ -86,80 +91,26 @@ def start_rollout(
     try:
         # fails now if the port is taken
         seeded = InferenceEngines.get(name).heeds_seeds(config.rollout)
-        served = is_served(config.rollout)
-        server = _start_server(config, rollout, log_folder, seeded, server_kwargs) if served else None
+        announce = None if serve is None else serve(rollout, seeded)
         replicas.start()
-        if server is not None:
-            _announce(config, rollout, server, log_folder)
+        if announce is not None:
+            announce()
     except BaseException:
         rollout.close()
         raise
     return rollout
 
 
-def _in_place(
-    config: ActorRolloutRefConfig,
-    policy: RayWorkerGroup | None,
-    log_folder: Path | None,
-    kwargs: Mapping[str, Any],
-) -> Rollout:
+def _in_place(config: ActorRolloutRefConfig, policy: RayWorkerGroup | None, serve: Serve | None) -> Rollout:
     """The training workers as the rollout."""
     rollout = InPlaceRollout(policy, config.rollout)
-    if is_served(config.rollout):
+    if serve is not None:
         try:
-            _announce(config, rollout, _start_server(config, rollout, log_folder, True, kwargs), log_folder)
+            serve(rollout, True)()
         except BaseException:
             rollout.close()
             raise
     return rollout
-
-
-def _start_server(
-    config: ActorRolloutRefConfig,
-    rollout: InPlaceRollout | ReplicatedRollout,
-    log_folder: Path | None,
-    seeded: bool,
-    kwargs: Mapping[str, Any],
-) -> RunServer:
-    """A server over all replicas that has its port, and starts while they do."""
-    from hybridrl.rollout.server import make_server
-
-    log_file = None if log_folder is None else log_folder / "openai_server.log"
-    server, access = make_server(
-        config.rollout,
-        config.model,
-        rollout.client(),
-        heeds_seeds=seeded,
-        log_file=log_file,
-        records_routing=config.actor.router_replay.records_in_generation,
-        **kwargs,
-    )
-    rollout.on_close.append(server.stop)
-    if log_folder is not None:
-        log_folder.mkdir(parents=True, exist_ok=True)
-    server.start()
-    rollout.server = RunServer(server, access)
-    return rollout.server
-
-
-def _announce(
-    config: ActorRolloutRefConfig,
-    rollout: InPlaceRollout | ReplicatedRollout,
-    found: RunServer,
-    log_folder: Path | None,
-) -> None:
-    """Write address and key into the run's folder once clients are served."""
-    from hybridrl.rollout.server import write_scrape_config
-
-    server, access = found.process, found.access
-    server.wait_ready()
-    where = ""
-    if log_folder is not None:
-        folder = log_folder.parent
-        where = f"; address and key in {access.write(folder)}"
-        rollout.on_close.append(lambda: access.remove(folder))
-    notify(f"{access.model} is served at {access.url}{where}")
-    write_scrape_config(config.rollout.prometheus, [server.listener.address])
 
 
 def _settings(
@@ -193,7 +144,7 @@ def _settings(
 
 
 def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
-    """Refuse replicas of `size` devices that do not divide nodes with so many slots.
+    """Refuse replicas whose `size` in devices does not divide the nodes' numbers of slots.
 
     Raises:
         RolloutError: names the sizes that fit.
@@ -285,15 +236,15 @@ def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
     def visible() -> str:
         return assigned_gpus()
 
-    asked = [
+    tasks = [
         visible.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for group, bundle in slots
     ]
     try:
-        found: list[str] = ray.get(asked, timeout=_FIND_GPU_S)
+        gpus: list[str] = ray.get(tasks, timeout=_FIND_GPU_S)
     except ray.exceptions.GetTimeoutError as error:
         raise RolloutError(
             f"no task could be placed next to the training workers within {_FIND_GPU_S:.0f} s to see which GPUs they "
             "have: give the pool max_colocate_count=2 or more, so that workers leave a share of each GPU"
         ) from error
-    return found
+    return gpus

@@ -25,14 +25,14 @@ class StopStrings:
         text = self._tokenizer.decode(list(token_ids[-self._window :]), skip_special_tokens=False)
         return any(string in text for string in self._strings)
 
-    def first_end(self, token_ids: Sequence[int], seen: int) -> int | None:
-        """Number of tokens up to the one that completes a string; None where none does.
+    def first_end(self, token_ids: Sequence[int], checked: int) -> int | None:
+        """Return the number of tokens up to the one that completes a stop string; None if none does.
 
         Args:
             token_ids: all tokens so far.
-            seen: how many of them have been checked.
+            checked: the number of leading tokens that were checked before.
         """
-        for count in range(seen + 1, len(token_ids) + 1):
+        for count in range(checked + 1, len(token_ids) + 1):
             if self.ends(token_ids[max(0, count - self._window) : count]):
                 return count
         return None

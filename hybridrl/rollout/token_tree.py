@@ -51,12 +51,12 @@ class Turn:
     @property
     def path(self) -> "list[Turn]":
         """The calls from the beginning of the conversation to this one."""
-        found: list[Turn] = []
+        turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return turns[::-1]
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -103,9 +103,9 @@ class TokenTree:
             images: of the prompt, in order.
         """
         parent = self.continued_by(prompt_ids, images)
-        known = 0 if parent is None else parent.end
+        prefix_length = 0 if parent is None else parent.end
         end = len(prompt_ids) + len(completion.token_ids)
-        turn = Turn(len(self.turns), parent, list(prompt_ids[known:]), completion, end, tuple(images))
+        turn = Turn(len(self.turns), parent, list(prompt_ids[prefix_length:]), completion, end, tuple(images))
         self.turns.append(turn)
         (self._roots if parent is None else parent.children).append(turn)
         return turn
@@ -122,7 +122,7 @@ class TokenTree:
                 continue
             if ids[middle : turn.end] != turn.completion.token_ids:
                 continue
-            if turn.images != tuple(one for one in images if one.first < turn.end):
+            if turn.images != tuple(image for image in images if image.first < turn.end):
                 continue
             if best is None or (turn.end, turn.index) > (best.end, best.index):
                 best = turn
@@ -130,7 +130,7 @@ class TokenTree:
         return best
 
     def generated_after(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> int:
-        """How many tokens of a prompt follow the first prompt of its conversation."""
+        """Return the number of tokens of a prompt after the first prompt of its conversation."""
         turn = self.continued_by(prompt_ids, images)
         return 0 if turn is None else len(prompt_ids) - len(turn.path[0].between)
 
@@ -140,7 +140,7 @@ class TokenTree:
         Branches come in the order of their last calls. Where several share calls, the first has them; a branch of which
         nothing is left is not listed.
         """
-        found, taken = [], set[int]()
+        branches, assigned = [], set[int]()
         for leaf in self.turns:
             if leaf.children:
                 continue
@@ -151,8 +151,8 @@ class TokenTree:
                 between = turn.between if number else []
                 completion = turn.completion.token_ids
                 token_ids += [*between, *completion]
-                mask += [0] * len(between) + [0 if turn.index in taken else 1] * len(completion)
-                taken.add(turn.index)
+                mask += [0] * len(between) + [0 if turn.index in assigned else 1] * len(completion)
+                assigned.add(turn.index)
             if any(mask):
-                found.append(Branch(tuple(path), list(path[0].between), token_ids, mask))
-        return found
+                branches.append(Branch(tuple(path), list(path[0].between), token_ids, mask))
+        return branches

@@ -25,20 +25,20 @@ SCHEMA_VERSION = 1
 _LOWEST = -9999.0  # JSON has no infinity
 
 
-def training_trace(tree: TokenTree, shown: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """The trace of a session.
+def training_trace(tree: TokenTree, exchanges: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Build the trace of a session.
 
     Args:
         tree: its calls.
-        shown: `request` and `response` of calls as the client saw them, by their number.
+        exchanges: `request` and `response` of calls as the client saw them, by the call's number.
     """
     return {
         "schema_version": SCHEMA_VERSION,
-        "turns": [_entry(tree, index, shown or {}) for index in range(len(tree.turns))],
+        "turns": [_entry(tree, index, exchanges or {}) for index in range(len(tree.turns))],
     }
 
 
-def _entry(tree: TokenTree, index: int, shown: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _entry(tree: TokenTree, index: int, exchanges: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     turn = tree.turns[index]
     prompt_ids, completion = turn.prompt_ids, turn.completion
     return {
@@ -48,8 +48,8 @@ def _entry(tree: TokenTree, index: int, shown: Mapping[int, Mapping[str, Any]]) 
         # a sum of rounded exponentials may be above 1 by a rounding error, and then its logarithm is above 0
         "per_token_logps": [min(value, 0.0) if math.isfinite(value) else _LOWEST for value in completion.log_probs],
         "loss_mask": [0] * len(prompt_ids) + [1] * len(completion.token_ids),
-        "request": dict(shown.get(index, {}).get("request", {})),
-        "response": dict(shown.get(index, {}).get("response", {})),
+        "request": dict(exchanges.get(index, {}).get("request", {})),
+        "response": dict(exchanges.get(index, {}).get("response", {})),
         "metadata": {
             "parent": None if turn.parent is None else _name(turn.parent.index),
             "finish_reason": completion.finish_reason,
@@ -74,12 +74,12 @@ def read_trace(path: Path) -> dict[str, Any]:
         RolloutError: it cannot be read as one.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        trace = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RolloutError(f"{path} cannot be read as a training trace: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(trace, dict):
         raise RolloutError(f"{path} cannot be read as a training trace: it is no JSON object")
-    return found
+    return trace
 
 
 def _name(index: int) -> str:
@@ -140,7 +140,7 @@ def trajectories_in(
         masks: of each call's completion; None trains on all of its tokens.
     """
     branches = tree.branches()
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for branch in branches:
         log_probs: list[float] = []
         versions: list[tuple[int, int]] = []
@@ -149,13 +149,13 @@ def trajectories_in(
             completion, between = turn.completion, len(turn.between) if number else 0
             count = len(completion.token_ids)
             log_probs += [0.0] * between + list(completion.log_probs)
-            wanted = [1] * count if masks is None else list(masks[turn.index])
-            mask += [0] * between + wanted
-            known = sum(tokens for _, tokens in completion.versions)
-            versions += [(NO_VERSION, between), *completion.versions, (NO_VERSION, count - known)]
-        trained = [one & other for one, other in zip(branch.mask, mask, strict=True)]
+            turn_mask = [1] * count if masks is None else list(masks[turn.index])
+            mask += [0] * between + turn_mask
+            versioned = sum(tokens for _, tokens in completion.versions)
+            versions += [(NO_VERSION, between), *completion.versions, (NO_VERSION, count - versioned)]
+        trained = [in_branch & trainable for in_branch, trainable in zip(branch.mask, mask, strict=True)]
         session = f"sample {sample}" if len(branches) > 1 else ""
-        found.append(
+        trajectories.append(
             Trajectory(
                 uid,
                 sample,
@@ -165,20 +165,20 @@ def trajectories_in(
                 log_probs,
                 [pair for pair in versions if pair[1]],
                 session=session,
-                turn=len(found),
+                turn=len(trajectories),
             )
         )
-    return found
+    return trajectories
 
 
 def spans(versions: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Which weights generated the tokens [start, end); a version is text, as vLLM has it."""
-    found: list[dict[str, Any]] = []
+    """Return {version, start, end} of each run of tokens from the same weights; versions are text, as in vLLM."""
+    version_spans: list[dict[str, Any]] = []
     end = 0
     for version, count in versions:
         start, end = end, end + count
-        if found and found[-1]["version"] == str(version):
-            found[-1]["end"] = end
+        if version_spans and version_spans[-1]["version"] == str(version):
+            version_spans[-1]["end"] = end
         else:
-            found.append({"version": str(version), "start": start, "end": end})
-    return found
+            version_spans.append({"version": str(version), "start": start, "end": end})
+    return version_spans

@@ -1,4 +1,4 @@
-"""What one session produced, as the unit between sampling and learning."""
+"""The product of one session: the unit that passes from sampling to learning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Trajectory:
         reward: the score of the trajectory where the session gave one; None leaves it to the reward function.
         turn_rewards: rewards of single turns, in order.
         turn_ends: the place in `token_ids` of the last generated token of each of these turns, where its reward is
-            added to the score; None: they are told to the reward function and no more.
+            added to the score; None: only the reward function gets them.
         turn_states: (the place of a turn's last token, a number above 0 that identifies the situation before it).
         extra: further fields by name; each becomes a non-tensor column.
         multimodal: model inputs that are not token ids, by name.
@@ -66,10 +66,10 @@ class Trajectory:
     def __post_init__(self) -> None:
         count = len(self.token_ids)
         for name in ("mask", "log_probs"):
-            found = len(getattr(self, name))
-            if found != count:
+            length = len(getattr(self, name))
+            if length != count:
                 raise RolloutError(
-                    f"{self.name}: {name} has {found} entries and token_ids has {count}; give one per token"
+                    f"{self.name}: {name} has {length} entries and token_ids has {count}; give one per token"
                 )
         whole = len(self.prompt_ids) + count
         positions = None if self.positions is None else self.positions.T
@@ -95,7 +95,7 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """How messages refer to it."""
+        """The trajectory's name in messages."""
         session = f", session {self.session!r}, turn {self.turn}" if self.session else ""
         return f"trajectory of uid {self.uid!r}, sample {self.sample}{session}"
 
@@ -116,14 +116,14 @@ class Trajectory:
 
 
 def _experts_of(completion: Completion, tokens: int) -> torch.Tensor | None:
-    """`routed_experts` of a request with so many tokens; the last, which was not computed, has those before it."""
-    found = completion.routed_experts
-    if found is None or not completion.token_ids:
+    """Return `routed_experts` of a request's `tokens` tokens; the last was not computed and repeats those before it."""
+    experts = completion.routed_experts
+    if experts is None or not completion.token_ids:
         return None
-    if len(found) < tokens - 1:
+    if len(experts) < tokens - 1:
         raise RolloutError(
-            f"the engine returned the experts of {len(found)} tokens of request {completion.id}, which computed "
+            f"the engine returned the experts of {len(experts)} tokens of request {completion.id}, which computed "
             f"{tokens - 1}; set actor_rollout_ref.actor.router_replay.mode to R2 or disabled"
         )
-    computed = torch.from_numpy(found[: tokens - 1])
+    computed = torch.from_numpy(experts[: tokens - 1])
     return torch.cat([computed, computed[-1:]])

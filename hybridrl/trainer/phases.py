@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from time import perf_counter, time
 
 from hybridrl.errors import is_out_of_memory
-from hybridrl.utils.spans import CONTROLLER, Span, kept
+from hybridrl.utils.spans import CONTROLLER, TimedSpan, kept
 
 
 class PhaseTimer:
@@ -36,13 +36,13 @@ class PhaseTimer:
         finally:
             seconds = perf_counter() - start
             self.seconds[name] += seconds
-            _spans.append(Span(name, CONTROLLER, started, seconds))
+            _spans.append(TimedSpan(name, CONTROLLER, started, seconds))
 
 
 _spans = kept()
 
 
-def take_spans() -> list[Span]:
+def take_spans() -> list[TimedSpan]:
     """Return the phases of this process, of all timers, since the previous call."""
     taken = list(_spans)
     _spans.clear()

@@ -18,14 +18,14 @@ from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.timeline import Timed, Timeline
 from hybridrl.observe.traces import Traces
 from hybridrl.observe.tracking import Tracking
-from hybridrl.programs import STOPPED, Outcome
+from hybridrl.programs import STOPPED, ProgramResult
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.background_save import BackgroundSave, Writers
-from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, definition_of
+from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, complete_models, definition_of
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.interrupt import StopRequest
 from hybridrl.trainer.phases import PhaseTimer, take_spans
-from hybridrl.trainer.settings_change import Change, check_same_experiment, compare, record_changes
+from hybridrl.trainer.settings_change import SettingChange, check_same_experiment, compare, record_changes
 from hybridrl.utils.files import check_writable
 
 _BETWEEN_STEPS = ("save_checkpoint", "data")
@@ -85,7 +85,7 @@ class TrainingRun:
         self._was_finished = False
         self._looked = False
         self._found: Path | None = None
-        self._changes: list[Change] = []
+        self._changes: list[SettingChange] = []
         self._definition: Definition = {}
         self._stop = StopRequest(self.folder)
         self._cleanup = ExitStack()
@@ -148,13 +148,13 @@ class TrainingRun:
             )
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProgramResult:
         """How the run ended, after the loop."""
         saved = self.store.folder(self._saved_step) if self._saved_step > 0 else None
         if saved is not None and not saved.is_dir():
             saved = self._found  # of another folder (resume_path), and no step was done since
         stopped_by = self._stop.requested if self.step < self.total_steps else None
-        return Outcome(self.folder, self.step, self.total_steps, saved, stopped_by)
+        return ProgramResult(self.folder, self.step, self.total_steps, saved, stopped_by)
 
     @property
     def _continues(self) -> bool:
@@ -177,6 +177,10 @@ class TrainingRun:
     @property
     def stop_requested(self) -> bool:
         return self._stop.requested is not None
+
+    def abandonable(self) -> AbstractContextManager[None]:
+        """Let a second stop request leave the block by `StepAbandoned`; see `StopRequest.abandonable`."""
+        return self._stop.abandonable()
 
     def due(self, frequency: int) -> bool:
         """Return whether an action is due that runs every `frequency` steps (never if not positive) and at the end."""
@@ -317,6 +321,7 @@ class TrainingRun:
             self.complete_save()
             unfinished = self.store.begin(self.step)
             try:
+                self._definition = complete_models(self._definition, self.config)
                 state = {"step": self.step, EXPERIMENT: self._definition, "state": write(unfinished.folder)}
                 save_json(unfinished.folder / STATE_FILE, state)
             except BaseException as error:

@@ -57,8 +57,6 @@ def check_engine(
     if model.load_in_4bit:
         engine.check_four_bit(f"{where}.strategy={part.strategy} with model.load_in_4bit=True")
     engine.check_first_weights(model, settings)
-    if getattr(part, "use_torch_compile", False) and not hasattr(settings, "use_torch_compile"):
-        notify(f"{where}.use_torch_compile=True has no effect with strategy={part.strategy}")
     try:
         engine.check(model, settings, ranks, None if settings.forward_only else optim)
     except ModelError as error:

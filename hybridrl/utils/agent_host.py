@@ -46,7 +46,7 @@ class AgentBroken(RolloutError):
 
 
 @dataclass(frozen=True)
-class Program:
+class AgentProgram:
     """The user's agent: one of the two.
 
     Attributes:
@@ -59,7 +59,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Job:
+class AgentJob:
     """A session's agent.
 
     Attributes:
@@ -104,7 +104,7 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that have ended go by themselves
     control = socket.socket(fileno=control_fd)
     control.set_inheritable(False)  # what the user's code starts must not keep it open when this process has ended
-    program: Program = pickle.loads(_received(control))
+    program: AgentProgram = pickle.loads(_received(control))
     try:
         run = _loaded(program)
     except Exception as error:
@@ -148,7 +148,7 @@ def framed(data: bytes) -> bytes:
     return plain_results.HEADER.pack(len(data)) + data
 
 
-def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: int) -> None:
+def _run_agent(run: Callable[[AgentJob, Path], Result], connection_fd: int, life_fd: int) -> None:
     """The life of one agent's process."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -158,7 +158,7 @@ def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: 
         restore_defaults((signal.SIGTERM, signal.SIGHUP))
         default_in_children((signal.SIGINT,))
         connection = socket.socket(fileno=connection_fd)
-        job: Job = pickle.loads(_received(connection))
+        job: AgentJob = pickle.loads(_received(connection))
         os.environ.update(job.variables())
         answer = _answer(run, job, folder)
         for stream in (sys.stdout, sys.stderr):
@@ -170,7 +170,7 @@ def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: 
         os._exit(0)
 
 
-def _answer(run: Callable[[Job, Path], Result], job: Job, folder: Path) -> bytes:
+def _answer(run: Callable[[AgentJob, Path], Result], job: AgentJob, folder: Path) -> bytes:
     """Run the agent; its result as bytes. The run reads it with `agent_result`, and nothing else."""
     try:
         return plain_results.encode_result(_as_plain(checked(run(job, folder))))
@@ -242,7 +242,7 @@ def agent_result(found: plain_results.Result) -> Result:
     return found.score if found.extra is None else Verdict(found.score, found.extra)
 
 
-def _loaded(program: Program) -> Callable[[Job, Path], Result]:
+def _loaded(program: AgentProgram) -> Callable[[AgentJob, Path], Result]:
     """What runs the agent of a job; it may make the folder, which is removed with the agent."""
     if program.function is None:
         return lambda job, folder: _run_command(program.command, job, folder)
@@ -257,7 +257,7 @@ def _loaded(program: Program) -> Callable[[Job, Path], Result]:
             f"{key}={program.function} cannot be called with (base_url, api_key, row): {error}"
         ) from error
 
-    def call(job: Job, folder: Path) -> Any:
+    def call(job: AgentJob, folder: Path) -> Any:
         result = function(job.base_url, job.api_key, dict(job.row))
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -268,7 +268,7 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _run_command(command: tuple[str, ...], job: Job, folder: Path) -> Result:
+def _run_command(command: tuple[str, ...], job: AgentJob, folder: Path) -> Result:
     """Run a command; the row is a JSON file, and so is the verdict that it may write.
 
     Raises:

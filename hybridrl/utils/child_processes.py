@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 
+from hybridrl.utils.forked import keep_blocked_in_children
+
 _PR_SET_CHILD_SUBREAPER = 36
 _SIZE_OF_SIGACTION = 512  # more than any system's
 #: They ask the controller to stop, but batch systems send them to every process of the job. Ray blocks SIGINT itself.
@@ -18,6 +20,7 @@ _shielded = False
 def block_stop_signals() -> None:
     """Keep signals that stop the job from what this thread starts: those processes live on while the run saves."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    keep_blocked_in_children(STOP_SIGNALS)
 
 
 def _obey_stop_signals() -> None:

@@ -13,7 +13,7 @@ PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True)
-class Groups:
+class ControlGroups:
     """The groups of one controller that this process is in.
 
     Attributes:
@@ -61,7 +61,7 @@ MEMORY_FILES: Mapping[int, MemoryFiles] = {
 }
 
 
-def groups_of(controller: str, proc: Path = PROC) -> Groups | None:
+def groups_of(controller: str, proc: Path = PROC) -> ControlGroups | None:
     """The groups of a controller, such as `memory`, `cpu` or `pids`; None where they cannot be seen.
 
     A controller belongs to one hierarchy: to that of version 1 which names it, otherwise to the one of version 2.
@@ -84,10 +84,10 @@ def groups_of(controller: str, proc: Path = PROC) -> Groups | None:
         inner = own.relative_to(mount.begin) if own.is_relative_to(mount.begin) else None
         if inner is not None and ".." not in inner.parts and (mount.folder / inner).is_dir():
             around = (mount.folder / inner, *(mount.folder / inner).parents)
-            return Groups(version, tuple(folder for folder in around if folder.is_relative_to(mount.folder)))
+            return ControlGroups(version, tuple(folder for folder in around if folder.is_relative_to(mount.folder)))
     # A container has a mount of its own group, and the path is the one on the host.
     if ".." not in own.parts and (folders := [mount.folder for mount in shown if mount.folder.is_dir()]):
-        return Groups(version, tuple(folders[:1]))
+        return ControlGroups(version, tuple(folders[:1]))
     return None
 
 

@@ -24,12 +24,21 @@ def inherited_by_children(numbers: Iterable[signal.Signals]) -> None:
     _ours.difference_update(numbers)
 
 
-def restore_defaults(numbers: Iterable[signal.Signals]) -> None:
-    """Handle these signals as a new Python does, and unblock them; those that this process ignores stay ignored."""
+def keep_blocked_in_children(numbers: Iterable[signal.Signals]) -> None:
+    """Let what this thread forks from now on block these signals as it does, also after `default_in_children`."""
+    _mask.kept = frozenset(numbers)
+
+
+def restore_defaults(numbers: Iterable[signal.Signals], blocked: frozenset[signal.Signals] = frozenset()) -> None:
+    """Handle these signals as a new Python does, and unblock them; those that this process ignores stay ignored.
+
+    Args:
+        blocked: those that stay blocked.
+    """
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(numbers) - blocked)
 
 
 def _before() -> None:
@@ -49,7 +58,7 @@ def _in_child() -> None:
         numbers = tuple(_ours)
         _ours.clear()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask | set(numbers))
-        restore_defaults(numbers)
+        restore_defaults(numbers, getattr(_mask, "kept", frozenset()) & mask)
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -22,12 +22,19 @@ class Movement:
 
     Args:
         processes: returns those that run now.
-        logs: folder of their logs; it need not exist yet.
+        logs: returns the folder of their logs, which need not exist yet; None: there is none.
+        chatty: beginnings of names of logs that grow while nothing gets on.
     """
 
-    def __init__(self, processes: Callable[[], Iterable[psutil.Process]], logs: Path) -> None:
+    def __init__(
+        self,
+        processes: Callable[[], Iterable[psutil.Process]],
+        logs: Callable[[], Path | None] = lambda: None,
+        chatty: Iterable[str] = (),
+    ) -> None:
         self._processes = processes
         self._logs = logs
+        self._chatty = tuple(chatty)
         self.began = self._moved = time.monotonic()
         self._ids: set[int] = set()
         self._computed = 0.0
@@ -62,23 +69,30 @@ class Movement:
         total = 0
         for file in self._log_files():
             with contextlib.suppress(OSError):
-                total += file.stat().st_size
+                total += 0 if file.name.startswith(self._chatty) else file.stat().st_size
         return total
 
     def _log_files(self) -> list[Path]:
+        folder = self._logs()
         with contextlib.suppress(OSError):
-            return [file for file in self._logs.iterdir() if file.suffix in _LOGS]
+            return [file for file in folder.iterdir() if file.suffix in _LOGS] if folder else []
         return []
 
-    def last_lines(self, count: int = 20) -> str:
-        """Return the end of the log that was written last, as the end of a message."""
-        sizes: dict[Path, float] = {}
+    def last_lines(self, count: int = 20, of: Iterable[str] = ()) -> str:
+        """Return the end of the log that was written last, as the end of a message.
+
+        Args:
+            count: number of lines.
+            of: names of programs; where they have logs, one of these.
+        """
+        written: dict[Path, float] = {}
         for file in self._log_files():
             with contextlib.suppress(OSError):
                 if file.stat().st_size:
-                    sizes[file] = file.stat().st_mtime
-        if not sizes:
-            return f"\n{self._logs} has no logs"
-        newest = max(sizes, key=lambda file: sizes[file])
+                    written[file] = file.stat().st_mtime
+        if not written:
+            return f"\n{self._logs() or 'The folder of its logs'} has no logs"
+        programs = tuple(of)
+        newest = max(written, key=lambda file: (file.name.startswith(programs), written[file]))
         lines = newest.read_text(errors="replace").splitlines()[-count:]
         return f"\nThe end of {newest}:\n  " + "\n  ".join(lines)

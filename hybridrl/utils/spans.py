@@ -8,7 +8,7 @@ CONTROLLER = -1
 LIMIT = 20_000
 
 
-class Span(NamedTuple):
+class TimedSpan(NamedTuple):
     """Something that took time.
 
     Attributes:
@@ -24,6 +24,6 @@ class Span(NamedTuple):
     seconds: float
 
 
-def kept() -> "deque[Span]":
+def kept() -> "deque[TimedSpan]":
     """Return an empty collection that keeps the newest spans."""
     return deque(maxlen=LIMIT)

@@ -5,12 +5,14 @@ A path is one of
 - `path/to/file.py`: a Python file. Its folder is put on `sys.path`, so that it can import the files next to it.
 - `package.module` or `pkg://package.module`: a module that can be imported.
 
-If an object is needed, `:name` may follow either form. Where no verl is installed, code that imports verl gets the
-modules of `hybridrl.verl_compat`. Processes that score rewards import this module, so it must stay
-light.
+If an object is needed, `:name` may follow either form. Before code is loaded, the entry points of the group
+`hybridrl.import_hooks` are called: hybridrl's own one lets `import verl` find `hybridrl.verl_compat` where no verl is
+installed. Processes that score rewards import this module, so it must stay light.
 """
 
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -22,7 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from hybridrl.errors import UserError
-from hybridrl.verl_compat import alias
+
+IMPORT_HOOKS = "hybridrl.import_hooks"  # the group of entry points: functions without arguments
 
 _PREFIX = "hybridrl_user_"  # of the names of modules that are loaded from files
 
@@ -54,7 +57,8 @@ def _file(path: str) -> Path:
 def _load(path: str, where: str, error: type[UserError]) -> ModuleType:
     """Do what `load_module` does; `where` is the setting with its value."""
     name, file = path.removeprefix("pkg://"), _file(path)
-    alias.allow()
+    for hook in _import_hooks():
+        hook()
     is_file = names_file(path)
     if is_file and not file.is_file():
         raise error(f"{where}: no such file (looked for {file}).")
@@ -66,7 +70,15 @@ def _load(path: str, where: str, error: type[UserError]) -> ModuleType:
         reason = f"fails to import: {type(cause).__name__}: {cause}{_place(cause)}"
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
             reason = f"neither a Python file (looked for {file}) nor a module that can be imported ({cause})."
+        elif isinstance(cause, ModuleNotFoundError) and not _import_hooks():
+            reason += f". hybridrl is on the path but not installed (no entry point {IMPORT_HOOKS}): run pip install"
         raise error(f"{where}: {reason}") from cause
+
+
+@functools.cache
+def _import_hooks() -> tuple[Callable[[], None], ...]:
+    """The functions that installed packages registered to be called before a user's code is imported."""
+    return tuple(point.load() for point in importlib.metadata.entry_points(group=IMPORT_HOOKS))
 
 
 def load_object(path: str, name: str | None, key: str, name_key: str, error: type[UserError] = UserError) -> Any:

@@ -53,7 +53,7 @@ class Heads(NamedTuple):
     gradient: bool = True
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Which tokens of a packed row attend to which.
 
     Attributes:
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     longest_keys: int | None = None
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """Causal attention within each sequence of a packed row, `[L, H, D]`, in half precision.
 
     Args:
@@ -84,14 +84,14 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scal
 
 
 @torch.compiler.disable
-def _by_fitting(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+def _by_fitting(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     heads = Heads(query.shape[2], query.shape[1], key.shape[1], query.dtype, rows.window > 0, gradient)
     attend = by_package if package_works(heads, torch.are_deterministic_algorithms_enabled()) else by_pytorch
     return attend(query, key, value, rows, scale)
 
 
-def by_package(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+def by_package(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """See `varlen_attention`; by the package flash-attn-4."""
     attend = _package_function()
     assert attend is not None
@@ -112,7 +112,7 @@ def by_package(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: flo
     return out
 
 
-def by_pytorch(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+def by_pytorch(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """See `varlen_attention`; by the flash attention that is part of PyTorch."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -202,7 +202,7 @@ def _error_of_package(heads: Heads) -> float:
     def computed(attend: Callable[..., Tensor], where: torch.device, dtype: torch.dtype) -> list[Tensor]:
         own = [tensor.to(where, dtype, copy=True).requires_grad_(heads.gradient) for tensor in inputs]
         of_queries, of_keys = (_boundaries(lengths).to(where) for lengths in (queries, keys))
-        rows = Rows(of_queries, max(queries), window, of_keys, max(keys))
+        rows = PackedRows(of_queries, max(queries), window, of_keys, max(keys))
         with torch.enable_grad():
             out = attend(*own, rows, heads.size**-0.5)
         gradients = torch.autograd.grad(out, own, upstream.to(where, dtype)) if heads.gradient else ()
@@ -214,7 +214,7 @@ def _error_of_package(heads: Heads) -> float:
     return float(torch.stack(errors).max())  # NaN if one of them is
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """See `varlen_attention`; one sequence after the other, in any dtype, on any device. Boundaries are read here."""
     starts = rows.boundaries.tolist()
     of_keys = starts if rows.key_boundaries is None else rows.key_boundaries.tolist()

@@ -1,7 +1,8 @@
 """The package that answers to the name `verl` for code written for verl.
 
-Its modules have verl's import paths and hold imports of hybridrl's own names. `resource_pools`, `seqlen_balancing` and
-`utils.tensordict_utils` implement what verl offers and no program here calls.
+Its modules have verl's import paths and hold imports of hybridrl's own names. `utils.tensordict_utils` implements what
+verl offers and no program here calls. Nothing of hybridrl imports this package: `alias.allow` is its entry point in the
+group `hybridrl.import_hooks`, which `hybridrl.utils.user_code` calls.
 
     python -m hybridrl.verl_compat run PROGRAM ...     run a program that imports verl
     import hybridrl.verl_compat.as_verl                the same from within a program or a notebook

@@ -18,10 +18,10 @@ def main(arguments: list[str]) -> int:
         return int(importlib.import_module(COMMANDS[name][0]).main(arguments[1:]))
     usage = "usage: python -m hybridrl.verl_compat COMMAND ..."
     table = "\n".join(f"  {command:8}{meaning}" for command, (_, meaning) in COMMANDS.items())
-    asked = name in ("-h", "--help")
-    problem = "" if asked or not name else f"unknown command {name!r}\n"
-    print(f"{problem}{usage}\n\n{table}", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    help_requested = name in ("-h", "--help")
+    problem = "" if help_requested or not name else f"unknown command {name!r}\n"
+    print(f"{problem}{usage}\n\n{table}", file=sys.stdout if help_requested else sys.stderr)
+    return 0 if help_requested else 2
 
 
 if __name__ == "__main__":

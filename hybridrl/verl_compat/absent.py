@@ -63,10 +63,10 @@ def reason(name: str, parent: ModuleType) -> str:
     matches = [prefix for prefix in ABSENT if f"{name}.".startswith(f"{prefix}.")]
     if matches:
         return f"hybridrl has no {name}: {ABSENT[max(matches, key=len)]}. {_PAGE}."
-    shown, _, short = name.rpartition(".")
+    parent_name, _, short = name.rpartition(".")
     if short.startswith(("Mcore", "Megatron", "NVMegatron")):
         return f"hybridrl has no {name}: {_MEGATRON}. {_PAGE}."
-    names = [*getattr(parent, "__all__", ()), *(found.name for found in pkgutil.iter_modules(parent.__path__))]
+    names = [*getattr(parent, "__all__", ()), *(module.name for module in pkgutil.iter_modules(parent.__path__))]
     near = difflib.get_close_matches(short, names, n=3)
-    known = f"did you mean {' or '.join(near)}?" if near else f"{shown} has {', '.join(names) or 'nothing'}."
-    return f"hybridrl has no {name}; {known} {_PAGE}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{parent_name} has {', '.join(names) or 'nothing'}."
+    return f"hybridrl has no {name}; {hint} {_PAGE}."

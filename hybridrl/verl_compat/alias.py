@@ -170,18 +170,18 @@ def ray_runtime_env(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """Add `activate` to what Ray's workers do when they start. Ray calls this in `ray.init`."""
     users = os.environ.get(_USERS_RAY_HOOK)
     changed = dict((_named(users)(runtime_env) if users else runtime_env) or {})
-    given = changed.get("worker_process_setup_hook")
-    if given is None:
+    user_hook = changed.get("worker_process_setup_hook")
+    if user_hook is None:
         changed["worker_process_setup_hook"] = f"{PACKAGE}.alias.activate"
-    elif given != f"{PACKAGE}.alias.activate":
-        changed["worker_process_setup_hook"] = _activate_and(given)
+    elif user_hook != f"{PACKAGE}.alias.activate":
+        changed["worker_process_setup_hook"] = _activate_and(user_hook)
     return changed
 
 
-def _activate_and(given: str | Callable[[], Any]) -> Callable[[], None]:
+def _activate_and(user_hook: str | Callable[[], Any]) -> Callable[[], None]:
     def set_up() -> None:
         activate()
-        (_named(given) if isinstance(given, str) else given)()
+        (_named(user_hook) if isinstance(user_hook, str) else user_hook)()
 
     return set_up
 

@@ -12,14 +12,14 @@ from hybridrl.config.command import read_words, refuse_options, user_file
 from hybridrl.config.compose import compose_config, configs_folder, parse_overrides
 from hybridrl.config.verl.keys import key_book
 from hybridrl.errors import ConfigError
-from hybridrl.verl_compat.shell import Command
+from hybridrl.verl_compat.shell import ScriptCommand
 
 State = Literal["mapped", "no effect here", "not supported"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What becomes of one word of a command, and why."""
+    """The state of one word of a command, and the reason."""
 
     word: str
     state: State
@@ -36,25 +36,25 @@ class Examined:
         notices: what a run would tell the user before it starts.
     """
 
-    command: Command
+    command: ScriptCommand
     faults: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
-def examine(command: Command, placeholders: "Placeholders | None" = None) -> Examined:
+def examine(command: ScriptCommand, placeholders: "Placeholders | None" = None) -> Examined:
     """Compose and check a command without starting anything.
 
     Args:
         command: the command.
         placeholders: replace the files, models and devices that the command names; None: they must exist.
     """
-    found, program = Examined(command), command.program
+    examined, program = Examined(command), command.program
     if program is None:
-        found.faults.append(f"{command.module}: not a program that this library knows")
-        return found
+        examined.faults.append(f"{command.module}: not a program that this library knows")
+        return examined
     if program.tree is None:
-        found.faults.append(f"{command.module}: {program.why}. {program.instead}")
-        return found
+        examined.faults.append(f"{command.module}: {program.why}. {program.instead}")
+        return examined
     with contextlib.chdir(command.folder if command.folder.is_dir() else Path.cwd()):
         try:
             words = read_words(program.tree, command.words)
@@ -62,17 +62,17 @@ def examine(command: Command, placeholders: "Placeholders | None" = None) -> Exa
             composed = compose_config(program.tree, words.overrides, *user_file(words))
             if placeholders is not None:
                 placeholders.put(composed.config)
-            found.notices = [*composed.notices, *check(composed.config)]  # type: ignore[arg-type]
+            examined.notices = [*composed.notices, *check(composed.config)]  # type: ignore[arg-type]
         except ConfigError as error:
-            found.faults.extend(error.faults)
-    return found
+            examined.faults.extend(error.faults)
+    return examined
 
 
-def settings_of(command: Command, faults: Sequence[str] = ()) -> list[Setting]:
-    """What becomes of each word of a command; none if the program does not exist here.
+def settings_of(command: ScriptCommand, faults: Sequence[str] = ()) -> list[Setting]:
+    """Return the state of each word of a command; none if the program does not exist here.
 
     Args:
-        faults: what `examine` found, to tell the words that are at fault together with others.
+        faults: the faults from `examine`, by which words are marked that are wrong only in combination.
     """
     if command.program is None or command.program.tree is None:
         return []
@@ -82,16 +82,16 @@ def settings_of(command: Command, faults: Sequence[str] = ()) -> list[Setting]:
 
 def _setting(tree: str, word: str, of_command: Sequence[str]) -> Setting:
     book, faults = key_book(tree), list[str]()
-    given = parse_overrides([word], book, [configs_folder()], faults)
-    outcome = book.rewrite(given.assignments)
+    parsed = parse_overrides([word], book, [configs_folder()], faults)
+    outcome = book.rewrite(parsed.assignments)
     faults += outcome.faults
     if not faults:
         keys = [item.key for item in outcome.assignments]
         faults += [fault for fault in of_command if any(re.match(rf"{re.escape(key)}(?![\w.])", fault) for key in keys)]
-    notices = [*given.notices, *outcome.notices()]
+    notices = [*parsed.notices, *outcome.notices()]
     if faults:
         return Setting(word, "not supported", "; ".join(faults))
-    acts = bool(outcome.assignments or given.choices or not notices)
+    acts = bool(outcome.assignments or parsed.choices or not notices)
     return Setting(word, "mapped" if acts else "no effect here", "; ".join(notices))
 
 

@@ -67,14 +67,14 @@ def _for_ipython(lines: list[str]) -> list[int]:
 
     In a string, or within brackets, such a line is Python. To tell, the lines before it are read as Python.
     """
-    found: list[int] = []
+    indices: list[int] = []
     python: list[str] = []
     for index, line in enumerate(lines):
         if line.lstrip().startswith(("!", "%")) and not _goes_on(python):
-            found.append(index)
+            indices.append(index)
             line = ""
         python.append(line)
-    return found
+    return indices
 
 
 def _goes_on(lines: list[str]) -> bool:

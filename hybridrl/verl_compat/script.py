@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridrl.errors import ConfigError
 from hybridrl.verl_compat.examine import Placeholders, Setting, examine, settings_of
-from hybridrl.verl_compat.shell import Command, named_by_path, read_script, run_script
+from hybridrl.verl_compat.shell import ScriptCommand, named_by_path, read_script, run_script
 
 _STATES = ("mapped", "no effect here", "not supported")
 
@@ -22,18 +22,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--report", action="store_true", help="only report")
     parser.add_argument("script", type=Path, help="the shell script")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="arguments of the script")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        if by_path := named_by_path(given.script):
+        if by_path := named_by_path(args.script):
             raise ConfigError(
-                f"{given.script} names programs by their paths, which would start verl itself, even for a report: "
+                f"{args.script} names programs by their paths, which would start verl itself, even for a report: "
                 f"{'; '.join(by_path)}. Change them to the bare name (python, torchrun, ...)"
             )
-        can_run = report(given.script, given.words)
-        if given.report or not can_run:
+        can_run = report(args.script, args.words)
+        if args.report or not can_run:
             return 0 if can_run else 2
         sys.stdout.flush()
-        return run_script(given.script, given.words)
+        return run_script(args.script, args.words)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -55,7 +55,7 @@ def report(script: Path, words: list[str]) -> bool:
     return all(can_run)
 
 
-def _report_command(command: Command) -> bool:
+def _report_command(command: ScriptCommand) -> bool:
     program = command.program
     there = f" -> python -m {program.module}" if program is not None and program.module else ""
     print(f"{command.module}{there}")

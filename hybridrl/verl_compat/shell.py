@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridrl.config.verl.tables import Program, programs
+from hybridrl.config.verl.tables import VerlProgram, programs
 from hybridrl.errors import ConfigError
 
 STAND_INS = "HYBRIDRL_STAND_INS"  # the variable with the folder of the stand-ins
@@ -71,7 +71,7 @@ _TRANSLATOR = '#!/bin/sh\nexec {python} -m hybridrl.verl_compat.stand_in {name} 
 
 
 @dataclass(frozen=True)
-class Command:
+class ScriptCommand:
     """One command of a script that starts a program of verl.
 
     Attributes:
@@ -87,16 +87,16 @@ class Command:
     launcher: list[str] = field(default_factory=list)
 
     @property
-    def program(self) -> Program | None:
-        """What the module is here; None if verl's module is not known."""
+    def program(self) -> VerlProgram | None:
+        """The program of hybridrl that the module stands for; None if the module is unknown."""
         return programs().get(self.module)
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScriptReading:
     """The commands of a script, and how bash ended: its exit status and the end of its standard error."""
 
-    commands: list[Command]
+    commands: list[ScriptCommand]
     status: int
     errors: str
 
@@ -107,7 +107,7 @@ def read_script(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     seconds: float = 60,
-) -> Reading:
+) -> ScriptReading:
     """Run a script in bash without its programs, and return the commands of verl that it would start.
 
     Assignments, functions, loops and redirections take place; a redirection that would overwrite a file fails.
@@ -128,15 +128,15 @@ def read_script(
         tools.mkdir()
         before.write_text(_READING + "".join(_FUNCTION.format(name=name) for name in _LAUNCHERS), encoding="utf-8")
         for name in _HARMLESS:
-            if found := shutil.which(name):
-                (tools / name).symlink_to(found)
+            if executable := shutil.which(name):
+                (tools / name).symlink_to(executable)
         for name in _LAUNCHERS:
             _write_tool(tools / name, _RECORDER.format(name=name))
         for name in ("nohup", "exec", "time"):
             _write_tool(tools / name, _WRAPPER)
         _write_tool(tools / "tee", _TEE)
-        if found := shutil.which("sed"):
-            _write_tool(tools / "sed", _SED.format(sed=shlex.quote(found)))
+        if executable := shutil.which("sed"):
+            _write_tool(tools / "sed", _SED.format(sed=shlex.quote(executable)))
         inherited = {**os.environ, **(environment or {})}
         ours = {"PATH": str(tools), "BASH_ENV": str(before), "HYBRIDRL_COMMANDS": str(commands)}
         process = subprocess.Popen(
@@ -159,7 +159,7 @@ def read_script(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         written = commands.read_text(encoding="utf-8", errors="replace") if commands.exists() else ""
-    return Reading(_commands(written), process.returncode, errors[-2000:])
+    return ScriptReading(_commands(written), process.returncode, errors[-2000:])
 
 
 def run_script(script: Path, words: Sequence[str] = ()) -> int:
@@ -197,10 +197,10 @@ def named_by_path(script: Path) -> list[str]:
     _bash(script)
     lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
     return [
-        f"line {number}: {found[1]}"
+        f"line {number}: {match[1]}"
         for number, line in enumerate(lines, start=1)
         if not line.lstrip().startswith("#")
-        for found in _BY_PATH.finditer(line)
+        for match in _BY_PATH.finditer(line)
     ]
 
 
@@ -239,9 +239,9 @@ def _write_tool(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def _commands(written: str) -> list[Command]:
+def _commands(written: str) -> list[ScriptCommand]:
     """The commands among the words that the stand-ins wrote down."""
-    found, words = [], []
+    commands, words = [], []
     for word in written.split("\0"):
         if word != _END:
             words.append(word)
@@ -251,5 +251,5 @@ def _commands(written: str) -> list[Command]:
         modules = [at for at, word in enumerate(line) if at and line[at - 1] == "-m" and word.startswith("verl.")]
         if modules:
             at = modules[0]
-            found.append(Command(line[at], line[at + 1 :], Path(folder), line[: at - 1]))
-    return found
+            commands.append(ScriptCommand(line[at], line[at + 1 :], Path(folder), line[: at - 1]))
+    return commands

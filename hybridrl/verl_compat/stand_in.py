@@ -1,4 +1,4 @@
-"""What `script` puts in the place of Python and its launchers: runs the command with verl's modules replaced."""
+"""The program that `script` puts in place of Python and its launchers: it runs the command with hybridrl's modules."""
 
 import os
 import sys

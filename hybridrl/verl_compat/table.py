@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybridrl.errors import ConfigError
 from hybridrl.verl_compat.examine import Examined, Placeholders, examine
-from hybridrl.verl_compat.shell import Reading, read_script
+from hybridrl.verl_compat.shell import ScriptReading, read_script
 
 _FOLDERS = ("examples", "tests", "recipe")
 _BEGIN, _END = "<!-- begin: scripts (python -m hybridrl.verl_compat table) -->", "<!-- end: scripts -->"
@@ -30,8 +30,12 @@ class Counted:
 
     def row(self) -> str:
         """The line of the checkout in the first table."""
-        tuning = [one for one in self.commands if one.command.program and one.command.program.tree == "sft_trainer"]
-        run, tuned = (sum(not one.faults for one in group) for group in (self.commands, tuning))
+        tuning = [
+            examined
+            for examined in self.commands
+            if examined.command.program and examined.command.program.tree == "sft_trainer"
+        ]
+        run, tuned = (sum(not examined.faults for examined in group) for group in (self.commands, tuning))
         return f"| {self.name} | {self.scripts} | {len(self.commands)} | {run} | {len(tuning)} | {tuned} |"
 
 
@@ -45,20 +49,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("checkouts", type=Path, nargs="+", metavar="[NAME=]FOLDER", help="a checkout of verl")
     parser.add_argument("--into", type=Path, help="Markdown page whose generated part is replaced")
     parser.add_argument("--each", action="store_true", help="list every command with its reasons instead")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        counted = [count(*_named(str(checkout))) for checkout in given.checkouts]
+        checkouts = [count(*_named(str(checkout))) for checkout in args.checkouts]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = "\n".join(_each(counted)) if given.each else tables(counted)
-    if given.into is None:
+    text = "\n".join(_each(checkouts)) if args.each else tables(checkouts)
+    if args.into is None:
         print(text)
         return 0
-    page = given.into.read_text(encoding="utf-8")
+    page = args.into.read_text(encoding="utf-8")
     before, rest = page.split(_BEGIN)
     _, after = rest.split(_END)
-    given.into.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}", encoding="utf-8")
+    args.into.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}", encoding="utf-8")
     return 0
 
 
@@ -78,39 +82,39 @@ def count(name: str, checkout: Path) -> Counted:
     with tempfile.TemporaryDirectory() as folder:
         placeholders = Placeholders(Path(folder))
         for script in sorted(path for part in _FOLDERS for path in (checkout / part).glob("**/*.sh")):
-            found = _read(script, checkout, folder).commands
-            scripts += bool(found)
-            commands += [examine(command, placeholders) for command in found]
+            script_commands = _read(script, checkout, folder).commands
+            scripts += bool(script_commands)
+            commands += [examine(command, placeholders) for command in script_commands]
     if not commands:
         raise ConfigError(f"{checkout}: no script in {', '.join(_FOLDERS)} starts a program of verl")
     return Counted(name, scripts, commands)
 
 
-def _read(script: Path, checkout: Path, home: str) -> Reading:
+def _read(script: Path, checkout: Path, home: str) -> ScriptReading:
     """The commands of a script; variables and arguments that it insists on get a placeholder."""
     words = ["8", f"{home}/save"] if "$# -lt" in script.read_text(errors="replace").replace('"', "") else []
     environment = {"HOME": home}
     while True:
-        found = read_script(script, words, environment, checkout)
-        last = found.errors.strip().rpartition("\n")[2] if found.status else ""
+        reading = read_script(script, words, environment, checkout)
+        last = reading.errors.strip().rpartition("\n")[2] if reading.status else ""
         unset = _UNSET.search(last)
-        if found.commands or unset is None or unset[1] in environment:
-            return found
+        if reading.commands or unset is None or unset[1] in environment:
+            return reading
         environment[unset[1]] = "1"
 
 
-def tables(counted: list[Counted]) -> str:
+def tables(checkouts: list[Counted]) -> str:
     """Two tables in Markdown: what runs of each checkout, and the reasons why the rest does not."""
     lines = [
         "| checkout | scripts | commands | can run | of these fine-tuning | can run |",
         "|---|---|---|---|---|---|",
-        *(one.row() for one in counted),
+        *(checkout.row() for checkout in checkouts),
         "",
         "| reason why a command cannot run | commands | its only reason |",
         "|---|---|---|",
     ]
     every, only = Counter[str](), Counter[str]()
-    for command in (command for one in counted for command in one.commands):
+    for command in (command for checkout in checkouts for command in checkout.commands):
         reasons = {reason(fault) for fault in command.faults}
         every.update(reasons)
         only.update(reasons if len(reasons) == 1 else ())
@@ -119,12 +123,12 @@ def tables(counted: list[Counted]) -> str:
     return "\n".join(lines)
 
 
-def _each(counted: list[Counted]) -> list[str]:
+def _each(checkouts: list[Counted]) -> list[str]:
     return [
         f"{'runs' if not command.faults else 'not'}: {command.command.module}"
         + "".join(f"\n    {fault}" for fault in command.faults)
-        for one in counted
-        for command in one.commands
+        for checkout in checkouts
+        for command in checkout.commands
     ]
 
 

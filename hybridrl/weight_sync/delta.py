@@ -22,7 +22,7 @@ import torch
 
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.digest import INTEGERS
-from hybridrl.hybrid_engine.schedule import Message, Piece
+from hybridrl.hybrid_engine.schedule import Message, TransferPiece
 from hybridrl.hybrid_engine.shards import Box
 
 Form = Literal["same", "index", "mask", "whole"]
@@ -36,8 +36,8 @@ _MOST_INDEXED = 2**31
 _REMEMBERED = 8
 
 
-class Change(NamedTuple):
-    """How a piece travels.
+class DeltaForm(NamedTuple):
+    """Form in which a piece travels.
 
     Attributes:
         form: see the module.
@@ -48,16 +48,16 @@ class Change(NamedTuple):
     changed: int = 0
 
 
-WHOLE, SAME = Change("whole"), Change("same")
+WHOLE, SAME = DeltaForm("whole"), DeltaForm("same")
 
 
-def size_of(change: Change, piece: Piece) -> int:
+def size_of(change: DeltaForm, piece: TransferPiece) -> int:
     """The bytes that a piece takes on the wire."""
     return sum(_parts(change, piece))
 
 
-def _parts(change: Change, piece: Piece) -> tuple[int, int]:
-    """Bytes of what tells the places of the elements, and of the elements."""
+def _parts(change: DeltaForm, piece: TransferPiece) -> tuple[int, int]:
+    """Return the bytes of the elements' positions, and those of the elements."""
     if change.form == "same":
         return 0, 0
     if change.form == "whole":
@@ -71,12 +71,12 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _shortest(count: int, piece: Piece) -> Change:
+def _shortest(count: int, piece: TransferPiece) -> DeltaForm:
     if count == 0:
         return SAME
-    forms = [WHOLE, Change("mask", count)]
+    forms = [WHOLE, DeltaForm("mask", count)]
     if piece.box.elements < _MOST_INDEXED:
-        forms.append(Change("index", count))
+        forms.append(DeltaForm("index", count))
     return min(forms, key=lambda change: size_of(change, piece))
 
 
@@ -88,7 +88,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def encode(value: torch.Tensor, before: torch.Tensor, piece: Piece) -> tuple[Change, torch.Tensor]:
+def encode(value: torch.Tensor, before: torch.Tensor, piece: TransferPiece) -> tuple[DeltaForm, torch.Tensor]:
     """Return how a piece travels, and its bytes.
 
     Args:
@@ -115,7 +115,7 @@ def encode(value: torch.Tensor, before: torch.Tensor, piece: Piece) -> tuple[Cha
     return change, data
 
 
-def decode(target: torch.Tensor, change: Change, data: torch.Tensor, piece: Piece) -> None:
+def decode(target: torch.Tensor, change: DeltaForm, data: torch.Tensor, piece: TransferPiece) -> None:
     """Turn a piece that the receiver has into that which was sent.
 
     Args:
@@ -146,13 +146,13 @@ class _Sent:
 
 
 class SentPieces:
-    """What a rank has sent, in main memory. A piece that several processes get is kept once."""
+    """Pieces that a rank has sent, in main memory. A piece that several processes get is kept once."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, Box], _Sent] = {}
         self._transfer = 0
         self._last: dict[str, int] = {}  # each replica's last complete transfer, known by all ranks
-        self._previous: dict[tuple[str, Box], tuple[_Sent | None, Change, torch.Tensor]] = {}
+        self._previous: dict[tuple[str, Box], tuple[_Sent | None, DeltaForm, torch.Tensor]] = {}
 
     def begin(self) -> None:
         """Begin a transfer."""
@@ -162,7 +162,7 @@ class SentPieces:
         """Begin a round: all messages with the same piece are in one."""
         self._previous = {}
 
-    def encode(self, message: Message, data: torch.Tensor, receiver: Receiver) -> tuple[list[Change], torch.Tensor]:
+    def encode(self, message: Message, data: torch.Tensor, receiver: Receiver) -> tuple[list[DeltaForm], torch.Tensor]:
         """Return how each piece of a message travels, and the bytes to send.
 
         Args:
@@ -182,7 +182,7 @@ class SentPieces:
             self._sent[piece.name, piece.box].receivers[receiver] = self._transfer
         return changes, torch.cat(parts) if parts else data[:0]
 
-    def _compared(self, piece: Piece, value: torch.Tensor) -> tuple[_Sent | None, Change, torch.Tensor]:
+    def _compared(self, piece: TransferPiece, value: torch.Tensor) -> tuple[_Sent | None, DeltaForm, torch.Tensor]:
         """Compare a piece with what was sent last, once per round; what was sent last is now `value`."""
         key = piece.name, piece.box
         if key not in self._previous:
@@ -196,16 +196,16 @@ class SentPieces:
         return self._previous[key]
 
     def end(self, replicas: Sequence[str]) -> None:
-        """All pieces of these replicas have been sent: forget who has got them from another rank meanwhile."""
+        """End a transfer to these replicas: forget receivers that got a piece from another rank in between."""
         self._previous = {}
         self._last |= dict.fromkeys(replicas, self._transfer)
         self._last = {name: at for name, at in self._last.items() if self._transfer - at < _REMEMBERED}
-        kept = {}
+        remaining = {}
         for key, sent in self._sent.items():
             sent.receivers = {who: at for who, at in sent.receivers.items() if self._last.get(who[0]) == at}
             if sent.receivers:
-                kept[key] = sent
-        self._sent = kept
+                remaining[key] = sent
+        self._sent = remaining
 
     def forget(self) -> None:
         """A transfer has failed: the next one sends everything."""
@@ -213,13 +213,15 @@ class SentPieces:
 
 
 class ReceivedPieces:
-    """What a process of an engine was sent last, in main memory."""
+    """Pieces that a process of an engine received last, in main memory."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[str, Box], torch.Tensor] = {}
-        self._seen: set[tuple[str, Box]] = set()
+        self._arrived: set[tuple[str, Box]] = set()
 
-    def complete(self, message: Message, changes: Sequence[Change], data: torch.Tensor, bucket: torch.Tensor) -> None:
+    def complete(
+        self, message: Message, changes: Sequence[DeltaForm], data: torch.Tensor, bucket: torch.Tensor
+    ) -> None:
         """Write a message in full into the bucket.
 
         Args:
@@ -244,17 +246,17 @@ class ReceivedPieces:
             size = size_of(change, piece)
             decode(target, change, data[offset : offset + size], piece)
             offset += size
-            self._seen.add(key)
+            self._arrived.add(key)
             if change != SAME:
                 self._pieces[key] = target.to("cpu", copy=True)
 
     def end(self) -> None:
         """The transfer is complete: forget what it did not bring."""
-        self._pieces = {key: value for key, value in self._pieces.items() if key in self._seen}
-        self._seen = set()
+        self._pieces = {key: value for key, value in self._pieces.items() if key in self._arrived}
+        self._arrived = set()
 
 
-def arriving(messages: Sequence[Message], changes: Mapping[int, Sequence[Change]]) -> list[int]:
+def arriving(messages: Sequence[Message], changes: Mapping[int, Sequence[DeltaForm]]) -> list[int]:
     """Return the bytes that arrive of each message to a process.
 
     Args:

@@ -9,13 +9,13 @@ import torch
 
 from hybridrl.hybrid_engine.schedule import Message
 from hybridrl.hybrid_engine.shards import Box, Boxes
-from hybridrl.weight_sync.delta import Change
+from hybridrl.weight_sync.delta import DeltaForm
 
 TransportKind = Literal["shared_memory", "cuda_ipc", "broadcast", "point_to_point"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """The position of a tensor in a bucket.
 
     Attributes:
@@ -46,7 +46,7 @@ class Bucket:
 
     transport: TransportKind
     where: Any
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What one process of an engine needs of a checkpoint.
+    """Requirement of one process of an engine: the parts of a checkpoint that it needs.
 
     Attributes:
         boxes: of each tensor, in the order of the checkpoint.
@@ -99,4 +99,4 @@ class ShardBucket:
     names: tuple[str, ...]
     messages: tuple[tuple[Message, ...], ...]
     digests: tuple[Mapping[tuple[str, Box], int], ...] = ()
-    changes: tuple[Mapping[int, tuple[Change, ...]], ...] = ()
+    changes: tuple[Mapping[int, tuple[DeltaForm, ...]], ...] = ()

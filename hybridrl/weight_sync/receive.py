@@ -19,7 +19,7 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 class WeightReceiver:
     """Opens buckets and yields the tensors in them.
 
-    The sender overwrites a bucket once it is told that the bucket was received.
+    The sender overwrites a bucket once the receiver has acknowledged the bucket.
 
     Args:
         device: the device that this process computes on.
@@ -40,7 +40,7 @@ class WeightReceiver:
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of each parameter.
 
-        Without `copies` the values are views of the bucket, valid until the sender is told that it was received. A
+        Without `copies` the values are views of the bucket, valid until the bucket is acknowledged. A
         bucket without entries means that the sender is about to free its memory, so the opened buffers are released.
         """
         if not bucket.entries:
@@ -61,7 +61,7 @@ class WeightReceiver:
             yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def bucket_of(self, bucket: ShardBucket) -> torch.Tensor:
-        """Return the bytes of this process's bucket, valid until the sender is told that they were received."""
+        """Return the bytes of this process's bucket, valid until the bucket is acknowledged."""
         if bucket.transport == "shared_memory":
             return self._from_shared_memory(bucket.where[self.rank], bucket.size)
         if bucket.transport == "cuda_ipc":
@@ -74,7 +74,7 @@ class WeightReceiver:
         changes = bucket.changes[self.rank]
         sizes = arriving(messages, changes)
         parts = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        group.receive([(part, one.source) for part, one in zip(parts, messages, strict=True) if part.numel()])
+        group.receive([(part, message.source) for part, message in zip(parts, messages, strict=True) if part.numel()])
         for part, message in zip(parts, messages, strict=True):
             self._pieces.complete(message, changes[message.source], part, data)
         return data
@@ -186,14 +186,14 @@ class ShardReceiver:
         if bucket.digests:
             for (name, box), value in bucket.digests[self.receiver.rank].items():
                 digests.setdefault(name, {})[box] = value
-        for name, found in parts.items():
-            replay.arrive(name, found, digests.get(name))
+        for name, pieces in parts.items():
+            replay.arrive(name, pieces, digests.get(name))
         with replay:
             self._load((name, replay.tensor(name)) for name in bucket.names if name in parts)
         replay.keep_the_rest()
 
     def finish(self) -> list[str]:
-        """All rounds have arrived: settle what was loaded. Returns what went wrong (`LoadReplay.faults`)."""
+        """Finish the load after the last round. Returns the faults of the load (`LoadReplay.faults`)."""
         if self._replay is None:
             return []
         replay, self._replay = self._replay, None

@@ -29,7 +29,7 @@ from ray.exceptions import RayError, RayTaskError
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.messages import Bucket, Entry, ShardBucket, TransportKind
+from hybridrl.weight_sync.messages import Bucket, BucketEntry, ShardBucket, TransportKind
 
 _ALIGNMENT = 512  # bytes; more than any dtype or vector load requires
 _SLOTS = 2
@@ -38,7 +38,7 @@ _LEAST_BUCKET = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Target:
+class UpdateTarget:
     """An engine that receives weights.
 
     Attributes:
@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one rank sent.
+    """Report of one rank's transfer.
 
     Attributes:
         bytes: of the weights. Streamed, each parameter counts once, and a rank that sends nothing itself has 0. By a
@@ -79,12 +79,12 @@ class Transport(ABC):
 
     kind: TransportKind
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         self.targets = list(targets)
         self.capacity = 0
         self._slot = 0
         self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
-        self._lost: list[Target] = []  # processes that ended meanwhile
+        self._dead_targets: list[UpdateTarget] = []  # processes that ended meanwhile
 
     def reserve(self, size: int) -> torch.Tensor:
         """Return at least `size` bytes to write the next bucket into. Waits until no engine reads them any more."""
@@ -104,8 +104,8 @@ class Transport(ABC):
         self._acks[self._slot] = self._announce(self._slot, content)
         self._slot = (self._slot + 1) % _SLOTS
 
-    def message(self, where: Any, content: tuple[Entry, ...], target: Target) -> Bucket | ShardBucket:
-        """Return what an engine is told of a bucket; `where` is what it needs to find the bytes."""
+    def message(self, where: Any, content: tuple[BucketEntry, ...], target: UpdateTarget) -> Bucket | ShardBucket:
+        """Return the message to an engine about a bucket; `where` locates the bytes."""
         return Bucket(self.kind, where, content)
 
     def finish(self) -> None:
@@ -129,7 +129,7 @@ class Transport(ABC):
             except RayTaskError:
                 raise
             except RayError:  # the replica is gone; the process that started it notices too
-                self._lost.append(target)
+                self._dead_targets.append(target)
 
     def _load(self, where: Any, content: Any) -> list[Any]:
         """Tell every engine where the bucket is; `content` is that of `send`."""
@@ -178,7 +178,7 @@ class SharedMemoryTransport(Transport):
 
     kind: TransportKind = "shared_memory"
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
         self._segments: list[shared_memory.SharedMemory] = []
 
@@ -219,7 +219,7 @@ class RankTransport(Transport):
     written there is discarded.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         rank = distributed.get_rank()
         super().__init__([target for target in targets if target.ranks[0] == rank])
         self.is_read = any(rank in target.ranks for target in targets)
@@ -251,7 +251,7 @@ class CudaIpcTransport(RankTransport):
 
     kind: TransportKind = "cuda_ipc"
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
         self._buffers: list[torch.Tensor] = []
         self._exports: list[device.SharedMemory | None] = [None] * _SLOTS
@@ -271,8 +271,8 @@ class CudaIpcTransport(RankTransport):
 
     def _drain(self) -> None:
         super()._drain()
-        lost = {rank for target in self._lost for rank in target.ranks}
-        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost)):
+        lost_ranks = {rank for target in self._dead_targets for rank in target.ranks}
+        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost_ranks)):
             for export in self._exports:
                 if export is not None:
                     export.reclaim()
@@ -291,18 +291,18 @@ class BroadcastTransport(Transport):
     """
 
     kind: TransportKind = "broadcast"
-    _kept: ClassVar[tuple[str, StandaloneGroup] | None] = None
+    _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
         self._buffers: list[torch.Tensor] = []
         self._failed = False
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._kept is None or self._kept[0] != self._members:
+        if self._cached_group is None or self._cached_group[0] != self._members:
             group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
-            type(self)._kept = self._members, group
+            type(self)._cached_group = self._members, group
 
     def _open(self, size: int) -> None:
         here = device.current_device()
@@ -311,11 +311,11 @@ class BroadcastTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return self._buffers[slot]
 
-    def _announce(self, slot: int, content: tuple[Entry, ...]) -> list[Any]:
+    def _announce(self, slot: int, content: tuple[BucketEntry, ...]) -> list[Any]:
         if self._failed:
             return []
-        assert self._kept is not None
-        group = self._kept[1]
+        assert self._cached_group is not None
+        group = self._cached_group[1]
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
@@ -329,7 +329,7 @@ class BroadcastTransport(Transport):
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
-            type(self)._kept, self._failed = None, True
+            type(self)._cached_group, self._failed = None, True
         return acks
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class BroadcastTransport(Transport):
 def why_no_ipc() -> str | None:
     """Return why engines cannot open the memory of the trainer's GPUs, or None if they can.
 
-    All ranks call this together. The first call tries it, and tells if it fails.
+    All ranks call this together. The first call tries it, and warns if it fails.
     """
     reasons = [reason for reason in distributed.all_gather_object(device.why_not_shared()) if reason]
     if reasons and distributed.get_rank() == 0:
@@ -352,7 +352,7 @@ def why_no_ipc() -> str | None:
     return reasons[0] if reasons else None
 
 
-def transports_to(targets: Sequence[Target], node_id: str) -> list[Transport]:
+def transports_to(targets: Sequence[UpdateTarget], node_id: str) -> list[Transport]:
     """Return the transports that this rank writes to. All ranks call this together.
 
     Args:
@@ -374,7 +374,9 @@ def transports_to(targets: Sequence[Target], node_id: str) -> list[Transport]:
     return transports
 
 
-def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targets: Sequence[Target]) -> TransferReport:
+def send_adapter(
+    config: str, tensors: Iterable[tuple[str, torch.Tensor]], targets: Sequence[UpdateTarget]
+) -> TransferReport:
     """Send an adapter (LoRA) to engines that have its base, through Ray's object store: it is small.
 
     Args:
@@ -383,10 +385,10 @@ def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targe
     """
     started = time.perf_counter()
     sends = distributed.get_rank() == 0
-    held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
+    host_tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
     if not sends:
         return TransferReport(0, time.perf_counter() - started, 0)
-    shared = ray.put(held)
+    shared = ray.put(host_tensors)
     for answer in [target.replica.load_adapter.remote(config, shared) for target in targets]:
         try:
             ray.get(answer)
@@ -394,7 +396,7 @@ def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targe
             raise
         except RayError:  # the replica is gone; the process that started it notices too
             continue
-    sent = sum(tensor.nbytes for tensor in held.values())
+    sent = sum(tensor.nbytes for tensor in host_tensors.values())
     return TransferReport(sent, time.perf_counter() - started, 1)
 
 
@@ -405,7 +407,7 @@ def stream(
 
     Args:
         weights: name and whole value of each parameter; every rank iterates to the end.
-        transports: empty on a rank that only takes part in gathering.
+        transports: empty on a rank that only gathers.
         total_bytes: size of all weights together.
         bucket_bytes: maximum size of a bucket, unless a single parameter is larger.
     """
@@ -432,7 +434,7 @@ class _Packer:
         self.transports = transports
         self.bucket_bytes = bucket_bytes
         self.bytes = self.buckets = 0
-        self._entries: list[Entry] = []
+        self._entries: list[BucketEntry] = []
         self._buffers: list[torch.Tensor] = []
         self._offset = 0
 
@@ -446,7 +448,7 @@ class _Packer:
         for buffer in self._buffers:
             buffer[self._offset : self._offset + size].copy_(flat)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._entries.append(Entry(name, dtype, tuple(tensor.shape), self._offset, size))
+        self._entries.append(BucketEntry(name, dtype, tuple(tensor.shape), self._offset, size))
         self.bytes += size
         self._offset += -(-size // _ALIGNMENT) * _ALIGNMENT
 

@@ -34,33 +34,40 @@ from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync import send
-from hybridrl.weight_sync.delta import Change, SentPieces
+from hybridrl.weight_sync.delta import DeltaForm, SentPieces
 from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket, TransportKind
-from hybridrl.weight_sync.send import CudaIpcTransport, RankTransport, Target, TransferReport, Transport, make_segments
+from hybridrl.weight_sync.send import (
+    CudaIpcTransport,
+    RankTransport,
+    TransferReport,
+    Transport,
+    UpdateTarget,
+    make_segments,
+)
 
 #: slots and staging memory share two buckets
 _BUCKETS, _SHARES = 2, 3
 #: engines of which a sender keeps what they need
-_KEPT = 1024
+_MOST_REQUIREMENTS = 1024
 
 
 @dataclass(frozen=True)
 class _Training:
-    """What all ranks hold, the same on every rank."""
+    """Shards of all training ranks; the same on every rank."""
 
     checkpoint: Checkpoint
-    held: list[dict[str, Boxes]]
+    boxes: list[dict[str, Boxes]]
     copies: list[int]
     nodes: list[str]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As plans have them: a scalar has one dimension."""
+        """Shapes for a plan, in which a scalar has one dimension."""
         return {name: shape or (1,) for name, shape in self.checkpoint.shapes.items()}
 
 
 class Content(NamedTuple):
-    """What an engine is told of a round.
+    """Content of a round, for an engine.
 
     Attributes:
         round: the round.
@@ -70,10 +77,10 @@ class Content(NamedTuple):
 
     round: Round
     digests: dict[int, dict[tuple[str, Box], int]]
-    changes: dict[int, dict[int, tuple[Change, ...]]] | None = None
+    changes: dict[int, dict[int, tuple[DeltaForm, ...]]] | None = None
 
     def bucket(self, kind: TransportKind, where: Any, size: int, devices: Sequence[int]) -> ShardBucket:
-        """Return what an engine on these devices is told."""
+        """Return the message to an engine on these devices."""
         messages = tuple(tuple(self.round.received_by(number)) for number in devices)
         digests = tuple(self.digests.get(number, {}) for number in devices) if self.digests else ()
         changes = () if self.changes is None else tuple(self.changes.get(number, {}) for number in devices)
@@ -109,7 +116,7 @@ class ShardSender:
         self._plan_reported = False
         self._sent = SentPieces() if delta else None
 
-    def why_not(self, shards: Iterable[WeightShard], targets: Sequence[Target]) -> str | None:
+    def why_not(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> str | None:
         """Return why these engines cannot get their weights by a plan, or None if they can.
 
         The engines have to be waiting for weights. Each is asked once.
@@ -129,7 +136,7 @@ class ShardSender:
                 return f"{len(needs)} of the engine's {target.processes} processes say what they need"
         return None
 
-    def send(self, shards: Iterable[WeightShard], targets: Sequence[Target]) -> TransferReport:
+    def send(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> TransferReport:
         """Send the shards to engines for which `why_not` has returned None."""
         started = time.perf_counter()
         reached = [target for target in targets if target.incarnation in self._needs]
@@ -177,25 +184,25 @@ class ShardSender:
         """The digests of all pieces of a round by the device that they go to; None at all if they are not checked."""
         if not self._checks:
             return {}
-        found: dict[int, dict[tuple[str, Box], int]] = {}
-        for part in distributed.all_gather_object(exchange.digests(now, own, self._known.shapes)):
+        digests: dict[int, dict[tuple[str, Box], int]] = {}
+        for part in distributed.all_gather_object(exchange.digests(now, own, self._gathered.shapes)):
             for target, name, box, value in part:
-                found.setdefault(target, {})[name, box] = value
-        return found
+                digests.setdefault(target, {})[name, box] = value
+        return digests
 
-    # ------------------------------------------------------------------ what is held and needed
+    # ------------------------------------------------------------------ shards of training, boxes that engines need
 
     @property
-    def _known(self) -> _Training:
+    def _gathered(self) -> _Training:
         assert isinstance(self._training, _Training), "why_not has not returned None"
         return self._training
 
     def _gather(self, shards: Iterable[WeightShard]) -> _Training | str:
-        """Return what all ranks hold, or why one of them cannot export its shards."""
-        found: list[WeightShard] = []
+        """Return the shards of all ranks, or the reason why one of them cannot export its shards."""
+        own_shards: list[WeightShard] = []
         refusal = ""
         try:
-            found = list(shards)
+            own_shards = list(shards)
         except ModelError as error:
             refusal = str(error)
         refusals = [text for text in distributed.all_gather_object(refusal) if text]
@@ -203,29 +210,29 @@ class ShardSender:
             return refusals[0]
         own = [
             (shard.name, shard.shape, shard.tensor.dtype if shard.keeps_dtype else None, box_of_shard(shard))
-            for shard in found
+            for shard in own_shards
         ]
-        own_dtypes = {shard.name: shard.tensor.dtype for shard in found}
+        own_dtypes = {shard.name: shard.tensor.dtype for shard in own_shards}
         gathered = distributed.all_gather_object((own, own_dtypes, self._copy, ray.get_runtime_context().get_node_id()))
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        held: list[dict[str, Boxes]] = []
+        boxes_by_rank: list[dict[str, Boxes]] = []
         for parts, stored, _, _ in gathered:
             boxes: dict[str, Boxes] = {}
-            for name, shape, kept, box in parts:
+            for name, shape, own_dtype, box in parts:
                 shapes[name] = tuple(shape)
-                dtypes[name] = kept or self._dtype or stored[name]
+                dtypes[name] = own_dtype or self._dtype or stored[name]
                 if box.elements:
                     boxes[name] = (*boxes.get(name, ()), box)
-            held.append(boxes)
+            boxes_by_rank.append(boxes)
         order = _by_layer(shapes)
         checkpoint = Checkpoint({name: shapes[name] for name in order}, {name: dtypes[name] for name in order})
-        return _Training(checkpoint, held, [part[2] for part in gathered], [part[3] for part in gathered])
+        return _Training(checkpoint, boxes_by_rank, [part[2] for part in gathered], [part[3] for part in gathered])
 
-    def _ask(self, targets: Sequence[Target]) -> None:
-        """Ask engines that were not asked yet what their processes need. One that is gone meanwhile is left out."""
-        training = self._known
-        if len(self._needs) > _KEPT:  # most are of engines that were restarted since; the others are asked once more
+    def _ask(self, targets: Sequence[UpdateTarget]) -> None:
+        """Request the requirements of engines that are new. Engines that have ended in between are left out."""
+        training = self._gathered
+        if len(self._needs) > _MOST_REQUIREMENTS:  # most are of engines that were restarted; others are asked again
             self._needs = {}
         new = [target for target in targets if target.incarnation not in self._needs]
         if not new:
@@ -233,8 +240,8 @@ class ShardSender:
         answers: dict[str, list[Requirement] | str] = {}
         with send._on_all_ranks():
             if distributed.get_rank() == 0:
-                asked = [(target, target.replica.requirements.remote(training.checkpoint)) for target in new]
-                for target, ref in asked:
+                pending = [(target, target.replica.requirements.remote(training.checkpoint)) for target in new]
+                for target, ref in pending:
                     try:
                         answers[target.incarnation] = ray.get(ref) or "the engine takes whole tensors only"
                     except RayTaskError:
@@ -243,44 +250,46 @@ class ShardSender:
                         continue
         self._needs |= distributed.broadcast_object(answers)
 
-    def _rounds(self, targets: Sequence[Target]) -> list[Round]:
+    def _rounds(self, targets: Sequence[UpdateTarget]) -> list[Round]:
         key = tuple(target.incarnation for target in targets)
         if key != self._planned[0]:
             self._planned = key, self._plan(targets)
         return self._planned[1]
 
-    def _plan(self, targets: Sequence[Target]) -> list[Round]:
-        training, ranks = self._known, distributed.get_world_size()
-        needed: list[dict[str, Boxes]] = [{} for _ in range(ranks)]
+    def _plan(self, targets: Sequence[UpdateTarget]) -> list[Round]:
+        training, ranks = self._gathered, distributed.get_world_size()
+        generation_boxes: list[dict[str, Boxes]] = [{} for _ in range(ranks)]
         own = {distributed.get_rank()}  # the devices whose messages this rank has to know
         for target in targets:
             needs = self._needs[target.incarnation]
             assert not isinstance(needs, str)
             if target.ranks:
                 for rank, need in zip(target.ranks, needs, strict=True):
-                    needed[rank] = dict(need.boxes)
+                    generation_boxes[rank] = dict(need.boxes)
                 if target.ranks[0] in own:
                     own |= set(target.ranks)
             else:
                 if 0 in own:
-                    own |= set(range(len(needed), len(needed) + len(needs)))
-                needed += [dict(need.boxes) for need in needs]
-        apart = len(needed) - ranks
-        held = training.held + [{} for _ in range(apart)]
+                    own |= set(range(len(generation_boxes), len(generation_boxes) + len(needs)))
+                generation_boxes += [dict(need.boxes) for need in needs]
+        apart = len(generation_boxes) - ranks
+        training_boxes = training.boxes + [{} for _ in range(apart)]
         copies = training.copies + [max(training.copies) + 1] * apart
         on_node = max(1, training.nodes.count(training.nodes[0]))
-        made = plan_boxes(training.shapes, held, needed, copies=copies, per_node=on_node)
+        transition = plan_boxes(training.shapes, training_boxes, generation_boxes, copies=copies, per_node=on_node)
         dtypes = training.checkpoint.dtypes
-        sizes = sum((tensor.needed * dtypes[name].itemsize for name, tensor in made.tensors), start=made.needed * 0)
-        wanted = max(int(sizes.max()) // send._PIPELINED, send._LEAST_BUCKET)
+        sizes = sum(
+            (tensor.needed * dtypes[name].itemsize for name, tensor in transition.tensors), start=transition.needed * 0
+        )
+        pipelined = max(int(sizes.max()) // send._PIPELINED, send._LEAST_BUCKET)
         most = self._bucket_bytes * _BUCKETS // _SHARES
         if not device.is_gpu():  # the ranks of a node share its memory
             most //= max(map(training.nodes.count, training.nodes))
-        rounds = schedule(made, held, needed, dtypes, max(1, min(most, wanted)), own)
+        rounds = schedule(transition, training_boxes, generation_boxes, dtypes, max(1, min(most, pipelined)), own)
         self._report_plan(targets, rounds, int(sizes.max()))
         return rounds
 
-    def _report_plan(self, targets: Sequence[Target], rounds: Sequence[Round], largest: int) -> None:
+    def _report_plan(self, targets: Sequence[UpdateTarget], rounds: Sequence[Round], largest: int) -> None:
         if self._plan_reported or distributed.get_rank() != 0:
             return
         self._plan_reported = True
@@ -301,14 +310,14 @@ class ShardSender:
                 "warning",
             )
 
-    def _transports(self, targets: Sequence[Target]) -> list[Transport]:
+    def _transports(self, targets: Sequence[UpdateTarget]) -> list[Transport]:
         shared = [target for target in targets if target.ranks]
         apart = [target for target in targets if not target.ranks]
         transports: list[Transport] = []
         if shared and device.is_gpu():
             transports.append(ShardIpcTransport(shared))
         elif shared:
-            nodes = self._known.nodes
+            nodes = self._gathered.nodes
             transports.append(ShardMemoryTransport(shared, nodes.count(nodes[distributed.get_rank()])))
         if apart:
             transports.append(PointToPointTransport(apart, self._sent))
@@ -326,8 +335,8 @@ def _by_layer(names: Iterable[str]) -> list[str]:
     """Return the names with those of a layer together, so that engines need not hold back incomplete layers."""
     layers: dict[str, list[str]] = {}
     for name in names:
-        found = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(found.group() if found else name, []).append(name)
+        match = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(match.group() if match else name, []).append(name)
     return [name for layer in layers.values() for name in layer]
 
 
@@ -340,7 +349,7 @@ class ShardMemoryTransport(RankTransport):
 
     kind: TransportKind = "shared_memory"
 
-    def __init__(self, targets: Sequence[Target], writers: int) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget], writers: int) -> None:
         super().__init__(targets)
         self._writers = writers
         self._segments: list[shared_memory.SharedMemory] = []
@@ -359,7 +368,7 @@ class ShardMemoryTransport(RankTransport):
     def _export(self, slot: int) -> tuple[int, str]:
         return distributed.get_rank(), self._segments[slot].name
 
-    def message(self, where: Any, content: Content, target: Target) -> ShardBucket:  # type: ignore[override]
+    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
         names = tuple(where[rank] for rank in target.ranks)
         return content.bucket(self.kind, names, self.capacity, target.ranks)
 
@@ -374,7 +383,7 @@ class ShardMemoryTransport(RankTransport):
 class ShardIpcTransport(CudaIpcTransport):
     """Sends to engines on the trainer's own GPUs."""
 
-    def message(self, where: Any, content: Content, target: Target) -> ShardBucket:  # type: ignore[override]
+    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
         return content.bucket(self.kind, where, self.capacity, target.ranks)
 
 
@@ -389,24 +398,24 @@ class PointToPointTransport(Transport):
     """
 
     kind: TransportKind = "point_to_point"
-    _kept: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
+    _cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
 
-    def __init__(self, targets: Sequence[Target], sent: SentPieces | None = None) -> None:
+    def __init__(self, targets: Sequence[UpdateTarget], sent: SentPieces | None = None) -> None:
         self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
         super().__init__(targets)
         self.sent = self.saved = 0
         self._before = sent
         if sent is not None:
             sent.begin()
-        self._changes: dict[int, tuple[Change, ...]] = {}
+        self._changes: dict[int, tuple[DeltaForm, ...]] = {}
         self._receivers = [(target.incarnation, number) for target in targets for number in range(target.processes)]
         self._failed = False
         self._parts: list[tuple[Message, torch.Tensor]] = []
         self._size = self._ranks + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._kept is None or self._kept[0] != self._members:
-            type(self)._kept = None
-            type(self)._kept = self._group()
+        if self._cached_group is None or self._cached_group[0] != self._members:
+            type(self)._cached_group = None
+            type(self)._cached_group = self._group()
 
     def _group(self) -> tuple[str, str, StandaloneGroup]:
         here = device.current_device()
@@ -441,8 +450,8 @@ class PointToPointTransport(Transport):
     def _announce(self, slot: int, content: Content) -> list[Any]:
         if self._failed:
             return []
-        assert self._kept is not None
-        _, host, group = self._kept
+        assert self._cached_group is not None
+        _, host, group = self._cached_group
         membership = (host, group.port, self._size, self._members)
         if self._before is not None:
             content = content._replace(changes=self._all_changes())
@@ -467,16 +476,16 @@ class PointToPointTransport(Transport):
                 notify(f"a transfer of weights failed, its engines are restarted: {failures[0]}", "warning")
                 for target in self.targets:
                     ray.kill(target.replica)
-            type(self)._kept, self._failed = None, True
+            type(self)._cached_group, self._failed = None, True
         return acks
 
-    def _all_changes(self) -> dict[int, dict[int, tuple[Change, ...]]]:
-        """How the pieces of the round travel from all ranks."""
-        found: dict[int, dict[int, tuple[Change, ...]]] = {}
+    def _all_changes(self) -> dict[int, dict[int, tuple[DeltaForm, ...]]]:
+        """Return the forms in which the pieces of the round travel, by target and source rank."""
+        by_target: dict[int, dict[int, tuple[DeltaForm, ...]]] = {}
         for source, changes in enumerate(distributed.all_gather_object(self._changes)):
             for target, each in changes.items():
-                found.setdefault(target, {})[source] = each
-        return found
+                by_target.setdefault(target, {})[source] = each
+        return by_target
 
     def finish(self) -> None:
         super().finish()

@@ -23,7 +23,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import Target, TransferReport, send_adapter, stream, transports_to
+from hybridrl.weight_sync.send import TransferReport, UpdateTarget, send_adapter, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
@@ -34,8 +34,8 @@ from hybridrl.workers.update_plan import UpdatePlan
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a worker with one of verl's role strings does.
+class WorkerRole:
+    """Tasks of a worker with one of verl's role strings.
 
     Attributes:
         mesh: the dispatch mesh of its passes and updates.
@@ -52,10 +52,10 @@ class Part:
 
 #: what each string means that the argument `role` may be; they are verl's
 PARTS = {
-    "actor": Part(trains=True),
-    "actor_rollout": Part(trains=True, generates=True),
-    "rollout": Part(generates=True),
-    "ref": Part(mesh="ref", frozen=True),
+    "actor": WorkerRole(trains=True),
+    "actor_rollout": WorkerRole(trains=True, generates=True),
+    "rollout": WorkerRole(generates=True),
+    "ref": WorkerRole(mesh="ref", frozen=True),
 }
 
 
@@ -109,9 +109,9 @@ class ActorRolloutRefWorker(ModelWorker):
         return None if worker is None else worker.engine
 
     @contextmanager
-    def _with_reference(self, wanted: bool) -> Iterator[None]:
-        """Within the context and if `wanted`, the reference policy is on the device and compared with this policy."""
-        if not wanted:
+    def _with_reference(self, needed: bool) -> Iterator[None]:
+        """Within the context and if `needed`, the reference policy is on the device and compared with this policy."""
+        if not needed:
             yield
             return
         if self.reference is None:
@@ -133,7 +133,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @contextmanager
     def _with_teacher(self, distillation: Distillation | None) -> Iterator[None]:
-        """Within the context, the engine computes what distillation reads; of a teacher in this process, its logits."""
+        """Within the context, the engine computes distillation's inputs; a teacher in this process gives its logits."""
         if distillation is None:
             yield
             return
@@ -173,7 +173,7 @@ class ActorRolloutRefWorker(ModelWorker):
             return self.rollout.generate(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, targets: Sequence[Target]) -> TransferReport:
+    def send_weights(self, targets: Sequence[UpdateTarget]) -> TransferReport:
         """Send the current weights to inference engines that are waiting for them.
 
         See `hybridrl.weight_sync.send_shards` and, for what cannot be planned, `hybridrl.weight_sync.send`.
@@ -195,11 +195,11 @@ class ActorRolloutRefWorker(ModelWorker):
                 bucket_bytes=bucket_bytes,
             )
 
-    def _plans(self, targets: Sequence[Target], dtype: torch.dtype, bucket_bytes: int) -> bool:
+    def _plans(self, targets: Sequence[UpdateTarget], dtype: torch.dtype, bucket_bytes: int) -> bool:
         """Whether these engines get their weights by a plan (`rollout.checkpoint_engine.method`).
 
         Raises:
-            RolloutError: it was asked for, and cannot be done.
+            RolloutError: a plan is required by the setting, and cannot be made.
         """
         method = self.config.rollout.checkpoint_engine.method
         if method == "streamed":
@@ -233,13 +233,13 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_layout(self) -> Layout | None:
-        """How the policy lies on the ranks, if weights can be sent by a plan."""
+        """Return the layout of the policy on the ranks; None if weights cannot be sent by a plan."""
         return self.engine.training_layout if isinstance(self.engine, ExportsShards) else None
 
     def forecast_roles(
         self, config: PPOTrainerConfig, ranks: dict[str, int]
     ) -> dict[str, Forecast | None] | NotComputed:
-        """What the models of the run will take of a device like this one; see `hybridrl.workers.forecast`."""
+        """Forecast the memory of the run's models on a device like this one; see `hybridrl.workers.forecast`."""
         return attempted(forecast_roles, config, ranks)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
@@ -260,8 +260,8 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         with self.loaded("compute_log_prob"), self._with_reference(compares):
             records = self.config.actor.router_replay.records_in_pass
-            wanted = (*self._statistics(), *(["ref_kl"] if compares else []), *([ROUTED_EXPERTS] if records else []))
-            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
+            requested = (*self._statistics(), *(["ref_kl"] if compares else []), *([ROUTED_EXPERTS] if records else []))
+            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=requested)
         return as_output(outputs, log_probs="old_log_probs", entropy="entropys")
 
     def _statistics(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def check_distillation(config: PPOTrainerConfig) -> None:
     """Refuse a loss that the training engines of policy and teachers cannot compute, or that cannot be called.
 
     Raises:
-        ModelError: naming the key that asks for it.
+        ModelError: naming the key.
         AlgorithmError: the policy loss needs a preliminary pass over the whole mini-batch.
     """
     settings = config.distillation
@@ -161,16 +161,16 @@ class Distillation:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return a micro-batch's share of the distillation loss, and metrics."""
         settings, mask = self.settings, batch.batch["response_mask"]
-        kept = mask.bool()
-        losses, metrics = self._losses(outputs, batch, kept)
+        valid = mask.bool()
+        losses, metrics = self._losses(outputs, batch, valid)
         metrics |= {
-            "distillation/token_loss": _token_mean(losses, kept),
-            "distillation/abs_loss": _token_mean(losses.abs(), kept),
-            "distillation/loss_max": Metric(torch.where(kept, losses, -torch.inf).detach().max(), kind="max"),
-            "distillation/loss_min": Metric(torch.where(kept, losses, torch.inf).detach().min(), kind="min"),
+            "distillation/token_loss": _token_mean(losses, valid),
+            "distillation/abs_loss": _token_mean(losses.abs(), valid),
+            "distillation/loss_max": Metric(torch.where(valid, losses, -torch.inf).detach().max(), kind="max"),
+            "distillation/loss_min": Metric(torch.where(valid, losses, torch.inf).detach().min(), kind="min"),
         }
         if "entropy" in outputs and not settings.use_task_rewards:
-            metrics["actor/entropy"] = _token_mean(outputs["entropy"], kept)
+            metrics["actor/entropy"] = _token_mean(outputs["entropy"], valid)
         limit = settings.loss_max_clamp
         if limit is not None:
             losses = losses.clamp(-limit, limit)
@@ -178,7 +178,7 @@ class Distillation:
         if not settings.use_policy_gradient:
             return agg_loss(losses, mask, actor.loss_agg_mode, **normalisers), metrics
         log_prob = outputs["log_probs"]
-        loss, found = call_policy_loss(
+        loss, policy_metrics = call_policy_loss(
             settings.policy_loss_mode,
             old_log_prob=batch.batch.get("old_log_probs", log_prob.detach()),
             log_prob=log_prob,
@@ -194,11 +194,11 @@ class Distillation:
             counts=normalisers,
             rollout_is_weights=batch.batch.get("rollout_is_weights", None),
         )
-        named = {f"distillation/{name.removeprefix('actor/')}": value for name, value in found.items()}
+        named = {f"distillation/{name.removeprefix('actor/')}": value for name, value in policy_metrics.items()}
         return loss, metrics | {n: Metric(v, kind="max") if n.endswith("_max") else v for n, v in named.items()}
 
     def _losses(
-        self, outputs: dict[str, torch.Tensor], batch: DataProto, kept: torch.Tensor
+        self, outputs: dict[str, torch.Tensor], batch: DataProto, valid: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss of each token [B, T], 0 outside of the mask, and metrics."""
         name = self.settings.loss_mode
@@ -206,16 +206,16 @@ class Distillation:
             return outputs["vocabulary_loss"], {}
         if self.reads == "tokens":
             # Outside the mask values are arbitrary, and the gradient there could be 0 times infinity.
-            own, other = (torch.where(kept, x, 0.0) for x in (outputs["log_probs"], batch.batch[LOG_PROBS]))
+            own, other = (torch.where(valid, x, 0.0) for x in (outputs["log_probs"], batch.batch[LOG_PROBS]))
             return distillation_losses(name, own, other), {}
-        cells = kept[..., None]
+        cells = valid[..., None]
         own, other = (torch.where(cells, x, 0.0) for x in (outputs["log_probs_at"], batch.batch[TOP_LOG_PROBS]))
         losses = distillation_losses(name, own, other, self.settings.log_prob_min_clamp)
-        return torch.where(kept, losses, 0.0), {
-            "distillation/student_mass": _token_mean(own.exp().sum(-1), kept),
-            "distillation/teacher_mass": _token_mean(other.exp().sum(-1), kept),
+        return torch.where(valid, losses, 0.0), {
+            "distillation/student_mass": _token_mean(own.exp().sum(-1), valid),
+            "distillation/teacher_mass": _token_mean(other.exp().sum(-1), valid),
         }
 
 
-def _token_mean(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return torch.where(kept, values.detach(), 0.0).sum() / kept.sum().clamp(min=1)
+def _token_mean(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    return torch.where(valid, values.detach(), 0.0).sum() / valid.sum().clamp(min=1)

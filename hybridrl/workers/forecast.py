@@ -1,4 +1,4 @@
-"""What the models of a run will take of their devices' memory, before any of them is loaded."""
+"""Forecast of the device memory that the models of a run need, before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NotComputed:
-    """In place of a forecast: why there is none. A worker returns it, because one that raises an error ends its group.
+    """Reason why there is no forecast. A worker returns it, because one that raises an error ends its group.
 
     Attributes:
         reason: type and message of the error.
@@ -32,7 +32,7 @@ class NotComputed:
 
 
 def attempted(compute: Callable[..., T], *arguments: Any) -> T | NotComputed:
-    """What `compute(*arguments)` returns, or why it could not."""
+    """Return the result of `compute(*arguments)`, or the reason why it failed."""
     try:
         return compute(*arguments)
     except Exception as error:  # a model that cannot be computed without weights can still be trained
@@ -99,22 +99,22 @@ def forecast_reference(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
 
 def forecast_teachers(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     """Forecast the teachers. They are all there at once unless they are offloaded, and compute one after the other."""
-    found, settings = [], config.distillation
+    forecasts, settings = [], config.distillation
     for teacher in teachers_of(config).teachers:
         inference = teacher.settings.inference
         micro = MicroBatching(inference.max_num_seqs, inference.max_num_batched_tokens)
         work = _workload(config, config.data.train_batch_size, ranks, None, micro)
-        found.append(_forecast("language_model", settings, teacher.model, None, ranks, work))
-    known = [one for one in found if one is not None]
-    if not known or len(known) < len(found):
+        forecasts.append(_forecast("language_model", settings, teacher.model, None, ranks, work))
+    computed = [forecast for forecast in forecasts if forecast is not None]
+    if not computed or len(computed) < len(forecasts):
         return None
-    kept = sum(one.kept_weights for one in known)
+    kept_weights = sum(forecast.kept_weights for forecast in computed)
     names = [field.name for field in dataclasses.fields(Forecast)]
-    largest = {name: max(getattr(one, name) for one in known) for name in names}
+    largest = {name: max(getattr(forecast, name) for forecast in computed) for name in names}
     changed = {
-        "parameters": sum(one.parameters for one in known),
-        "weights": max(kept - one.kept_weights + one.weights for one in known),
-        "kept_weights": kept,
+        "parameters": sum(forecast.parameters for forecast in computed),
+        "weights": max(kept_weights - forecast.kept_weights + forecast.weights for forecast in computed),
+        "kept_weights": kept_weights,
     }
     return Forecast(**{**largest, **changed})
 
@@ -146,12 +146,14 @@ def forecast_prime(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     part = ROLES["prime"].settings_of(config)
     micro = micro_batching(part.ppo_micro_batch_size_per_gpu, part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu)
     work = _workload(config, part.ppo_mini_batch_size, ranks, micro, micro)
-    found = _forecast("language_model", part, part.model, part.optim, ranks, work)
+    trained = _forecast("language_model", part, part.model, part.optim, ranks, work)
     frozen = _forecast("language_model", part, part.model, None, ranks, replace(work, update=None))
-    if found is None or frozen is None:
+    if trained is None or frozen is None:
         return None
-    kept = frozen.kept_weights
-    return replace(found, weights=found.weights + kept, kept_weights=found.kept_weights + kept)
+    frozen_weights = frozen.kept_weights
+    return replace(
+        trained, weights=trained.weights + frozen_weights, kept_weights=trained.kept_weights + frozen_weights
+    )
 
 
 def _workload(

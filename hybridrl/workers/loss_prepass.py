@@ -53,13 +53,13 @@ class LossPrepass:
             mini_batch: this rank's rows, with `row_ids`; copies that fill up a shard have an empty `response_mask`.
             seed: of this mini-batch, the same on every rank.
         """
-        found = engine.infer(mini_batch, self.micro, temperature)
-        if not found:  # an early stage of a pipeline, which computes no loss either
+        outputs = engine.infer(mini_batch, self.micro, temperature)
+        if not outputs:  # an early stage of a pipeline, which computes no loss either
             return
         if self.loss.prepare is not None:
-            self._prepare(mini_batch, engine.geometry, found["log_probs"], seed)
+            self._prepare(mini_batch, engine.geometry, outputs["log_probs"], seed)
         if SEQUENCE_IDS in mini_batch.batch.keys() and self.loss.reads_whole_sequences:
-            self._sum_sequences(mini_batch, engine.geometry, found["log_probs"])
+            self._sum_sequences(mini_batch, engine.geometry, outputs["log_probs"])
 
     def _prepare(self, mini_batch: DataProto, geometry: Geometry, current: torch.Tensor, seed: int) -> None:
         prepare, tensors = self.loss.prepare, mini_batch.batch

@@ -42,7 +42,7 @@ def check_kl_form(config: PPOTrainerConfig) -> None:
     """Refuse the KL over the vocabulary with training engines that cannot compute it.
 
     Raises:
-        ModelError: naming the key that asks for it.
+        ModelError: naming the key.
     """
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     asking = {
@@ -62,30 +62,30 @@ def check_router_replay(config: PPOTrainerConfig) -> None:
     Whether the rollout records the experts (R3) is checked with the rollout, by `resolve_rollout`.
 
     Raises:
-        ModelError: naming the key that asks for it.
+        ModelError: naming the key.
     """
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
     actor = policy.actor
     if actor.router_replay.mode == "disabled":
         return
-    asked = f"{key}={actor.router_replay.mode}"
+    setting = f"{key}={actor.router_replay.mode}"
     engine, disable = TRAIN_ENGINES.get(actor.strategy), f"set {key}=disabled"
-    require(engine, ReplaysRouting, f"{asked} with actor_rollout_ref.actor.strategy={actor.strategy}", disable)
+    require(engine, ReplaysRouting, f"{setting} with actor_rollout_ref.actor.strategy={actor.strategy}", disable)
     if actor.router_replay.records_in_pass and config.algorithm.rollout_correction.bypass_mode:
         raise ModelError(
-            f"{asked} replays what the pass for old log-probabilities records, and "
+            f"{setting} replays what the pass for old log-probabilities records, and "
             "algorithm.rollout_correction.bypass_mode=True leaves that pass out; set one of them otherwise, or "
             f"{key}=R3"
         )
     try:
         engine.check_replay(policy.model, engine_settings(actor, policy.model.external_lib))
     except ModelError as error:
-        raise ModelError(f"{asked}: {error}, or {disable}") from error
+        raise ModelError(f"{setting}: {error}, or {disable}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class LossCounts:
-    """What the loss of a mini-batch is normalised by.
+    """Counts of a mini-batch by which its loss is normalised.
 
     Attributes:
         tokens: response tokens of the whole mini-batch, over all ranks.
@@ -103,14 +103,14 @@ class LossCounts:
         dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the limit of
         response lengths where no factor is set, not by the width that a micro-batch happens to have.
         """
-        found = {
+        normalisers = {
             "dp_size": 1,
             "batch_num_tokens": self.tokens,
             "global_batch_size": self.sequences,
             "loss_scale_factor": loss_scale_factor or self.response_length,
         }
         lengths = batch.batch.get(SEQUENCE_TOKENS, None)
-        return found if lengths is None else found | {"sequence_lengths": lengths}
+        return normalisers if lengths is None else normalisers | {"sequence_lengths": lengths}
 
 
 class CountedLossFn(Protocol):
@@ -123,7 +123,7 @@ class CountedLossFn(Protocol):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss that a run's settings ask for.
+    """Policy loss of a run's settings.
 
     Attributes:
         mode: its registered name: `policy_loss.loss_mode`, or `bypass_mode` if the rollout correction selects that.
@@ -199,7 +199,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
         config: the actor's settings.
         correction: `algorithm.rollout_correction`; None: none.
     """
-    chosen = PolicyLoss.of(config, correction)
+    policy_loss = PolicyLoss.of(config, correction)
 
     def loss_fn(
         outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts
@@ -213,7 +213,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             metrics |= _mismatch(log_prob.detach(), tensors["rollout_log_probs"], mask)
         others = tensors.get(SEQUENCE_SUMS, None)
         sequences = None if others is None else SplitSequences(others)
-        loss, policy_metrics = chosen(log_prob, batch, config.loss_agg_mode, normalisers, sequences)
+        loss, policy_metrics = policy_loss(log_prob, batch, config.loss_agg_mode, normalisers, sequences)
         # Metrics of a policy loss are token means, except those whose name ends in `_max`.
         metrics |= {k: Metric(v, kind="max") if k.endswith("_max") else v for k, v in policy_metrics.items()}
         metrics["actor/pg_loss"] = Metric(loss.detach(), kind="sum")
@@ -229,8 +229,8 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
                 divergence = outputs["ref_kl"]
             else:
                 # Outside the mask values are arbitrary, and the gradient of k3 there could be 0 times infinity.
-                kept = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
-                divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
+                masked = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
+                divergence = kl_penalty(masked[0], masked[1], config.kl_loss_type)
             kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **normalisers)
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), kind="sum")
             metrics["actor/ref_kl"] = _token_mean(divergence, mask)
@@ -289,5 +289,5 @@ def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: to
 
 
 def _token_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    kept = torch.where(mask.bool(), values.detach(), 0.0)
-    return kept.sum() / mask.sum().clamp(min=1)
+    masked = torch.where(mask.bool(), values.detach(), 0.0)
+    return masked.sum() / mask.sum().clamp(min=1)

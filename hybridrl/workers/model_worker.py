@@ -1,4 +1,4 @@
-"""What all workers with a model share: process group, dispatch mesh, updates, checkpoints."""
+"""Base of all workers with a model: process group, dispatch mesh, updates, checkpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,8 +137,8 @@ class ModelWorker(Worker):
         finally:
             peak = device.memory_stats()["max_memory_allocated_gb"]
             self._peaks[method] = max(peak, self._peaks.get(method, 0.0))
-            if found := engine.pop_pass_metrics():
-                self._pass_metrics[method] = merge_metrics([self._pass_metrics.get(method, {}), found])
+            if metrics := engine.pop_pass_metrics():
+                self._pass_metrics[method] = merge_metrics([self._pass_metrics.get(method, {}), metrics])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pop_memory_peaks(self) -> dict[str, float]:
@@ -149,8 +149,8 @@ class ModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pop_pass_metrics(self) -> dict[str, dict[str, Metric]]:
         """Return the metrics of the passes without gradients since the last call, by method."""
-        found, self._pass_metrics = self._pass_metrics, {}
-        return found
+        metrics, self._pass_metrics = self._pass_metrics, {}
+        return metrics
 
     def place_in_mesh(self, mesh_name: str) -> None:
         """Register this rank's place in the meshes of the engine's geometry.
@@ -294,7 +294,7 @@ def micro_batching(size: int | None, dynamic: bool, max_tokens: int, key: str = 
 
 
 def as_output(tensors: Mapping[str, torch.Tensor], **names: str) -> DataProto:
-    """What a worker method returns: a batch without rows on ranks whose engine computes no outputs.
+    """Make the batch that a worker method returns; it has no rows on ranks whose engine computes no outputs.
 
     Args:
         names: the field that an output of the engine becomes, where it has another name.
@@ -308,8 +308,8 @@ def _memory_metrics() -> dict[str, Metric]:
     """Memory of the update in GiB, under verl's names; the largest rank counts."""
     stats = device.memory_stats()
     names = ("max_memory_allocated_gb", "max_memory_reserved_gb")
-    found = {f"perf/{name}": Metric(stats[name], kind="max") for name in names}
-    return {**found, "perf/cpu_memory_used_gb": Metric(device.resident_memory(), kind="max")}
+    metrics = {f"perf/{name}": Metric(stats[name], kind="max") for name in names}
+    return {**metrics, "perf/cpu_memory_used_gb": Metric(device.resident_memory(), kind="max")}
 
 
 def _per_update(metric: Metric, updates: int) -> Metric:

@@ -36,7 +36,7 @@ LOSS_WEIGHTS = "loss_weights"  # [B, T]: weights of tokens, whose sum over the b
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a model says about the answers of N pairs.
+    """A model's log-probabilities or rewards of the answers of N pairs.
 
     Attributes:
         chosen, rejected: [N] log-probability of each answer, or its reward.
@@ -145,7 +145,7 @@ def sigmoid(pairs: Pairs, settings: Any) -> PairLoss:
     With `label_smoothing` e the conservative form -(1 - e) log s(.) - e log s(-.). The margin m of a pair makes it DPO
     with an offset (Amini et al. 2024, arXiv 2402.10571); `length_normalise` divides log-ratios by |y|.
     """
-    chosen, rejected = (settings.beta * one for one in log_ratios(pairs, settings.length_normalise))
+    chosen, rejected = (settings.beta * ratio for ratio in log_ratios(pairs, settings.length_normalise))
     difference = chosen - rejected if pairs.margins is None else chosen - rejected - pairs.margins
     return PairLoss(_smoothed(difference, settings.label_smoothing), chosen, rejected)
 
@@ -161,7 +161,7 @@ def ipo(pairs: Pairs, settings: Any) -> PairLoss:
 @register_objective("hinge", kind="pairs", reference=True, reads=("beta", "length_normalise", "sft_coef", "reference"))
 def hinge(pairs: Pairs, settings: Any) -> PairLoss:
     """SLiC's hinge on DPO's rewards (Zhao et al. 2023, arXiv 2305.10425): l = max(0, 1 - (r_w - r_l))."""
-    chosen, rejected = (settings.beta * one for one in log_ratios(pairs, settings.length_normalise))
+    chosen, rejected = (settings.beta * ratio for ratio in log_ratios(pairs, settings.length_normalise))
     return PairLoss(torch.relu(1 - (chosen - rejected)), chosen, rejected)
 
 
@@ -235,7 +235,7 @@ class Objective:
 
     @property
     def facts(self) -> ObjectiveFacts:
-        """What is known about it."""
+        """Return the properties of the objective."""
         return OBJECTIVES.facts(self.name)
 
     @property
@@ -245,7 +245,7 @@ class Objective:
 
     @property
     def output(self) -> str:
-        """What it reads of an engine's outputs."""
+        """Name of the engine's output that the objective reads."""
         return "values" if self.facts.kind == "scores" else "log_probs"
 
     @property
@@ -256,8 +256,8 @@ class Objective:
     @property
     def sft_coef(self) -> float:
         """Coefficient of the likelihood of chosen answers."""
-        given = self.settings.get("sft_coef")
-        return float(self.facts.likelihood) if given is None else float(given)
+        coefficient = self.settings.get("sft_coef")
+        return float(self.facts.likelihood) if coefficient is None else float(coefficient)
 
     def share(self, phase: str) -> CountedLossFn:
         """The loss function; metrics are called `<phase>/...`."""
@@ -266,7 +266,7 @@ class Objective:
         def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts) -> Share:
             loss, metrics = compute(outputs[self.output], batch, counts)
             loss_metric = Metric(loss.detach(), kind="sum")
-            return loss, {f"{phase}/{name}": one for name, one in {"loss": loss_metric, **metrics}.items()}
+            return loss, {f"{phase}/{name}": metric for name, metric in {"loss": loss_metric, **metrics}.items()}
 
         return loss_fn
 

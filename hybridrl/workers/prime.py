@@ -105,12 +105,12 @@ def outcome_loss_fn(config: PrimeConfig) -> CountedLossFn:
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, right, reduction="none")
         answered = mask.any(-1)
         loss = torch.where(answered, losses, 0.0).sum() / counts.sequences
-        found, rows = logits.detach()[answered], float(answered.sum())
-        agrees = ((found > 0) == right[answered].bool()).to(found.dtype)
+        answered_logits, rows = logits.detach()[answered], float(answered.sum())
+        agrees = ((answered_logits > 0) == right[answered].bool()).to(answered_logits.dtype)
         metrics = {
             "prime/loss": Metric(loss.detach(), kind="sum"),
             "prime/acc": Metric(agrees.mean(), rows),
-            "prime/reward/mean": Metric(found.mean(), rows),
+            "prime/reward/mean": Metric(answered_logits.mean(), rows),
             "prime/right/mean": Metric(right[answered].mean(), rows),
         }
         return loss, metrics

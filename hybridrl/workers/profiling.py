@@ -15,7 +15,7 @@ from hybridrl.utils import device
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to record.
+    """Request to record a profile.
 
     Attributes:
         tool: `torch`, `torch_memory` or `nsys`.
@@ -54,10 +54,10 @@ class Profile:
         if cls._running is not None:
             notify(f"{request.role} rank {rank} is profiled in {cls._running._path.name}, as both are one process")
             return None
-        made = cls(request, rank)
-        made._begin()
-        cls._running = made
-        return made
+        profile = cls(request, rank)
+        profile._begin()
+        cls._running = profile
+        return profile
 
     def _begin(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ class SupervisedWorker(ModelWorker):
     def forecast_model(
         self, config: SupervisedConfig, ranks: int, role: str = "model"
     ) -> Forecast | NotComputed | None:
-        """What the model will take of a device like this one; see `hybridrl.workers.forecast`."""
+        """Forecast the model's memory on a device like this one; see `hybridrl.workers.forecast`."""
         return attempted(forecast_model, config, ranks, role)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"), blocking=False)
@@ -94,12 +94,14 @@ class SupervisedWorker(ModelWorker):
         with self.loaded("evaluate"):
             outputs = self.engine.infer(batch, self._micro_batching(), outputs=(self.objective.output,))
         rows = batch.batch["response_mask"].any(dim=1)  # others are copies that fill a rank up
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         if outputs and bool(rows.any()):
-            kept = {name: tensor[rows].double() for name, tensor in outputs.items()}
+            real_outputs = {name: tensor[rows].double() for name, tensor in outputs.items()}
             counts = LossCounts(planned.tokens, planned.sequences)
-            _, found = self.objective.share(VALIDATE)(kept, batch.select_idxs(rows.nonzero()[:, 0].numpy()), counts)
-        return DataProto(meta_info={"metrics": merge_metrics([found])})
+            _, metrics = self.objective.share(VALIDATE)(
+                real_outputs, batch.select_idxs(rows.nonzero()[:, 0].numpy()), counts
+            )
+        return DataProto(meta_info={"metrics": merge_metrics([metrics])})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def compute_reference(self, batch: DataProto) -> DataProto:
@@ -117,7 +119,7 @@ class SupervisedWorker(ModelWorker):
                     outputs = infer(outputs=("log_probs",))
             else:
                 outputs = infer(outputs=("log_probs",))
-        return as_output({name: found.sum(dim=1) for name, found in outputs.items()}, log_probs=REF_LOG_PROBS)
+        return as_output({name: log_probs.sum(dim=1) for name, log_probs in outputs.items()}, log_probs=REF_LOG_PROBS)
 
     def _micro_batching(self) -> MicroBatching:
         data, together = self.config.data, self.objective.rows_together

@@ -1,4 +1,4 @@
-"""The teachers' worker: it says how likely its teachers find the policy's tokens, or which tokens they would choose."""
+"""Worker of the teachers: it computes their log-probabilities of the policy's tokens, or their most likely tokens."""
 
 import contextlib
 from collections.abc import Iterator
@@ -61,34 +61,34 @@ class TeacherWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"), blocking=False)
     def compute_teacher(self, batch: DataProto) -> DataProto:
-        """What the loss reads of each row's teacher, the one with the number `teacher_index` [B]; without it the first.
+        """Compute log-probabilities of each row under its teacher, number `teacher_index` [B]; without it the first.
 
         Returns:
             `teacher_log_probs` [B, T] of the sampled tokens; for a loss over the teacher's most likely tokens also
             `teacher_topk_log_probs` [B, T, K] and `teacher_topk_ids` [B, T, K].
         """
-        found: dict[str, torch.Tensor] = {}
+        fields: dict[str, torch.Tensor] = {}
         numbers = batch.batch.get(TEACHER_INDEX, torch.zeros(len(batch), dtype=torch.int64))
         for number in range(len(self.engines)):
             part = self._of_teacher(batch, number, numbers == number)
             mine = (numbers == number).nonzero()[:, 0]
             for name, values in part.items():
-                whole = found.setdefault(name, torch.zeros_like(values))
+                whole = fields.setdefault(name, torch.zeros_like(values))
                 whole[mine] = values[mine]
-        return as_output(found, **_NAMES)
+        return as_output(fields, **_NAMES)
 
     def _of_teacher(self, batch: DataProto, number: int, mine: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What one teacher says about its rows; all ranks call it together, also one that has none of its rows."""
+        """Compute one teacher's outputs for its rows. All ranks call it together, also one that has no such row."""
         settings, inference = self.config.distillation, self.config.teachers[number].settings.inference
-        asked = DataProto(
+        own_rows = DataProto(
             batch=batch.batch.clone(recurse=False), non_tensor_batch=batch.non_tensor_batch, meta_info=batch.meta_info
         )
         # A row without response tokens is in no micro-batch.
-        asked.batch["response_mask"] = batch.batch["response_mask"] * mine[:, None]
+        own_rows.batch["response_mask"] = batch.batch["response_mask"] * mine[:, None]
         key = f"{self.config.teachers[number].where}.inference.max_num_batched_tokens"
         micro = MicroBatching(size=inference.max_num_seqs, max_tokens=inference.max_num_batched_tokens, key=key)
         temperature = inference.temperature or float(batch.meta_info.get("temperature", 1.0))
         function = TopTokens(settings.distillation_loss.topk) if settings.reads == "top" else None
         outputs = ("log_probs", *(() if function is None else function.outputs))
         with self._loaded(number) as engine, computing(engine, function):
-            return engine.infer(asked, micro, temperature, outputs=outputs)
+            return engine.infer(own_rows, micro, temperature, outputs=outputs)

@@ -31,7 +31,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """What one update call does. The trainer writes it, `ModelWorker.update` carries it out.
+    """Plan of one update call. The trainer writes it, `ModelWorker.update` executes it.
 
     Attributes:
         mini_batches: in the order in which every shard holds their rows.

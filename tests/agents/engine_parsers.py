@@ -9,7 +9,7 @@ from typing import Any
 from test_agents_parsers import ARGUMENTS, PARIS, WEATHER, coder, glm, hermes, kimi
 
 from hybridrl.agents import FunctionCall, MalformedCall
-from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
+from hybridrl.chat.parsers.base import ToolParser, tool_parser_of
 from hybridrl.models.tokenizer import load_tokenizer
 
 Calls = list[dict[str, Any]]
@@ -42,7 +42,7 @@ WRITTEN: dict[str, tuple[Callable[[Calls], str], str]] = {
 def made(module: str, name: str, model: Path, tokens: tuple[str, ...] = ()) -> ToolParser:
     tokenizer = load_tokenizer(str(model))
     tokenizer.add_tokens(list(tokens))
-    parser = tool_parser_of(f"hybridrl.agents.parsers.{module}:{name}", tokenizer)
+    parser = tool_parser_of(f"hybridrl.chat.parsers.{module}:{name}", tokenizer)
     return pickle.loads(pickle.dumps(parser))  # the server's process gets it like this
 
 

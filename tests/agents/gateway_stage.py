@@ -16,14 +16,14 @@ import openai
 from template_families import ENDS, FAMILIES
 from transformers import AutoTokenizer
 
-from hybridrl.agents.images import ImageReader
-from hybridrl.agents.turns import Turns
+from hybridrl.chat.images import ImageReader
+from hybridrl.chat.turns import Turns
 from hybridrl.config import ModelConfig
 from hybridrl.models.vision import processor_of
 from hybridrl.registry import TOOL_PARSERS
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.server import Listener, OpenAIServer, Served, create_app
 from hybridrl.rollout.trace import trajectories_of
+from hybridrl.serve import Listener, OpenAIServer, Served, create_app
 
 TOKEN = "a-token-of-this-run"
 LIMIT = 16384

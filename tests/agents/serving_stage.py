@@ -8,8 +8,7 @@ from typing import Any
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.rollout import HFRollout, InPlaceRollout
-from hybridrl.rollout.rollout import RunServer
-from hybridrl.rollout.server import make_server
+from hybridrl.serve import RunServer, make_server
 
 
 class Recorded:

@@ -20,12 +20,12 @@ from template_families import BROKEN, ENDS, FAMILIES, MARKS, write_model
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
-from hybridrl.rollout.server.images import Prompt
-from hybridrl.rollout.server.replies import Reply
-from hybridrl.rollout.server.schema import SessionSettings
-from hybridrl.rollout.server.sessions import Session
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
+from hybridrl.serve.images import Prompt
+from hybridrl.serve.replies import ReplyChoice
+from hybridrl.serve.schema import SessionSettings
+from hybridrl.serve.sessions import ServerSession
 
 TOOLS: Any = [{"type": "function", "function": ECHO}]
 DATA_URL = "data:image/png;base64,AAAA"
@@ -439,19 +439,19 @@ def test_sessions_side_by_side(qwen: GatewayStage) -> None:
 
 def test_a_long_session_keeps_each_message_once() -> None:
     """Each call brings all messages again."""
-    session = Session("session-a", SessionSettings())
+    session = ServerSession("session-a", SessionSettings())
     messages: list[dict[str, Any]] = []
     ids: list[int] = [1]
     for turn in range(50):
         messages = [*json.loads(json.dumps(messages)), {"role": "user", "content": f"question {turn}"}]
         tools = json.loads(json.dumps(TOOLS))
-        reply = Reply(Completion(str(turn), [turn], [-1.0], "stop"), f"answer {turn}")
+        reply = ReplyChoice(Completion(str(turn), [turn], [-1.0], "stop"), f"answer {turn}")
         session.add(messages, tools, Prompt(ids), reply)
         session.store(f"resp-{turn}", [*messages, reply.message()])
         messages.append(reply.message())
         ids = [*ids, turn, 1]
     rewritten = [{"role": "user", "content": "another"}, *messages[1:3]]
-    session.add(rewritten, TOOLS, Prompt([1]), Reply(Completion("x", [7], [-1.0], "stop"), "so"))
+    session.add(rewritten, TOOLS, Prompt([1]), ReplyChoice(Completion("x", [7], [-1.0], "stop"), "so"))
     assert len(session._history) == 100 + 3
     assert session.messages() == [*rewritten, {"role": "assistant", "content": "so"}]
     assert session.stored("resp-49") == messages

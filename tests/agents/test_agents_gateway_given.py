@@ -12,9 +12,9 @@ from gateway_stage import ECHO, FORMATS, LIMIT, TOKEN, GatewayStage, check_train
 from template_families import write_model
 
 from hybridrl.registry import TOOL_PARSERS
-from hybridrl.rollout.server import Listener, OpenAIServer, Served, create_app
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import trajectories_of
+from hybridrl.serve import Listener, OpenAIServer, Served, create_app
 
 CHAT_TOOLS: Any = [{"type": "function", "function": ECHO}]
 NAMED: Any = {"type": "function", "function": {"name": "echo"}}

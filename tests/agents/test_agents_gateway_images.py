@@ -28,10 +28,10 @@ from hybridrl.models.info import config_of
 from hybridrl.models.vision import digest, tokens_per_image
 from hybridrl.protocol import object_array
 from hybridrl.rollout.images import split_images
-from hybridrl.rollout.server import wire
-from hybridrl.rollout.server.conversation import inner_messages
-from hybridrl.rollout.server.schema import ApiError
 from hybridrl.rollout.trace import read_trace, trajectories_of
+from hybridrl.serve import wire
+from hybridrl.serve.conversation import inner_messages
+from hybridrl.serve.schema import ApiError
 from hybridrl.trainer.ppo.sampler import respond
 
 ROLLOUT = "actor_rollout_ref.rollout"

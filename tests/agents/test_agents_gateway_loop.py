@@ -30,10 +30,10 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.trace import read_trace, trajectories_of
+from hybridrl.serve import RunServer
 from hybridrl.trainer.ppo.run_ppo import started_trainer
-from hybridrl.utils.agent_host import Job, Program
+from hybridrl.utils.agent_host import AgentJob, AgentProgram
 from hybridrl.verdict import NoVerdict, Reason, Verdict
 
 AGENTS = Path(__file__).with_name("my_agents.py")
@@ -306,9 +306,9 @@ def test_agents_find_their_clients_imported(tmp_path: Path) -> None:
         "    openai.OpenAI().chat.completions, anthropic.Anthropic().messages\n"
         "    return len(sys.modules) - before\n"
     )
-    host = AgentHost(Program(function=f"{tmp_path / 'agent.py'}:solve"))
+    host = AgentHost(AgentProgram(function=f"{tmp_path / 'agent.py'}:solve"))
     try:
-        assert asyncio.run(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {}))) == 0
+        assert asyncio.run(host.run(AgentJob("http://x/sessions/i/v1", "i", "tiny", {}))) == 0
     finally:
         host.close()
 
@@ -320,10 +320,10 @@ def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypa
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     folders = (tmp_path / "temporary").glob
-    host = AgentHost(Program(command=(sys.executable, str(tmp_path / "agent.py"))))
+    host = AgentHost(AgentProgram(command=(sys.executable, str(tmp_path / "agent.py"))))
 
     def run(wanted: str | None) -> Any:
-        return asyncio.run(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {"wanted": wanted})))
+        return asyncio.run(host.run(AgentJob("http://x/sessions/i/v1", "i", "tiny", {"wanted": wanted})))
 
     try:
         assert run(None) is None and run("0.25") == 0.25
@@ -338,7 +338,7 @@ def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypa
                 run(wanted)
 
         async def out_of_time() -> None:
-            task = asyncio.ensure_future(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {"wanted": "wait"})))
+            task = asyncio.ensure_future(host.run(AgentJob("http://x/sessions/i/v1", "i", "tiny", {"wanted": "wait"})))
             while not list(folders("hybridrl-agent-*/row.json")):
                 await asyncio.sleep(0.01)
             task.cancel()

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
-from hybridrl.utils.agent_host import Job, Program
+from hybridrl.utils.agent_host import AgentJob, AgentProgram
 from hybridrl.utils.plain_results import MalformedMessage, Result, decode_result
+from hybridrl.utils.supervisor import descendants
 from hybridrl.verdict import Verdict
 
 AGENT = """
@@ -93,13 +94,13 @@ def act(base_url, api_key, row):
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentHost]:
     file = tmp_path_factory.mktemp("agent") / "agent.py"
     file.write_text(AGENT)
-    made = AgentHost(Program(function=f"{file}:act"))
+    made = AgentHost(AgentProgram(function=f"{file}:act"))
     yield made
     made.close()
 
 
-def job(kind: str, **row: Any) -> Job:
-    return Job("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
+def job(kind: str, **row: Any) -> AgentJob:
+    return AgentJob("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
 
 
 def run(host: AgentHost, kind: str, **row: Any) -> Any:
@@ -165,7 +166,7 @@ def test_a_result_arrives_though_the_agent_has_closed_its_output(host: AgentHost
 def test_a_command_that_writes_no_verdict_did_not_fail_by_itself(write: str, tmp_path: Path) -> None:
     """A folder or a pipe of that name was as if the command had left the score to the reward function."""
     (tmp_path / "agent.sh").write_text(write + "\n")
-    made = AgentHost(Program(command=("/bin/sh", str(tmp_path / "agent.sh"))))
+    made = AgentHost(AgentProgram(command=("/bin/sh", str(tmp_path / "agent.sh"))))
     try:
         with pytest.raises(AgentFailed, match=r"agent (wrote|made|returned)") as caught:
             run(made, "any")
@@ -206,10 +207,9 @@ def test_sessions_are_scored_truly_or_not_at_all_whoever_is_killed(host: AgentHo
         killed = 0
         while not done.is_set():
             await asyncio.sleep(dice.uniform(0.05, 0.2))
-            own = psutil.Process(os.getpid()).children(recursive=True)
-            agents = [one for one in own if one.pid != host._process.pid]
+            agents = descendants(host._process.pid)  # this process may have others, such as those of its Ray
             kills_host = dice.random() < 0.3 and not host._losses  # it gives up where no agent answers in between
-            target = host._process.pid if kills_host else (dice.choice(agents).pid if agents else None)
+            target = host._process.pid if kills_host else (dice.choice(agents) if agents else None)
             if target is not None:
                 os.kill(target, signal.SIGKILL)
                 killed += 1
@@ -248,7 +248,7 @@ def test_a_supervisor_that_is_killed_gives_no_score(host: AgentHost) -> None:
 
 def test_a_process_that_dies_again_and_again_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.py").write_text("def act(base_url, api_key, row):\n    return 1\n")
-    host = AgentHost(Program(function=f"{tmp_path / 'agent.py'}:act"))
+    host = AgentHost(AgentProgram(function=f"{tmp_path / 'agent.py'}:act"))
     try:
         (tmp_path / "agent.py").write_text("import os\nos._exit(7)\n")
         os.kill(host._process.pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ def test_a_user_answers_until_it_ends_the_session(started, model, file) -> None:
     kwargs = [{"name": "polite", "times": 3, "mood": "good"}, {"times": 1}, None]
     batch = rollout.generate(prompts_of(rollout, 3, interaction_kwargs=kwargs))
     assert len(recorded.calls) == 5
-    log = sorted(rollout._agents.interactions.found["polite"].log.values(), key=lambda one: one["asked"]["times"])
+    log = sorted(rollout._agents.interactions.users["polite"].log.values(), key=lambda one: one["asked"]["times"])
     once, thrice = log
     assert all(one["ended"] for one in log) and thrice["asked"] == {"times": 3, "mood": "good"}
     scores = [len(seen[-1]["content"]) / 10 for seen in thrice["seen"]]

@@ -3,7 +3,7 @@
 import pytest
 from engine_parsers import WRITTEN, check, made
 
-from hybridrl.agents.parsers.base import tool_parser_of
+from hybridrl.chat.parsers.base import tool_parser_of
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.rollout import RolloutError
 
@@ -28,4 +28,4 @@ def test_calls_text_and_what_cannot_be_read(name, micro_model) -> None:
 
 def test_a_name_that_sglang_does_not_know(micro_model) -> None:
     with pytest.raises(RolloutError, match=r"sglang:hermess: SGLang has no such parser; it has .*hermes, "):
-        tool_parser_of("hybridrl.agents.parsers.sglang:hermess", load_tokenizer(str(micro_model)))
+        tool_parser_of("hybridrl.chat.parsers.sglang:hermess", load_tokenizer(str(micro_model)))

@@ -8,7 +8,8 @@ import pytest
 
 from hybridrl.agents import AgentLoopBase, BaseTool
 from hybridrl.config import load_config
-from hybridrl.config.checks.agents import check_agents, check_no_agents
+from hybridrl.config.checks.agents import check_agents
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,9 +40,9 @@ def test_agents_that_run_at_once_need_connections() -> None:
 
 
 def test_other_programs_refuse_agents() -> None:
-    assert not list(check_no_agents(rollout()))
-    faults = list(check_no_agents(rollout("multi_turn.enable=True", "agent.retries=3")))
-    assert len(faults) == 2 and "multi_turn.enable=True" in faults[0] and "agent.retries=3" in faults[1]
+    words = [f"actor_rollout_ref.rollout.{word}" for word in ("multi_turn.enable=True", "agent.retries=3")]
+    (fault,), _ = check_idle(load_config("generation", words))
+    assert all(word in fault for word in words) and "this program answers each prompt once" in fault
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from template_families import BROKEN, ENDS, FAMILIES, write_model
 from transformers import AutoTokenizer
 
 from hybridrl.agents import FunctionCall
-from hybridrl.agents.turns import Turns, answers_of
+from hybridrl.chat.turns import Turns, answers_of
 from hybridrl.errors import RolloutError
 
 ECHO = {"type": "function", "function": {"name": "echo", "description": "", "parameters": {"type": "object"}}}
@@ -86,3 +86,18 @@ def test_the_check_can_be_loosened(model) -> None:
     with pytest.raises(RolloutError, match="for the same answer"):
         turns_of(model, counts, "ignore_strippable").check([ECHO])
     turns_of(model, counts, "disable").check([ECHO])
+
+
+def test_texts_of_megabytes_between_turns_are_not_tokenised_whole(model: Path) -> None:
+    turns = turns_of(model, FAMILIES["qwen"].template)
+    limited = Turns(turns.tokenizer, turns.tokenizer.convert_tokens_to_ids(list(ENDS)), limit=32)
+    end, text = turns.tokenizer.convert_tokens_to_ids(FAMILIES["qwen"].end), "3 dogs; " * 5000
+    messages = [{"role": "user", "content": text}]
+    for long, whole in (
+        (limited.prompt(messages), turns.prompt(messages)),
+        (limited.following(end + 1000, messages), turns.following(end + 1000, messages)),
+    ):
+        assert len(long) == 64 < len(whole)
+        assert (long[:32], long[-32:]) == (whole[:32], whole[-32:])
+    short = [{"role": "user", "content": "3"}]
+    assert limited.prompt(short) == turns.prompt(short)

@@ -22,7 +22,7 @@ from hybridrl.data.preprocess.verifiers import main, rl_row
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.utils.agent_host import Job
+from hybridrl.utils.agent_host import AgentJob
 
 STAGE = Path(__file__).with_name("verifiers_stage.py")
 
@@ -97,7 +97,9 @@ def test_a_rollout_is_given_up_with_its_session(loops: Path, tmp_path: Path) -> 
     task = json.dumps({"prompt": "x", "kind": "hangs", "file": str(note)})
 
     async def hang_up() -> None:
-        running = asyncio.ensure_future(server.run(Job("http://127.0.0.1:9/v1", "id", "m", {"verifiers_task": task})))
+        running = asyncio.ensure_future(
+            server.run(AgentJob("http://127.0.0.1:9/v1", "id", "m", {"verifiers_task": task}))
+        )
         while not note.exists():
             await asyncio.sleep(0.02)
         running.cancel()

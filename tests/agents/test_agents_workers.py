@@ -13,6 +13,7 @@ from template_families import FAMILIES
 from hybridrl.agents import create_agents
 from hybridrl.agents.workers.pool import SessionPool
 from hybridrl.agents.workers.setup import setup_of
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto
@@ -173,7 +174,5 @@ def test_workers_are_for_loops_that_need_them(model, capsys) -> None:
     assert create_agents(config, tokenizer, []).workers == 2
     config.actor_rollout_ref.rollout.agent.default_agent_loop = "single_turn_agent"
     assert create_agents(config, tokenizer, []) is None  # every row is answered once
-    assert f"no effect here, each prompt is answered once, by single_turn_agent: {ROLLOUT}.multi_turn" in (
-        told := capsys.readouterr().err
-    )
-    assert f"{ROLLOUT}.agent.num_workers=2" in told
+    told = " ".join(check_idle(config)[1])
+    assert f"{ROLLOUT}.multi_turn.enable=True" in told and f"{ROLLOUT}.agent.num_workers=2" in told

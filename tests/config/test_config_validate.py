@@ -141,11 +141,11 @@ def test_sft_that_works_passes(here):
             "overlong_buffer_cfg",
             "adv_estimator=gdpo",
         ),
-        (["algorithm.gdpo_reward_keys=[a]"], "gdpo_reward_keys", "it is grpo"),
+        (["algorithm.gdpo_reward_keys=[a]"], "gdpo_reward_keys", "adv_estimator=grpo"),
         # rollout correction
         ([f"{CORRECTION}.loss_type=reinforce"], f"{CORRECTION}.loss_type=reinforce", "bypass_mode=True"),
-        ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize=True", "without rollout_is"),
-        ([f"{CORRECTION}.rollout_rs_threshold=0.01"], "rollout_rs_threshold=0.01", "without rollout_rs"),
+        ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize=True", "rollout_is is not set"),
+        ([f"{CORRECTION}.rollout_rs_threshold=0.01"], "rollout_rs_threshold=0.01", "rollout_rs is not set"),
         # batches
         (["data.train_batch_size=100"], "ppo_mini_batch_size=256", "data.train_batch_size=100"),
         (["data.train_batch_size=1000"], "data.train_batch_size=1000", "nearest divisors: 250, 500"),
@@ -276,7 +276,7 @@ def test_sft_that_works_passes(here):
         ([f"{POLICY}.actor.optim.optimizer_impl=./gone.py"], "optimizer_impl=./gone.py", "no such file"),
         ([f"{POLICY}.actor.optim.min_lr=1"], f"{POLICY}.actor.optim.min_lr=1.0", "lr=1e-06"),
         ([f"{POLICY}.actor.optim.optimizer_impl=bitsandbytes.optim"], "bitsandbytes.optim", "torchao.optim"),
-        (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2 without a critic", "remove it"),
+        (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2 has no effect", "without a critic"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"],
@@ -361,9 +361,13 @@ def test_an_optimizer_may_be_in_a_file(here):
             "is an objective of main_rm; here there are sigmoid, ipo, hinge, simpo",
         ),
         ("dpo", ["dpo.loss_type=sigmod"], "unknown; there are"),
-        ("dpo", ["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "sigmoid, simpo read it"),
+        ("dpo", ["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "Set dpo.loss_type=sigmoid or simpo"),
         ("dpo", ["dpo.loss_type=orpo", "dpo.reference=cache"], "dpo.reference=cache has no effect"),
-        ("dpo", ["dpo.loss_type=hinge", "data.margin_key=m"], "dpo.loss_type=hinge reads no margins"),
+        (
+            "dpo",
+            ["dpo.loss_type=hinge", "data.margin_key=m"],
+            "data.margin_key=m has no effect, because dpo.loss_type=hinge",
+        ),
         ("dpo", ["dpo.reference=adapter"], "set model.lora_rank, or dpo.reference=cache"),
         (
             "dpo",

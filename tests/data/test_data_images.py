@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from vision_tools import PROMPTS, dataset_of, peer_inputs, picture, pictures, png, prompts_of, write_prompts
 
@@ -16,6 +18,7 @@ from hybridrl.data.preprocess.source import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.loading import load_model_config
 from hybridrl.models.vision import ImageProcessor, digest, processor_of
+from hybridrl.protocol import DataProto, bookkeeping
 
 
 def saved(folder: Path, *rows: tuple[Any, Any]) -> Path:
@@ -172,8 +175,35 @@ def test_a_digest_tells_images_and_their_order_apart(vision_model: Path) -> None
     assert digest({}) == ""
 
 
-def test_options_for_a_model_that_reads_text_are_told(micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_for_a_model_that_reads_text_are_refused(micro_model: Path) -> None:
     model = ModelConfig(path=str(micro_model))
-    assert processor_of(model) is None and not capsys.readouterr().err
-    assert processor_of(model, {"max_pixels": 1024}) is None
-    assert "data.mm_processor_kwargs has no effect" in capsys.readouterr().err
+    assert processor_of(model) is None
+    with pytest.raises(ModelError, match=r"data\.mm_processor_kwargs=.* has no effect.* reads text alone"):
+        processor_of(model, {"max_pixels": 1024})
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    names=st.sets(st.sampled_from(sorted(bookkeeping.bookkeeping())), max_size=20),
+    value=st.sampled_from([7, "a", True, [1.5]]),
+)
+def test_columns_of_internal_names_change_no_batch_with_images(names, value, vision_model, tmp_path) -> None:
+    rows = [
+        {"prompt": user(text), "images": [{"bytes": png(image)} for image in images]}
+        for (text, _), images in zip(PROMPTS, pictures(), strict=True)
+    ]
+
+    def batch(further: dict[str, Any]) -> DataProto:
+        write_rows(tmp_path / "rows.parquet", [{**row, **further} for row in rows])
+        return prompts_of(tmp_path / "rows.parquet", vision_model)
+
+    plain, named = batch({}), batch(dict.fromkeys(names, value))
+    assert plain.batch.keys() == named.batch.keys()
+    assert all(torch.equal(plain.batch[name], named.batch[name]) for name in plain.batch.keys())
+    for name, values in plain.non_tensor_batch.items():
+        if name == "multi_modal_inputs":
+            pairs = zip(values, named.non_tensor_batch[name], strict=True)
+            assert all(digest(one) == digest(other) for one, other in pairs)
+        elif name != "uid":  # drawn
+            assert list(values) == list(named.non_tensor_batch[name]), name
+    assert len(set(named.non_tensor_batch["uid"])) == len(rows)

@@ -148,15 +148,15 @@ def test_text_that_the_template_leaves_out_names_row_and_turn(write: Any, tokeni
         "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.content }}>{% endfor %}"
         "{% if add_generation_prompt %}<{% endif %}"
     )
-    talk = [QUESTION, {"role": "human", "content": "again"}]
+    talk = [QUESTION, {"role": "critic", "content": "again"}]
     path = write("a.jsonl", [{"prompt": [QUESTION]}, {"prompt": talk}])
     for settings in ({}, {"truncation": "left"}, {"filter_overlong_prompts": True}):  # all at the start of a run
-        with pytest.raises(DataError, match=r"line 2: message 1 \(human\): the chat template leaves out .*'again'"):
+        with pytest.raises(DataError, match=r"line 2: message 1 \(critic\): the chat template leaves out .*'again'"):
             prompts(path, own, **settings)
-    with pytest.raises(DataError, match=r"line 1: message 1 \(human\)"):
+    with pytest.raises(DataError, match=r"line 1: message 1 \(critic\)"):
         sft(write("b.jsonl", [{"messages": [*talk, answer("12")]}]), own)
     sides = {"chosen": [*talk, answer("12")], "rejected": [*talk, answer("21")]}
-    with pytest.raises(DataError, match=r"line 1: message 1 \(human\)"):
+    with pytest.raises(DataError, match=r"line 1: message 1 \(critic\)"):
         create_preference_dataset(write("c.jsonl", [sides]), PairsDataConfig(), own)
 
 
@@ -219,6 +219,28 @@ def test_a_conversation_may_begin_with_the_assistant(write: Any, tokenizer: Any,
         (item,) = sft(write("a.jsonl", [{"messages": messages}]), own)
         first, second = learnt(own, item).split("12")
         assert first.startswith("Hello") and "Sort" not in first + second
+
+
+def test_of_two_turns_in_a_row_the_opening_of_the_second_is_not_learnt(write: Any, chatml: Any) -> None:
+    row = {"messages": [QUESTION, answer("12"), answer("21")]}
+    (item,) = sft(write("a.jsonl", [row]), chatml)
+    assert learnt(chatml, item) == "12<|im_end|>21<|im_end|>"
+    sides = {name: [QUESTION, answer("12"), answer(text)] for name, text in (("chosen", "21"), ("rejected", "22"))}
+    (pair,) = create_preference_dataset(write("b.jsonl", [sides]), PairsDataConfig(), chatml)
+    assert learnt(chatml, pair["chosen"]) == "21<|im_end|>"
+
+
+def test_empty_turns_and_repeated_prompts_are_told_with_their_rows(write: Any, tokenizer: Any, capsys: Any) -> None:
+    rows = [{"messages": [QUESTION, answer(text)]} for text in ("12", "", " ", "21")]
+    sft(write("a.jsonl", rows), tokenizer)
+    assert "2 of 4 rows have an empty turn of the assistant" in " ".join(capsys.readouterr().err.split())
+    text = QUESTION["content"]
+    pairs = [
+        {"prompt": text, "chosen": f"{text} 1", "rejected": f"{text} 2"},
+        {"prompt": text, "chosen": "1", "rejected": "2"},
+    ]
+    create_preference_dataset(write("b.jsonl", pairs), PairsDataConfig(prompt_key="prompt"), tokenizer)
+    assert "in 1 of 2 pairs both answers begin with the prompt" in " ".join(capsys.readouterr().err.split())
 
 
 def test_pairs_may_begin_with_the_assistant(write: Any, tokenizer: Any) -> None:

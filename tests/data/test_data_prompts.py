@@ -138,6 +138,12 @@ def test_more_tokens_than_the_cache_keeps(write, rows, tokenizer, monkeypatch):
         (None, "missing"),
         ([], "empty"),
         ([{"content": "x"}], "message 0 has no 'role'"),
+        ([{"from": "human", "value": "x"}], "message 0 has no 'role'.*write 'role' for 'from'"),
+        ([{"role": "human", "content": "x"}], "message 0 has the role 'human'.*write 'user'"),
+        ([{"role": "User", "content": "x"}], "message 0 has the role 'User'.*write 'user'"),
+        ([{"role": "user", "content": "x"}, {"role": "gpt", "content": "y"}], "message 1 .*'gpt'.*write 'assistant'"),
+        ([{"role": "user", "content": " "}], "no message has any text"),
+        ([{"role": "system", "content": ""}, {"role": "user", "content": ""}], "no message has any text"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1 .user. has no 'content'"),
         ([{"role": "user", "content": 5}], "'content' is int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "part of type 'image'"),
@@ -462,3 +468,14 @@ def test_hook_of_verls_that_would_not_be_called_is_refused(write, rows, tokenize
     source = f"from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def {hook}(self): pass\n"
     with pytest.raises(DataError, match=rf"data\.custom_cls: Mine defines {hook}"):
         custom(write("a.parquet", rows), tokenizer, tmp_path, source)
+
+
+@pytest.mark.parametrize("value", ["5", '{"style": "rule", "ground_truth": "5"}', 5, ["5"]])
+def test_a_ground_truth_that_nothing_would_read_is_refused(write, rows, tokenizer, value):
+    """Reward functions got None for each row."""
+    file = write("rows.jsonl", [{**row, "reward_model": value} for row in rows])
+    with pytest.raises(DataError, match=r"line 1: column 'reward_model' is .*data.ground_truth_key"):
+        RLHFDataset(file, tokenizer, {"max_prompt_length": 100})
+    file = write("answers.jsonl", [{**row, "reward_model": value, "answer": "5"} for row in rows])
+    settings = {"max_prompt_length": 100, "ground_truth_key": "answer"}
+    assert RLHFDataset(file, tokenizer, settings)[0]["reward_model"]["ground_truth"] == "5"

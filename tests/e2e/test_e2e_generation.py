@@ -23,7 +23,7 @@ from hybridrl.config import load_config, validate
 from hybridrl.data.preprocess.sort import write_sort_data
 from hybridrl.errors import UserError
 from hybridrl.models.tiny import build_tiny_model
-from hybridrl.rollout.server import Listener, OpenAIServer, Served, create_app
+from hybridrl.serve import Listener, OpenAIServer, Served, create_app
 from hybridrl.trainer.evaluation import run_evaluation
 from hybridrl.trainer.generation.run_generation import run_generation
 

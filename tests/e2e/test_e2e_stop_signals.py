@@ -1,4 +1,6 @@
-"""Signals as batch systems send them: to the whole group, to every process of the job, twice, or as a warning."""
+"""Signals as batch systems send them: to the whole group, to every process of the job, twice, or as a warning; and in
+each phase of a run.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import psutil
 import pytest
 from e2e_tools import Job, records
 
-PPO, SFT = "hybridrl.trainer.main_ppo", "hybridrl.trainer.main_sft"
+PPO, SFT, EVALUATION = (f"hybridrl.trainer.main_{name}" for name in ("ppo", "sft", "eval"))
 
 # The score says whether a program that the reward function starts can be ended as anywhere else.
 REWARD = """
@@ -25,6 +28,58 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     program.terminate()
     return float(program.wait() == -signal.SIGTERM)
 """
+
+# A module of the user's own: holds the run in a phase, at a call of it, until it is let go.
+HELD = """
+import os, time
+from pathlib import Path
+
+from hybridrl.algorithms import get_policy_loss_fn, register_policy_loss
+from hybridrl.engine import saved_parts
+from hybridrl.rollout.hf import rollout
+
+phase, call, folder = os.environ["HELD"].split(":")
+calls = 0
+
+def held(name, function):
+    def wrapper(*arguments, **named):
+        global calls
+        calls += name == phase
+        if name == phase and calls == int(call):
+            Path(folder, "held").touch()
+            while not Path(folder, "go").exists():
+                time.sleep(0.05)
+        return function(*arguments, **named)
+    return wrapper
+
+rollout.HFRollout.generate = held("generation", rollout.HFRollout.generate)
+saved_parts.write_boxes = held("save", saved_parts.write_boxes)
+register_policy_loss("held")(held("update", get_policy_loss_fn("vanilla")))
+"""
+
+
+class Hold:
+    """Where runs wait."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._monkeypatch = folder, monkeypatch
+        (folder / "held.py").write_text(HELD)
+
+    def at(self, phase: str, call: int) -> str:
+        """The next run waits there. Returns the module that it has to load."""
+        self._monkeypatch.setenv("HELD", f"{phase}:{call}:{self.folder}")
+        return str(self.folder / "held.py")
+
+    def reached(self) -> bool:
+        return (self.folder / "held").exists()
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hold:
+    return Hold(tmp_path, monkeypatch)
 
 
 def family(job: Job) -> list[psutil.Process]:
@@ -57,12 +112,23 @@ def assert_ends(processes: list[psutil.Process]) -> None:
 
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(
-    ("send", "number"),
-    [(to_group_as_timeout_does, signal.SIGTERM), (to_each, signal.SIGTERM), (to_each, signal.SIGUSR1)],
-    ids=["timeout", "scancel", "warning"],
+    ("send", "number", "phase", "call"),
+    [
+        (to_group_as_timeout_does, signal.SIGTERM, "update", 2),
+        (to_each, signal.SIGTERM, "save", 1),
+        (to_each, signal.SIGUSR1, "generation", 2),  # of the validation
+    ],
+    ids=["timeout in the update", "scancel in the save", "warning in the validation"],
 )
 def test_a_stop_signal_to_all_processes_saves_the_last_step(
-    start_real: Callable[..., Job], sort_run: list[str], tmp_path: Path, send: Callable[[Job, int], None], number: int
+    start_real: Callable[..., Job],
+    sort_run: list[str],
+    tmp_path: Path,
+    hold: Hold,
+    send: Callable[[Job, int], None],
+    number: int,
+    phase: str,
+    call: int,
 ) -> None:
     folder = tmp_path / "run"
     (tmp_path / "score.py").write_text(REWARD)
@@ -70,27 +136,36 @@ def test_a_stop_signal_to_all_processes_saves_the_last_step(
         *sort_run,
         f"trainer.default_local_dir={folder}",
         "trainer.total_training_steps=100000",
+        f"trainer.save_freq={1 if phase == 'save' else -1}",
+        "trainer.test_freq=1",
         f"custom_reward_function.path={tmp_path / 'score.py'}",
+        f"actor_rollout_ref.model.external_lib={hold.at(phase, call)}",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=held",
         module=PPO,
     )
-    job.wait_for(lambda: any(record["step"] >= 2 for record in records(folder)))
+    job.wait_for(hold.reached)
     processes = family(job)
     send(job, number)
+    job.wait_for(lambda: "the run stops after this step" in job.output)
+    hold.go()
     assert job.wait() == 75, job.output[-4000:]
     name = signal.Signals(number).name
-    assert f"stopped by {name}" in job.output and "run the same command again" in job.output
-    assert json.loads((folder / "latest_checkpointed_iteration.txt").read_text()) == records(folder)[-1]["step"]
-    assert records(folder)[-1]["critic/score/mean"] == 1.0
+    assert f"stopped by {name} after step 1" in job.output and "run the same command again" in job.output
+    assert json.loads((folder / "latest_checkpointed_iteration.txt").read_text()) == 1
+    assert any(record.get("critic/score/mean") == 1.0 for record in records(folder))
     assert_ends(processes)
 
 
 @pytest.mark.slow(30)
 def test_main_sft_saves_when_its_group_is_signalled(
-    start_real: Callable[..., Job], micro_model: Path, sort_data: Path, tmp_path: Path
+    start_real: Callable[..., Job], micro_model: Path, sort_data: Path, tmp_path: Path, hold: Hold
 ) -> None:
+    """In the first save: what is half written does not count."""
     folder = tmp_path / "run"
     job = start_real(
         f"model.path={micro_model}",
+        f"model.external_lib={hold.at('save', 1)}",
+        "trainer.save_freq=1",
         f"data.train_files={sort_data / 'sft_train.parquet'}",
         "data.val_files=[]",
         "data.train_batch_size=16",
@@ -102,33 +177,64 @@ def test_main_sft_saves_when_its_group_is_signalled(
         f"trainer.default_local_dir={folder}",
         module=SFT,
     )
-    job.wait_for(lambda: any(record["step"] >= 2 for record in records(folder)))
+    job.wait_for(hold.reached)
     processes = family(job)
     to_group(job, signal.SIGTERM)
+    job.wait_for(lambda: "the run stops after this step" in job.output)
+    assert not (folder / "latest_checkpointed_iteration.txt").exists()
+    hold.go()
     assert job.wait() == 75, job.output[-4000:]
     assert json.loads((folder / "latest_checkpointed_iteration.txt").read_text()) == records(folder)[-1]["step"]
     assert_ends(processes)
 
 
 @pytest.mark.slow(30)
-def test_a_later_second_sigterm_ends_the_run_and_all_that_it_started(
-    start_real: Callable[..., Job], sort_run: list[str], tmp_path: Path
+def test_a_later_second_sigterm_leaves_the_step_and_saves_the_one_before(
+    start_real: Callable[..., Job], sort_run: list[str], tmp_path: Path, hold: Hold
 ) -> None:
     folder = tmp_path / "run"
-    mark = tmp_path / "scoring"
-    held = f"    open({str(mark)!r}, 'w').close(); import time; time.sleep(100)\n    program = "
-    (tmp_path / "score.py").write_text(REWARD.replace("    program = ", held))
     job = start_real(
         *sort_run,
         f"trainer.default_local_dir={folder}",
-        f"custom_reward_function.path={tmp_path / 'score.py'}",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        f"actor_rollout_ref.model.external_lib={hold.at('generation', 2)}",
         module=PPO,
     )
-    job.wait_for(mark.exists)
+    job.wait_for(hold.reached)
     processes = family(job)
     to_group(job, signal.SIGTERM)
     job.wait_for(lambda: "the run stops after this step" in job.output)
     time.sleep(6)  # by now it is no copy of the first
     to_group(job, signal.SIGTERM)
-    assert job.wait() == -signal.SIGTERM, job.output[-4000:]
+    time.sleep(1)
+    hold.go()  # the worker answers, and saves
+    assert job.wait() == 75, job.output[-4000:]
+    assert "stopped by SIGTERM after step 1 of" in job.output
+    assert json.loads((folder / "latest_checkpointed_iteration.txt").read_text()) == 1
+    assert_ends(processes)
+
+
+@pytest.mark.slow(10)
+def test_main_eval_ends_by_the_signal_with_all_that_it_has_started(
+    start_real: Callable[..., Job], tmp_path: Path
+) -> None:
+    mark = tmp_path / "scoring"
+    held = (
+        f"def compute_score(*_, **__):\n    import time\n    open({str(mark)!r}, 'w').close()\n    time.sleep(1000)\n"
+    )
+    (tmp_path / "score.py").write_text(held)
+    row = {"prompt": "1 + 1", "responses": ["2"], "data_source": "mine", "reward_model": {"ground_truth": "2"}}
+    pd.DataFrame([row]).to_parquet(tmp_path / "answers.parquet")
+    job = start_real(
+        f"data.path={tmp_path / 'answers.parquet'}",
+        f"reward.custom_reward_function.path={tmp_path / 'score.py'}",
+        "reward.timeout_s=1000",
+        module=EVALUATION,
+    )
+    job.wait_for(mark.exists)
+    processes = family(job)
+    to_group(job, signal.SIGTERM)
+    assert job.wait() == -signal.SIGTERM and "ended by SIGTERM" in job.output, job.output[-4000:]
+    assert not list(tmp_path.glob("*.json"))
     assert_ends(processes)

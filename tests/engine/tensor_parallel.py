@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybridrl.engine import Geometry, MicroBatchedEngine
 from hybridrl.engine.fsdp.forward import compute_outputs
 from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 
 VOCABULARY, HIDDEN, INNER, POSITIONS = 40, 16, 32, 64
 SHARDED = {"up": 0, "down": 1}  # which dimension of the parameter the tensor-parallel ranks share
@@ -114,39 +114,43 @@ class TensorParallelEngine(MicroBatchedEngine):
     def _is_last(self) -> bool:
         return self._geometry.pp_rank == self.pp - 1
 
-    def _hidden(self, layout: Layout) -> torch.Tensor:
+    def _hidden(self, layout: MicroBatchLayout) -> torch.Tensor:
         """What the first stage computes, `[rows, tokens, HIDDEN]`."""
         p = self.parameters
         hidden = p["embedding"][layout.input_ids] + p["position"][layout.position_ids]
         inner = torch.nn.functional.gelu(_Copy.apply(hidden, self.tp_group) @ p["up"].T)
         return hidden + _Sum.apply(inner @ p["down"].T, self.tp_group)
 
-    def _received(self, layout: Layout) -> torch.Tensor:
+    def _received(self, layout: MicroBatchLayout) -> torch.Tensor:
         """The same on the last stage, from the first."""
         hidden = torch.empty(*layout.input_ids.shape, HIDDEN, dtype=torch.float64)
         dist.recv(hidden, self.stages[0])
         return hidden
 
-    def _outputs(self, hidden: torch.Tensor, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _outputs(self, hidden: torch.Tensor, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         logits = hidden.reshape(-1, HIDDEN)[layout.selected] @ self.parameters["head"].T
-        return compute_outputs(logits.float(), layout, wanted.temperature, wanted.outputs)
+        return compute_outputs(logits.float(), layout, request.temperature, request.outputs)
 
-    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]] | None:
+    def forward_only(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+    ) -> list[dict[str, torch.Tensor]] | None:
         outputs = []
         with torch.no_grad():
             for layout in layouts:
                 hidden = self._hidden(layout) if self._is_first else self._received(layout)
                 if self._is_last:
-                    outputs.append(self._outputs(hidden, layout, wanted))
+                    outputs.append(self._outputs(hidden, layout, request))
                 else:
                     dist.send(hidden, self.stages[-1])
         return outputs if self._is_last else None
 
-    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
         for number, layout in enumerate(layouts):
             hidden = self._hidden(layout) if self._is_first else self._received(layout).requires_grad_()
             if self._is_last:
-                share_of_loss(number, self._outputs(hidden, layout, wanted)).backward()
+                share_of_loss(number, self._outputs(hidden, layout, request)).backward()
                 if not self._is_first:
                     assert hidden.grad is not None
                     dist.send(hidden.grad, self.stages[0])

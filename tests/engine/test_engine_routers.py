@@ -30,7 +30,7 @@ from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp.router_loss import RouterLoss
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.errors import ModelError
 from hybridrl.models.routers import load_balancing
 from hybridrl.registry import TRAIN_ENGINES
@@ -186,7 +186,7 @@ def test_routers_that_record_something_else_are_refused_by_name(models: dict[str
     loss = RouterLoss(AutoModelForCausalLM.from_pretrained(models["mixtral"]), COEFFICIENT, 2)
     loss._logits = [torch.zeros(8, 4)]
     origins = torch.arange(4)
-    layout = Layout(origins[None], origins[None], origins, origins, None, origins=origins)
+    layout = MicroBatchLayout(origins[None], origins[None], origins, origins, None, origins=origins)
     with pytest.raises(ModelError, match=r"router_aux_loss_coef=0\.5: .* 8 rows of logits for 4 tokens"):
         loss.share(layout)
 

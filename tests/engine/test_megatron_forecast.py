@@ -23,7 +23,7 @@ from hybridrl.engine import MicroBatching
 from hybridrl.engine.forecast import Forecast, Workload, peak_of
 from hybridrl.engine.megatron import forecast_process
 from hybridrl.engine.megatron.engine import MegatronEngine
-from hybridrl.engine.megatron.forecast import Request, Target, compute, request_for
+from hybridrl.engine.megatron.forecast import ForecastDevice, ForecastRequest, compute, request_for
 from hybridrl.errors import ModelError
 from hybridrl.protocol import DataProto
 from hybridrl.utils import distributed
@@ -176,7 +176,7 @@ def test_a_pass_holds_the_logits_of_one_micro_batch(models: Path) -> None:
 def compute_families(rank: int, folder: Path) -> None:
     """Models of other families, also as they would be on a GPU, where sequences are packed; nothing to compare with."""
     distributed.destroy_process_group()
-    on_gpu = Target("cuda", triton=True, engine=True, packed=True)
+    on_gpu = ForecastDevice("cuda", triton=True, engine=True, packed=True)
     for case in ("gemma3", "deepseek-v3", "qwen2-moe"):
         tiny_config(case).save_pretrained(folder / case)
         experts: dict[str, Any] = (
@@ -184,7 +184,9 @@ def compute_families(rank: int, folder: Path) -> None:
         )
         engine = MegatronConfig(dtype="bfloat16", tensor_model_parallel_size=2, **experts)
         model, work = ModelConfig(path=str(folder / case)), Workload(PROMPT, RESPONSE, 3, MICRO, MICRO)
-        apart = Request("language_model", model, engine, OptimConfig(), 8, work, Target("cpu", False, False, False))
+        apart = ForecastRequest(
+            "language_model", model, engine, OptimConfig(), 8, work, ForecastDevice("cpu", False, False, False)
+        )
         here, there = compute(apart), compute(replace(apart, target=on_gpu))
         without = compute(replace(apart, target=replace(on_gpu, engine=False)))
         assert here is not None and there is not None and without is not None

@@ -39,7 +39,7 @@ from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.build import mark_latents_replicated
 from hybridrl.engine.megatron.forward import why_not_fused
 from hybridrl.engine.megatron.parallel import ParallelSizes
-from hybridrl.engine.megatron.vocabulary import Part, parallel_linear_statistics, parallel_statistics
+from hybridrl.engine.megatron.vocabulary import VocabularyShard, parallel_linear_statistics, parallel_statistics
 from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.errors import ModelError
 from hybridrl.utils import distributed
@@ -297,7 +297,7 @@ def check_split_vocabulary(rank: int) -> None:
             d_own = torch.zeros_like(table)
             d_own[:words] = d_table
             expected = [*values, d_hidden, d_own[rank * share : (rank + 1) * share]]
-            part = Part.of(words, 2 * share, dist.group.WORLD)
+            part = VocabularyShard.of(words, 2 * share, dist.group.WORLD)
             own = hidden.clone().requires_grad_(), table[rank * share : (rank + 1) * share].clone().requires_grad_()
             arguments = labels, TEMPERATURE, STATISTICS, part
             found = [pulled(parallel_linear_statistics(*own, *arguments, chunk), *own) for chunk in (1, 5, 13, 100)]
@@ -314,7 +314,7 @@ def check_split_vocabulary(rank: int) -> None:
 def check_memory_of_split_vocabulary(rank: int) -> None:
     """Both passes hold a chunk of a rank's logits, not those of all tokens."""
     tokens, share, size = 512, 640, 8
-    part = Part.of(2 * share, 2 * share, dist.group.WORLD)
+    part = VocabularyShard.of(2 * share, 2 * share, dist.group.WORLD)
     hidden, table = (torch.randn(rows, size, requires_grad=True) for rows in (tokens, share))
     labels = torch.randint(0, 2 * share, (tokens,), generator=torch.Generator().manual_seed(0))
 
@@ -347,7 +347,7 @@ def check_functions_of_split_vocabulary(rank: int) -> None:
         table, others = torch.randn(2, 2 * share, 8, generator=generator, dtype=torch.float64)
         table[words:] += 10.0
         inputs = {"ids": torch.randint(0, words, (13, 2), generator=generator)}
-        part = Part.of(words, 2 * share, dist.group.WORLD)
+        part = VocabularyShard.of(words, 2 * share, dist.group.WORLD)
         rows = slice(rank * share, (rank + 1) * share)
         for function in functions:
             whole = hidden.clone().requires_grad_(), table[:words].clone().requires_grad_()
@@ -380,7 +380,7 @@ def check_functions_of_split_vocabulary(rank: int) -> None:
 def check_memory_of_functions(rank: int) -> None:
     """Both passes hold chunks of a rank's part of both models' logits, not those of all tokens."""
     tokens, share, size = 2048, 640, 8
-    part = Part.of(2 * share, 2 * share, dist.group.WORLD)
+    part = VocabularyShard.of(2 * share, 2 * share, dist.group.WORLD)
     states, table = (torch.randn(rows, size, requires_grad=True) for rows in (tokens, share))
     other = Hidden(states.detach() + 1, table.detach() + 1)
 

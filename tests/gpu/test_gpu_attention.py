@@ -42,7 +42,7 @@ def boundaries(lengths: list[int]) -> torch.Tensor:
 
 
 def both_ways(
-    attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor], rows: varlen.Rows
+    attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor], rows: varlen.PackedRows
 ) -> list[torch.Tensor]:
     """The output, and the gradients of the sum of its products with fixed numbers."""
     scale = tensors[0].shape[2] ** -0.5
@@ -58,7 +58,7 @@ def test_kernels_compute_what_plain_attention_does(kernel, more_keys: int, shape
     """The package's gradients for heads of 80 were wrong on an H200 (4.0.0b36), which `package_works` has to notice."""
     heads, groups, size, window = shape
     of_keys = [length + more_keys for length in LENGTHS]
-    rows = varlen.Rows(boundaries(LENGTHS), max(LENGTHS), window, boundaries(of_keys), max(of_keys))
+    rows = varlen.PackedRows(boundaries(LENGTHS), max(LENGTHS), window, boundaries(of_keys), max(of_keys))
     tensors = tensors_of(sum(LENGTHS), sum(of_keys), heads, groups, size)
     exact = both_ways(varlen.one_by_one, [tensor.detach().float().requires_grad_() for tensor in tensors], rows)
     for one, other in zip(both_ways(kernel, tensors, rows), exact, strict=True):
@@ -75,7 +75,7 @@ def test_the_package_is_used_where_it_is_there(shape: tuple[int, int, int, int])
 @KERNELS
 def test_deterministic_gradients(kernel) -> None:
     is_there(kernel)
-    rows = varlen.Rows(boundaries([2048] * 4), 2048)
+    rows = varlen.PackedRows(boundaries([2048] * 4), 2048)
     tensors = tensors_of(8192, 8192, 14, 2, 64)
     torch.use_deterministic_algorithms(True)
     try:
@@ -90,7 +90,7 @@ def test_time_of_the_package(figures, rows_of: int) -> None:
     """Forward and backward over 16,384 tokens with the heads of Qwen2.5 1.5B."""
     is_there(varlen.by_package)
     lengths = [16384 // rows_of] * rows_of
-    rows, tensors = varlen.Rows(boundaries(lengths), lengths[0]), tensors_of(16384, 16384, 12, 2, 128)
+    rows, tensors = varlen.PackedRows(boundaries(lengths), lengths[0]), tensors_of(16384, 16384, 12, 2, 128)
     taken = [
         seconds(lambda kernel=kernel: both_ways(kernel, tensors, rows), times=5)
         for kernel in (varlen.by_package, varlen.by_pytorch)

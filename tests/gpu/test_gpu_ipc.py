@@ -18,7 +18,7 @@ from hybridrl.utils import device
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync import send as sending
 from hybridrl.weight_sync.receive import WeightReceiver
-from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, Target, stream, transports_to
+from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, UpdateTarget, stream, transports_to
 
 pytestmark = pytest.mark.timeout(240)
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,9 +53,9 @@ def cluster():
     ray.shutdown()
 
 
-def taker(**options) -> Target:
+def taker(**options) -> UpdateTarget:
     actor = ray.remote(Taker).options(num_cpus=0, runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}})
-    return Target(actor.remote(**options), f"taker {time.monotonic()}", "node", (0,), 1)
+    return UpdateTarget(actor.remote(**options), f"taker {time.monotonic()}", "node", (0,), 1)
 
 
 def weights(count: int, mib: int) -> list[tuple[str, torch.Tensor]]:
@@ -67,7 +67,7 @@ def weights(count: int, mib: int) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def send(sent: list[tuple[str, torch.Tensor]], target: Target, bucket: int = 256 * MIB) -> float:
+def send(sent: list[tuple[str, torch.Tensor]], target: UpdateTarget, bucket: int = 256 * MIB) -> float:
     (transport,) = transports_to([target], "node")
     assert isinstance(transport, CudaIpcTransport)
     return stream(iter(sent), [transport], sum(t.nbytes for _, t in sent), bucket).seconds

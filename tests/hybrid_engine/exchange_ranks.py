@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.hybrid_engine.counter import LiveBytes, ReceivedBytes
+from hybridrl.hybrid_engine.counter import AllocationCounter, ReceivedBytes
 from hybridrl.hybrid_engine.plan import plan, plan_boxes
 from hybridrl.hybrid_engine.schedule import Round, schedule
 from hybridrl.hybrid_engine.shards import Box, Boxes, Cut, TensorSpec, boxes_of
@@ -94,7 +94,7 @@ def run(
         for box in boxes
     )
     exchange = Exchange(rank, CPU, group)
-    with ReceivedBytes() as counter, LiveBytes() as memory:  # the generation shard, and what the transfer takes
+    with ReceivedBytes() as counter, AllocationCounter() as memory:  # the generation shard, and what the transfer takes
         generation = {
             name: [(box, torch.empty(box.extents, dtype=dtypes[name])) for box in boxes]
             for name, boxes in needed[rank].items()

@@ -27,7 +27,7 @@ from hybridrl.hybrid_engine.shards import whole
 from hybridrl.hybrid_engine.topology import GenerationLayout, parse_layout
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.sglang import compat, weights
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Entry, Requirement, ShardBucket
+from hybridrl.weight_sync.messages import Bucket, BucketEntry, Checkpoint, Requirement, ShardBucket
 
 BUCKET = 30_000  # bytes: several rounds per model
 
@@ -112,7 +112,7 @@ def stream(model: torch.nn.Module, state: State, rank: int) -> None:
     """Bring a model all weights in one bucket of shared memory, the same for both processes."""
     entries, size = [], 0
     for name, value in state.items():
-        entries.append(Entry(name, "float32", tuple(value.shape), size, value.nbytes))
+        entries.append(BucketEntry(name, "float32", tuple(value.shape), size, value.nbytes))
         size += value.nbytes
     where: list[str | None] = [None]
     if rank == 0:

@@ -42,7 +42,7 @@ def test_override_and_dropout(micro_model: Path) -> None:
     )
     assert config.max_position_embeddings == 77 and config._attn_implementation == "eager"
     assert config.rope_parameters["rope_theta"] == 5.0 and config.rope_parameters["rope_type"] == "default"
-    with pytest.raises(ModelError, match=r"model.override_config.hiden_size: a Qwen2Config has no such field"):
+    with pytest.raises(ModelError, match=r"model.override_config.hiden_size=.*: a Qwen2Config has no such field"):
         load_model_config(micro_model, override={"hiden_size": 3})
     assert load_model_config(micro_model, override={"attention_dropout": 0.4}).attention_dropout == 0.0
 

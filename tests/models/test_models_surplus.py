@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.config.compose import load_config
+from hybridrl.config.schema.model import ModelConfig
 from hybridrl.errors import ModelError
+from hybridrl.models.info import check_files
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.loading import load_model_config
+from hybridrl.trainer.ppo.build import _check_engines
 
 KINDS_TRIED = ("language_model", "value_model", "reward_model")
 
@@ -90,3 +94,37 @@ def test_a_tied_output_layer_that_is_stored(micro_model: Path, tmp_path: Path) -
     )
     for kind in KINDS_TRIED:
         KINDS[kind].load(folder, load_model_config(folder), torch.float32, False)
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path"])
+@pytest.mark.parametrize(
+    ("more", "config", "said"),
+    [
+        ({"model.layers.0.self_attn.gate.weight": torch.ones(3)}, {}, "1 tensors that .* has no place for"),
+        ({}, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "files have . layers"),
+        ({}, {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9}, "do not fill the model .* missing"),
+        ({}, {"intermediate_size": 7}, "do not fit its config.json"),
+    ],
+)
+def test_files_of_another_model_are_refused_before_anything_starts(
+    key: str,
+    more: dict[str, torch.Tensor],
+    config: dict[str, object],
+    said: str,
+    micro_model: Path,
+    sort_data: Path,
+    tmp_path: Path,
+) -> None:
+    wrong = changed(micro_model, tmp_path / "m", more, **config)
+    files = sorted(sort_data.glob("*.parquet"))
+    paths = {"actor_rollout_ref.model.path": micro_model, "critic.model.path": micro_model, key: wrong}
+    words = [f"{name}={path}" for name, path in paths.items()] + [f"data.train_files={files[0]}", "data.val_files=null"]
+    settings = load_config("ppo_trainer", [*words, "algorithm.adv_estimator=gae", "trainer.device=cpu"])
+    with pytest.raises(ModelError, match=said):
+        _check_engines(settings)
+
+
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+def test_files_of_every_kind_of_model_pass(kind: str, micro_model: Path, micro_reward_model: Path) -> None:
+    for folder in (micro_model, micro_reward_model):
+        check_files(ModelConfig(path=str(folder)))

@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hybridrl.chat.parsers.base import tool_parser_of
+from hybridrl.config.schema.model import ModelConfig
 from hybridrl.errors import ModelError
+from hybridrl.models.info import tokenizer_of
 from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
 TEXT = "Sort: 31 24\n\n#### 12"
@@ -109,3 +112,23 @@ def test_ids_beyond_the_embeddings_are_refused(micro_model: Path) -> None:
     check_vocabulary(tokenizer, len(tokenizer), micro_model)
     with pytest.raises(ModelError, match=r"with id \d+, but the model has only 100 embeddings"):
         check_vocabulary(tokenizer, 100, micro_model)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|call|>", "<|my_end|>"])
+def test_ends_of_turns_that_the_files_do_not_mark_are_read_by_nobody(end: str, tmp_path: Path) -> None:
+    """Tools, users and rewards read text without special tokens."""
+    write_character_tokenizer(tmp_path, ALL)
+    own = load_tokenizer(tmp_path)
+    own.add_tokens([AddedToken(end, special=False, normalized=False)])
+    own.save_pretrained(tmp_path)
+    number = own.convert_tokens_to_ids(end)
+    if end == "<|my_end|>":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [number, 1]}), encoding="utf-8")
+    plain, text = load_tokenizer(tmp_path), f"Which city?{end}"
+    ids = plain(text)["input_ids"]
+    assert ids[-1] == number and plain.decode(ids, skip_special_tokens=True) == text  # the files do not mark it
+    tokenizer = tokenizer_of(ModelConfig(path=str(tmp_path)))
+    assert tokenizer(text)["input_ids"] == ids and len(tokenizer) == len(plain)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Which city?"
+    for name in ("hermes", "gpt-oss", "llama3_json"):
+        assert tool_parser_of(name, tokenizer).parse(text).content == "Which city?"

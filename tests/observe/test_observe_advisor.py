@@ -17,7 +17,7 @@ from hybridrl.observe.report import summarize, write_report
 from hybridrl.observe.timeline import TIMELINE, Timeline, picture, read_timeline
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import InferenceEngines
-from hybridrl.utils.spans import CONTROLLER, Span
+from hybridrl.utils.spans import CONTROLLER, TimedSpan
 
 BALANCED = {
     "data": 0.1, "gen": 2.0, "reward": 1.0, "old_log_prob": 1.0, "ref": 1.0, "adv": 0.1, "update_actor": 2.5,
@@ -64,13 +64,13 @@ def _write(
             total = sum(inside.values())
             file.write({"step": step, "timing_s/step": total, **timing, **lengths, **(metrics or {})})
             at, spans = 1000.0 * step, []
-            spans.append(Span("step", CONTROLLER, at, total))
+            spans.append(TimedSpan("step", CONTROLLER, at, total))
             for name, value in inside.items():
-                spans.append(Span(name, CONTROLLER, at, value))
+                spans.append(TimedSpan(name, CONTROLLER, at, value))
                 if name in METHODS:
                     rank, factor = slow
                     share = {one: value if one == rank else value / factor for one in range(4)}
-                    spans += [Span(f"actor_rollout_ref/{METHODS[name]}", one, at, share[one]) for one in range(4)]
+                    spans += [TimedSpan(f"actor_rollout_ref/{METHODS[name]}", one, at, share[one]) for one in range(4)]
                 at += value
             timeline.write(step, spans)
     file.close()
@@ -269,17 +269,21 @@ def test_the_report_shows_the_timeline_of_every_rank_and_the_advice(tmp_path: Pa
 
 
 def test_bars_lie_where_their_spans_were() -> None:
-    spans = [Span("gen", CONTROLLER, 10.0, 4.0), Span("actor/update", 0, 12.0, 1.0), Span("actor/update", 1, 12.0, 8.0)]
+    spans = [
+        TimedSpan("gen", CONTROLLER, 10.0, 4.0),
+        TimedSpan("actor/update", 0, 12.0, 1.0),
+        TimedSpan("actor/update", 1, 12.0, 8.0),
+    ]
     found = picture(3, spans)
     assert found.seconds == 10 and found.rows == ["gen", "actor 0", "actor 1"]
     assert [(bar.left, bar.width, bar.row) for bar in found.bars] == [(0, 40, 0), (20, 10, 1), (20, 80, 2)]
-    many = picture(3, [Span("actor/update", rank, 10.0, 1.0 + rank) for rank in range(100)])
+    many = picture(3, [TimedSpan("actor/update", rank, 10.0, 1.0 + rank) for rank in range(100)])
     assert many.left_out == 66 and "actor 99" in many.rows and "actor 0" not in many.rows
 
 
 def test_a_resumed_run_replaces_the_timeline_of_the_steps_that_it_repeats(tmp_path: Path) -> None:
-    def spans(step: int) -> list[Span]:
-        return [Span("gen", CONTROLLER, 100.0 * step, 1.0), Span("actor/update", 0, 100.0 * step + 1, 0.25)]
+    def spans(step: int) -> list[TimedSpan]:
+        return [TimedSpan("gen", CONTROLLER, 100.0 * step, 1.0), TimedSpan("actor/update", 0, 100.0 * step + 1, 0.25)]
 
     with Timeline(tmp_path) as timeline:
         for step in (1, 2, 3):

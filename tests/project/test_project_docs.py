@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -172,27 +173,28 @@ def test_settings_that_a_page_names_exist() -> None:
 
 
 def navigation() -> list[str]:
-    """The pages in mkdocs.yml, whose custom tags are of no interest here."""
+    """The pages of the site's navigation: those of mkdocs.yml, and those that docs/README.md lists."""
 
     class Loader(yaml.SafeLoader):
         pass
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
-    found: list[str] = []
-
-    def walk(node: object) -> None:
-        if isinstance(node, str):
-            found.append(node)
-        elif isinstance(node, dict | list):
-            for child in node.values() if isinstance(node, dict) else node:
-                walk(child)
-
-    walk(yaml.load(text_of(REPOSITORY / "mkdocs.yml"), Loader)["nav"])
-    return found
+    hooks = runpy.run_path(str(REPOSITORY / "scripts" / "docs_hooks.py"))
+    nav = yaml.load(text_of(REPOSITORY / "mkdocs.yml"), Loader)["nav"]
+    return list(hooks["_paths"](hooks["with_sections"](nav, text_of(REPOSITORY / "docs" / "README.md"))))
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(navigation()) == PAGES
+
+
+def test_the_programming_model_is_the_first_concept_and_architecture_is_for_contributors() -> None:
+    sections = re.split(r"^## ", text_of(REPOSITORY / "docs" / "README.md"), flags=re.MULTILINE)
+    first = {
+        section.split("\n")[0]: re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", section, re.MULTILINE) for section in sections
+    }
+    assert first["Concepts"][0] == "programming_model.md"
+    assert "architecture.md" in first["Contributing"]
 
 
 def packages() -> set[str]:

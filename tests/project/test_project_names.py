@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the entry of an unset key
     "agents/agents.py": ("single_turn_agent", "tool_agent"),
     "algorithms/rollout_correction/apply.py": ("bypass_mode", "vanilla", "reinforce"),
-    "rollout/server/api.py": ("hermes",),
+    "serve/api.py": ("hermes",),
     # which of the built-in losses read a clip range; a user's own counts as one that reads every setting
     "config/schema/actor.py": ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
     # verl's settings, values and strings of the same name

@@ -9,7 +9,14 @@ import pytest
 
 from hybridrl.config import ConfigError, load_config, validate
 from hybridrl.data import create_rl_dataset
-from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, create_reward_manager, reward_settings
+from hybridrl.reward import (
+    RewardError,
+    RewardFunction,
+    RewardPool,
+    Sample,
+    create_reward_manager,
+    reward_settings,
+)
 from hybridrl.reward.factory import create_pool
 from hybridrl.reward.function import load
 from hybridrl.verdict import NoVerdict

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl.reward import RewardError
 from hybridrl.reward.function import RewardFunction, load
-from hybridrl.reward.signature import BATCH_NAMES, SAMPLE_NAMES, Call, Sample, understand
+from hybridrl.reward.signature import BATCH_NAMES, SAMPLE_NAMES, RewardCall, Sample, understand
 
 COLUMNS = {"question": "2 + 2", "answer": "4"}
 
@@ -69,6 +69,17 @@ def test_values_with_defaults_are_not_guessed() -> None:
         arguments(function("solution_str, ground_truth, answer"), {})
     with pytest.raises(RewardError, match="no such column"):
         arguments(function("solution_str, answer, label"), {})
+
+
+@pytest.mark.parametrize("truth", ["gt", "label", "target", "answer", "reference", "truth", "gold"])
+def test_a_ground_truth_that_may_be_left_out(truth) -> None:
+    """It kept None for every sample, so that each was judged without a reference."""
+    call = function(f"response, {truth}=None, weight=2")
+    assert arguments(call, {}) == {"response": "text 0", truth: "truth 0"}
+    assert arguments(call, {truth: "a column"}) == {"response": "text 0", truth: "a column"}
+    if truth != "gold":
+        assert arguments(function(f"responses, {truth}s=None"), {})[f"{truth}s"] == ["truth 0", "truth 1"]
+    assert arguments(function(f"solution_str, ground_truth, {truth}=None"), {}).get(truth) is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +179,7 @@ def test_what_a_process_reports_is_how_the_pool_checks(user_file) -> None:
     with RewardPool(RewardFunction(path), 1, 10.0) as pool:
         pool.start(wait_for_one=True)
         (_, how), *_ = pool.calls
-        assert how == load(RewardFunction(path)).how and isinstance(how, Call)
+        assert how == load(RewardFunction(path)).how and isinstance(how, RewardCall)
         assert [one.score for one in pool.run(samples())] == [1.0, 0.0]
         with pytest.raises(RewardError, match="may be the response or the column 'response'"):
             pool.run(samples({"response": "r", "answer": "4"}))

@@ -156,6 +156,7 @@ def test_an_exception_names_sample_and_line(user_file):
     ("body", "parts"),
     [
         ("return float('nan')", ["returned nan; a score must be finite", "sample no. 0"]),
+        ("return 1e39", ["returned 1e+39; rewards have 32 bits", "sample no. 0"]),
         ("return None", ["returned NoneType", "sample no. 0"]),
         ("return {'points': 1}", ["without 'score'", "sample no. 0"]),
         ("raise SystemExit(3)", ["SystemExit: 3", "sample no. 0"]),
@@ -271,6 +272,7 @@ def test_a_batched_function_is_called_once_with_everything(user_file, word):
     [
         ("return [1]", r"returned 1 scores for 3 responses. It was called for a batch of 3"),
         ("return [1, float('nan'), 1]", r"returned nan; a score must be finite for response 1 of 3"),
+        ("return b'101'", r"returned bytes instead of a list of 3 scores"),
         ("return 1 / 0", r"raised an exception for a batch of 3(.|\n)*ZeroDivisionError"),
         ("import time; time.sleep(1000)", r"took more than reward.timeout_s=0.5 seconds for one call with 3 responses"),
         ("import os; os._exit(1)", r"ended with exit code 1 while it scored 3 responses"),

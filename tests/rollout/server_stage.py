@@ -12,7 +12,7 @@ import openai
 from plain_engine import PlainEngine
 
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.server import (
+from hybridrl.serve import (
     Listener,
     OpenAIServer,
     Served,

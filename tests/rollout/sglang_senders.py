@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.hybrid_engine.plan import plan_boxes
 from hybridrl.hybrid_engine.schedule import schedule
 from hybridrl.hybrid_engine.shards import Boxes, whole
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Entry, ShardBucket
+from hybridrl.weight_sync.messages import Bucket, BucketEntry, Checkpoint, ShardBucket
 
 
 def perturbed(folder: Path, seed: int):
@@ -35,7 +35,7 @@ def _send(folder: Path, seed: int, buckets: int, channel) -> None:
         for name, value in parameters[part::buckets]:
             data = value.detach().numpy().tobytes()
             segment.buf[offset : offset + len(data)] = data
-            entries.append(Entry(name, "float32", tuple(value.shape), offset, len(data)))
+            entries.append(BucketEntry(name, "float32", tuple(value.shape), offset, len(data)))
             offset += len(data)
         channel.send(Bucket("shared_memory", segment.name, tuple(entries)))
         assert channel.recv() == "taken"

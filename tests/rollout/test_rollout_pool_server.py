@@ -14,8 +14,7 @@ from pool_tools import ENGINE
 from hybridrl.config import load_config
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
-from hybridrl.rollout.server import make_server
-from hybridrl.rollout.start import start_rollout
+from hybridrl.serve import make_server, start_rollout
 from hybridrl.single_controller import RayResourcePool
 
 

@@ -19,7 +19,7 @@ from server_stage import LIMIT, MESSAGES, TOKEN, Stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.server import (
+from hybridrl.serve import (
     Listener,
     Served,
     create_app,

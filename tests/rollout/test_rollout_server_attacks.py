@@ -30,7 +30,7 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.rollout import RolloutError
 from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.server import Access, make_server
+from hybridrl.serve import Access, make_server
 
 CONNECTIONS = 64
 #: opens so many connections, sends what is given over each, prints how many are open, and waits for its end

@@ -13,7 +13,7 @@ import pytest
 from server_stage import TOKEN, Stage
 
 from hybridrl.rollout.request import GREEDY_TOKEN, Completion, Request
-from hybridrl.rollout.server.pending import PendingRequests
+from hybridrl.serve.pending import PendingRequests
 
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "logprobs": 0}

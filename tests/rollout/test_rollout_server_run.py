@@ -17,9 +17,9 @@ from server_stage import Stage
 from hybridrl.config import ModelConfig, PrometheusConfig, RolloutConfig, load_config
 from hybridrl.rollout import RolloutError
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.server import (
+from hybridrl.rollout.select import check_server_packages
+from hybridrl.serve import (
     Listener,
-    check_installed,
     make_server,
     new_token,
     node_address,
@@ -210,10 +210,10 @@ def test_taken_ports_foreign_hosts_and_missing_tokens(stage: Stage, monkeypatch:
 
 
 def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_installed()
+    check_server_packages()
     import importlib.util
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     with pytest.raises(RolloutError, match=r"need uvicorn, .*scripts/install.sh auto server"):
-        check_installed()
+        check_server_packages()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hybridrl.rollout.inference_engine import InferenceEngines
-from hybridrl.rollout.request import Completion, Findings, Request
+from hybridrl.rollout.request import Completion, PromptLogprobs, Request
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from plain_engine import PlainEngine
@@ -49,12 +49,14 @@ class ReadingEngine(PlainEngine):
         with torch.no_grad():
             if self.spec.task == "score":
                 hidden = self.model.model(ids[None]).last_hidden_state[0, -1]
-                return Completion(request.id, [], [], "stop", found=Findings(score=float(self.model.score(hidden))))
+                return Completion(
+                    request.id, [], [], "stop", found=PromptLogprobs(score=float(self.model.score(hidden)))
+                )
             logits = self.model(ids[None]).logits[0, :-1] / self.spec.logits_temperature
         assert request.reading is not None
         every, first = logits.log_softmax(-1), request.reading.first - 1
         tops = every[first:].topk(request.reading.top)
-        found = Findings(
+        found = PromptLogprobs(
             log_probs=every.gather(1, ids[1:, None])[first:, 0].numpy(),
             top_log_probs=tops.values.numpy(),
             top_ids=tops.indices.numpy(),

@@ -99,13 +99,6 @@ def test_weights_of_a_checkpoint_of_megatron_are_enough(sft, model, tmp_path) ->
         sft(path=bare)
 
 
-def test_compiling_is_named_where_it_has_no_effect(model, capfd) -> None:
-    settings = actor("megatron", model)
-    settings.use_torch_compile = True
-    check_engine("actor_rollout_ref.actor", settings, ModelConfig(path=str(model)), 2, OptimConfig())
-    assert "actor_rollout_ref.actor.use_torch_compile=True has no effect" in capfd.readouterr().err
-
-
 ROPE = "{rope_type: dynamic, factor: 2.0}"
 
 

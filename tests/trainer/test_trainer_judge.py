@@ -109,6 +109,7 @@ def test_a_question_that_is_too_long_is_no_verdict(ray_session, words: list[str]
         f"{MODEL}.rollout.max_model_len=9",
         "algorithm.missing.infra=raise",
         "data.val_files=[]",
+        "data.val_max_samples=-1",
         "trainer.test_freq=-1",
     ]
     named = r"too long.*may have 9 tokens \(reward\.reward_model\.rollout\.max_model_len"
@@ -124,19 +125,22 @@ def test_a_question_that_is_too_long_is_no_verdict(ray_session, words: list[str]
     [
         ([f"{JUDGE}.url=http://host:1/v1"], r"judge\.enable=True and .*judge\.url=http://host:1/v1: .*set one"),
         ([f"{MODEL}.rollout.name=null"], r"judge\.enable=True without .*rollout\.name; set it .*vllm or sglang"),
-        ([f"{JUDGE}.model=big"], r"judge\.model=big has no effect with .*judge\.enable"),
+        ([f"{JUDGE}.model=big"], r"judge\.model=big has no effect, because .*judge\.url is not set"),
         ([f"{JUDGE}.max_concurrent=3"], r"judge\.max_concurrent=3 has no effect"),
         ([f"{JUDGE}.extra_body={{stop: x}}"], r"judge\.extra_body\.stop=x: .*takes top_p, top_k, seed, chat_template"),
         ([f"{JUDGE}.extra_body={{top_p: 0.9}}"], r"extra_body\.top_p has no effect with temperature=0"),
         ([f"{JUDGE}.extra_body={{top_p: 2}}", f"{JUDGE}.temperature=1"], r"extra_body\.top_p=2: must lie in"),
         ([f"{JUDGE}.extra_body={{chat_template_kwargs: 2}}"], r"chat_template_kwargs=2: must be a mapping"),
-        ([f"{MODEL}.max_length=9"], r"max_length=9 has no effect with .*judge\.enable"),
+        ([f"{MODEL}.max_length=9"], r"max_length=9 has no effect, because .*judge\.enable is True"),
         ([f"{MODEL}.rollout.max_model_len=8"], r"max_model_len=8 leaves no room .*judge\.max_tokens=8"),
         ([f"{MODEL}.model.path=./gone"], r"reward_model\.model\.path=\./gone"),
         ([f"{MODEL}.enable_resource_pool=True"], r"reward_model\.nnodes; set it"),
         ([f"{MODEL}.rollout.tensor_model_parallel_size=2"], r"= 2 devices do not fit into a pool of 1 "),
-        (["reward.reward_manager.name=session"], r"judge\.enable has no effect with .*name=session"),
-        ([f"{JUDGE}.enable=False"], r"judge\.template, .*judge\.max_tokens: no effect without .*judge\.enable"),
+        (["reward.reward_manager.name=session"], r"judge\.enable=True has no effect, because .*name=session"),
+        (
+            [f"{JUDGE}.enable=False"],
+            r"judge\.template=.*judge\.max_tokens=.* have no effect, because .*judge\.enable is False",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(words: list[str], own: list[str], named: str) -> None:
@@ -196,4 +200,8 @@ def test_the_documented_fields_are_those_that_are_taken(words: list[str]) -> Non
     fields: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "seed": 3, "chat_template_kwargs": {"enable_thinking": False}}
     assert sorted(fields) == sorted(SERVED_FIELDS)
     given = "{top_p: 0.9, top_k: 5, seed: 3, chat_template_kwargs: {enable_thinking: false}}"
-    validate(load_config("ppo_trainer", [*words, f"{JUDGE}.temperature=0.7", f"{JUDGE}.extra_body={given}"]))
+    template = "{{ messages }}{{ enable_thinking }}"
+    own = [f"{JUDGE}.temperature=0.7", f"{JUDGE}.extra_body={given}"]
+    validate(load_config("ppo_trainer", [*words, *own, f'{MODEL}.model.custom_chat_template="{template}"']))
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinking=False: the chat template of"):
+        validate(load_config("ppo_trainer", [*words, *own]))

@@ -258,7 +258,7 @@ def test_settings_that_exclude_each_other(grpo: list[str]) -> None:
     assert not any("with an adapter" in notice for notice in check(load_config("ppo_trainer", grpo)))
     for word in ("fsdp_config.param_offload=True", "fsdp_config.seed=5", "strategy=megatron"):
         notices = check(load_config("ppo_trainer", [*grpo, f"actor_rollout_ref.ref.{word}"]))
-        assert any(f"actor_rollout_ref.ref: {word} has no effect with an adapter" in notice for notice in notices)
+        assert any(f"actor_rollout_ref.ref.{word} has no effect" in notice for notice in notices)
     with pytest.raises(ConfigError, match=r"lora\.dropout"):
         load_config("ppo_trainer", [*grpo, f"{MODEL}.lora.dropout=0.1"])
 

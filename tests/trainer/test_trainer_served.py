@@ -16,7 +16,7 @@ from scoring_tools import as_generated, said_by, scores_of
 from trainer_tools import trained
 
 from hybridrl.config import load_config, validate
-from hybridrl.config.checks.served import served_notices
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.roles import ROLES, shares_pool
 from hybridrl.config.served import divide, served_reward_model, served_teachers
 from hybridrl.errors import ConfigError, RolloutError
@@ -217,8 +217,8 @@ def test_the_reward_models_engine_is_checked(micro_model, micro_reward_model, so
     with pytest.raises(ConfigError, match=r"reward_model\.rollout: .* = 2 devices do not fit into a pool of 1 "):
         served(*scorer(micro_reward_model, f"{MODEL}.rollout.tensor_model_parallel_size=2"))
     idle = [f"{MODEL}.enable=True", f"{MODEL}.model.path={micro_reward_model}", f"{MODEL}.rollout.max_num_seqs=4"]
-    (told,) = served_notices(load_config("ppo_trainer", words(micro_model, sort_data / "train.parquet", *idle)))
-    assert "without reward.reward_model.rollout.name" in told and f"{MODEL}.rollout.max_num_seqs" in told
+    (fault,), _ = check_idle(load_config("ppo_trainer", words(micro_model, sort_data / "train.parquet", *idle)))
+    assert f"{MODEL}.rollout.max_num_seqs=4 has no effect" in fault and f"Set {MODEL}.rollout.name" in fault
 
 
 def save_critic(reward_model: Path, folder: Path) -> None:

@@ -4,10 +4,12 @@ import pickle
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import ray
 
+import hybridrl
 from hybridrl.errors import DataError, UserError
 from hybridrl.utils.user_code import load_class, load_module, load_object
 
@@ -153,3 +155,26 @@ def test_loading_is_light():
     code = "import sys, hybridrl.utils.user_code; print([m for m in ('torch', 'ray', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+_HOOKED = "import sys\nassert 'hook_of_mine' in sys.modules\nassert sys.modules['hook_of_mine'].calls == 1\n"
+_LOAD = "from hybridrl.utils.user_code import load_module; load_module({path!r}, 'k'); print('loaded')"
+
+
+def test_installed_packages_may_hook_the_import_of_users_code(mine, tmp_path):
+    mine("calls = 0\ndef hook():\n    global calls\n    calls += 1\n", "hook_of_mine.py")
+    metadata = tmp_path / "hook_of_mine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hook-of-mine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[hybridrl.import_hooks]\nmine = hook_of_mine:hook\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); " + _LOAD.format(path=mine(_HOOKED))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "loaded", done.stderr
+
+
+def test_without_an_installation_a_missing_module_says_so(mine):
+    source = str(Path(hybridrl.__file__).parents[1])
+    code = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{source!r}]; "
+    code += _LOAD.format(path=mine("import verl\n"))
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=120)
+    assert "on the path but not installed" in done.stderr and "pip install" in done.stderr

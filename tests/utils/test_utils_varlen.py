@@ -78,8 +78,8 @@ def tensors(tokens: int, keys: int, heads: int = 4, groups: int = 2, size: int =
     return [torch.randn(*shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
-def rows(lengths: list[int], window: int = 0) -> varlen.Rows:
-    return varlen.Rows(varlen._boundaries(lengths), max(lengths), window)
+def rows(lengths: list[int], window: int = 0) -> varlen.PackedRows:
+    return varlen.PackedRows(varlen._boundaries(lengths), max(lengths), window)
 
 
 def test_without_the_package_pytorch_computes(installed) -> None:
@@ -197,7 +197,7 @@ def test_plain_attention_is_that_of_scores(lengths: list[tuple[int, int]], windo
     queries, keys = [count for count, _ in lengths], [count + before for count, before in lengths]
     q, k, v = tensors(sum(queries), sum(keys), 2, groups, 8)
     boundaries = [varlen._boundaries(part) for part in (queries, keys)]
-    packed = varlen.Rows(boundaries[0], max(queries), window, boundaries[1], max(keys))
+    packed = varlen.PackedRows(boundaries[0], max(queries), window, boundaries[1], max(keys))
     found = varlen.one_by_one(q, k, v, packed, 0.3)
     of_query = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))[:, None]
     of_key = torch.repeat_interleave(torch.arange(len(keys)), torch.tensor(keys))[None]
@@ -214,7 +214,7 @@ def test_a_compiled_layer_uses_the_package(installed) -> None:
     """Outside of the graphs, which are compiled once for all lengths."""
     installed()
 
-    def layer(x: torch.Tensor, packed: varlen.Rows) -> torch.Tensor:
+    def layer(x: torch.Tensor, packed: varlen.PackedRows) -> torch.Tensor:
         q, k, v = (x * factor for factor in (1.0, 2.0, 3.0))
         return varlen.varlen_attention(q, k[:, :2], v[:, :2], packed, 0.5) + x
 

@@ -10,7 +10,7 @@ import pytest
 from hybridrl.errors import ConfigError
 from hybridrl.verl_compat import __main__ as command
 from hybridrl.verl_compat.examine import Placeholders, examine, settings_of
-from hybridrl.verl_compat.shell import Command, read_script, run_script, translated
+from hybridrl.verl_compat.shell import ScriptCommand, read_script, run_script, translated
 from hybridrl.verl_compat.table import count, reason
 
 SCRIPT = """\
@@ -211,7 +211,7 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
         *("custom_reward_function.path=gone.py", "trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"),
         *("reward_model.enable=True", "reward_model.model.path=./no_rewards"),
     ]
-    one = Command("verl.trainer.main_ppo", words, tmp_path)
+    one = ScriptCommand("verl.trainer.main_ppo", words, tmp_path)
     assert len(examine(one).faults) == 6
     assert examine(one, Placeholders(tmp_path)).faults == []
     code = [
@@ -220,7 +220,7 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
         *("reward.reward_manager.module.name=Mine", "data.custom_cls.path=gone3.py", "data.custom_cls.name=Rows"),
         *("data.sampler.class_path=gone4.py", "data.sampler.class_name=Draw"),
     ]
-    other = Command("verl.trainer.main_ppo", code, tmp_path)
+    other = ScriptCommand("verl.trainer.main_ppo", code, tmp_path)
     faults = examine(other).faults
     assert all(any(name in fault for fault in faults) for name in ("gone2.py", "gone3.py", "gone4.py")), faults
     assert examine(other, Placeholders(tmp_path)).faults == []
@@ -228,10 +228,10 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
 
 def test_a_program_that_does_not_exist_here_is_named(tmp_path: Path) -> None:
     name = "verl.experimental.fully_async_policy.fully_async_main"
-    (fault,) = examine(Command(name, ["a=1"], tmp_path)).faults
+    (fault,) = examine(ScriptCommand(name, ["a=1"], tmp_path)).faults
     assert name in fault and "asynchronous" in fault
-    assert settings_of(Command(name, ["a=1"], tmp_path)) == []
-    (fault,) = examine(Command("verl.no.such", [], tmp_path)).faults
+    assert settings_of(ScriptCommand(name, ["a=1"], tmp_path)) == []
+    (fault,) = examine(ScriptCommand("verl.no.such", [], tmp_path)).faults
     assert "verl.no.such" in fault
 
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.utils import device, distributed
 from hybridrl.weight_sync import send
-from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, Target, stream, transports_to
+from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, UpdateTarget, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 
 KIB = 1024
@@ -55,7 +55,7 @@ def answer(ack: Exception | None) -> None:
 def transfer(rank: int, engines: dict[tuple[int, ...], Engine], weights: int) -> tuple[int, int]:
     """How many buffers this rank shared and took back while it sent so many weights of 1 KiB."""
     Record.shared = Record.reclaimed = 0
-    targets = [Target(engine, str(ranks), "node", ranks, 1) for ranks, engine in engines.items()]
+    targets = [UpdateTarget(engine, str(ranks), "node", ranks, 1) for ranks, engine in engines.items()]
     tensors = [(f"weight {i}", torch.full((KIB // 4,), float(i))) for i in range(weights)]
     stream(iter(tensors), [CudaIpcTransport(targets)], weights * KIB, 2 * KIB)
     return Record.shared, Record.reclaimed
@@ -97,7 +97,7 @@ def without_ipc(rank: int) -> None:
     device.is_gpu = lambda: True
     device.why_not_shared = lambda: "not supported" if rank == 1 else None
     send.notify = lambda text, level: told.append(f"{level}: {text}")
-    targets = [Target(Engine(), str(number), "node", (number,), 1) for number in range(2)]
+    targets = [UpdateTarget(Engine(), str(number), "node", (number,), 1) for number in range(2)]
     for _ in range(2):
         assert [type(transport) for transport in transports_to(targets, "node")] == (
             [SharedMemoryTransport] if rank == 0 else []

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.plan import plan_boxes
-from hybridrl.hybrid_engine.schedule import Message, Piece, schedule
+from hybridrl.hybrid_engine.schedule import Message, TransferPiece, schedule
 from hybridrl.hybrid_engine.shards import Box, Boxes, whole
-from hybridrl.weight_sync.delta import WHOLE, Change, ReceivedPieces, SentPieces, decode, encode, size_of
+from hybridrl.weight_sync.delta import WHOLE, DeltaForm, ReceivedPieces, SentPieces, decode, encode, size_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 
@@ -31,7 +31,7 @@ def test_a_piece_arrives_bit_for_bit_in_the_shortest_form(dtype, shape, share, s
     changed = torch.rand(shape, generator=generator) < share
     value = before.clone()
     value[changed.repeat_interleave(size, -1)] ^= 0x81  # also makes and unmakes NaN, and -0 of 0
-    piece = Piece("w", whole(shape), dtype, 0)
+    piece = TransferPiece("w", whole(shape), dtype, 0)
     change, data = encode(value.view(dtype), before.view(dtype), piece)
     arrived = before.clone()
     decode(arrived.view(dtype), change, data, piece)
@@ -54,7 +54,7 @@ def test_a_piece_arrives_bit_for_bit_in_the_shortest_form(dtype, shape, share, s
 def test_zero_and_minus_zero_differ_and_nan_equals_itself() -> None:
     before = torch.tensor([0.0, torch.nan, 1.0] * 40)
     value = torch.tensor([-0.0, torch.nan, 1.0] * 40)
-    change, _ = encode(value, before, Piece("w", whole((120,)), torch.float32, 0))
+    change, _ = encode(value, before, TransferPiece("w", whole((120,)), torch.float32, 0))
     assert change.changed == 40
 
 
@@ -136,7 +136,7 @@ def test_two_ranks_fill_engines_as_a_full_transfer_does_whatever_happened_before
 def message_of(*sizes: int) -> tuple[Message, int]:
     pieces, offset = [], 0
     for number, size in enumerate(sizes):
-        pieces.append(Piece(f"w{number}", whole((size,)), torch.bfloat16, offset))
+        pieces.append(TransferPiece(f"w{number}", whole((size,)), torch.bfloat16, offset))
         offset += pieces[-1].size
     return Message(0, 1, 0, offset, tuple(pieces)), offset
 
@@ -146,7 +146,7 @@ def test_a_process_that_lacks_the_former_value_gets_all_of_it_or_says_so() -> No
     data = torch.arange(size, dtype=torch.uint8)
     sent, received = SentPieces(), ReceivedPieces()
 
-    def transfer(to: str) -> list[Change]:
+    def transfer(to: str) -> list[DeltaForm]:
         sent.begin()
         sent.begin_round()
         changes, short = sent.encode(message, data, (to, 0))
@@ -160,10 +160,10 @@ def test_a_process_that_lacks_the_former_value_gets_all_of_it_or_says_so() -> No
     assert transfer("a") == [WHOLE, WHOLE]
     data = data.clone()
     data[4] ^= 1
-    assert transfer("a") == [Change("index", 1), Change("same")]
+    assert transfer("a") == [DeltaForm("index", 1), DeltaForm("same")]
     assert transfer("another start of it") == [WHOLE, WHOLE]
     with pytest.raises(RolloutError, match=r"w0.*checkpoint_engine.delta=false"):
-        ReceivedPieces().complete(message, [Change("same")] * 2, data[:0], torch.zeros_like(data))
+        ReceivedPieces().complete(message, [DeltaForm("same")] * 2, data[:0], torch.zeros_like(data))
 
 
 def test_a_piece_that_another_rank_has_sent_meanwhile_comes_whole() -> None:

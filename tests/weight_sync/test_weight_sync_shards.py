@@ -21,7 +21,7 @@ from hybridrl.hybrid_engine.shards import Box
 from hybridrl.utils import distributed
 from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket
 from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
-from hybridrl.weight_sync.send import Target
+from hybridrl.weight_sync.send import UpdateTarget
 from hybridrl.weight_sync.send_shards import PointToPointTransport, ShardMemoryTransport, ShardSender, _Training
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -151,7 +151,7 @@ def on_two_ranks(rank: int) -> None:
         boxes = {name: (Box((0,) * max(value.ndim, 1), shapes[name] or (1,)),) for name, value in state.items()}
         checkpoint = Checkpoint(shapes, dict.fromkeys(shapes, torch.bfloat16))
         uses = Counter((name, box) for name, (box,) in boxes.items())
-        target = Target(None, "a", "node", (0, 1), 2)
+        target = UpdateTarget(None, "a", "node", (0, 1), 2)
         sender = ShardSender(None, 192_000)
         sender._training = _Training(checkpoint, [boxes, {}], [0, 0], ["node", "node"])
         sender._needs["a"] = [Requirement(boxes, uses, {})] * 2
@@ -205,7 +205,7 @@ def test_an_engine_on_the_same_device_gets_its_part_and_is_asked_once(
     ray_session, small_buckets, capfd, bucket
 ) -> None:
     (engine,) = engines(1)
-    target = Target(engine, "0-a", "node", (0,), 1)
+    target = UpdateTarget(engine, "0-a", "node", (0,), 1)
     sender = ShardSender(torch.bfloat16, bucket, check=True)
     with no_segment_left() as created:
         for seed in range(2):
@@ -221,7 +221,7 @@ def test_an_engine_on_the_same_device_gets_its_part_and_is_asked_once(
     told = capfd.readouterr().err
     assert "by a plan" in told and "turned" in told and told.count("by a plan") == 1
     (restarted,) = engines(0)
-    again = Target(restarted, "0-b", "node", (0,), 1)
+    again = UpdateTarget(restarted, "0-b", "node", (0,), 1)
     state = weights(5)
     assert sender.why_not(shards(state), [again]) is None
     sender.send(shards(state), [again])
@@ -230,7 +230,7 @@ def test_an_engine_on_the_same_device_gets_its_part_and_is_asked_once(
 
 def test_engines_on_their_own_devices_get_their_parts_point_to_point(ray_session, small_buckets) -> None:
     pair = engines(0, 1)
-    targets = [Target(engine, f"{half}-apart", "elsewhere", (), 1) for half, engine in enumerate(pair)]
+    targets = [UpdateTarget(engine, f"{half}-apart", "elsewhere", (), 1) for half, engine in enumerate(pair)]
     sender, ports = ShardSender(torch.bfloat16, 6000), set()
     for seed in range(2):
         state = weights(seed)
@@ -239,8 +239,8 @@ def test_engines_on_their_own_devices_get_their_parts_point_to_point(ray_session
         assert report.buckets > 5 and report.received == 0 < report.bytes
         for half, engine in enumerate(pair):
             assert assert_loaded(engine, state, half) == 1
-        assert PointToPointTransport._kept is not None
-        ports.add(PointToPointTransport._kept[2].port)
+        assert PointToPointTransport._cached_group is not None
+        ports.add(PointToPointTransport._cached_group[2].port)
     assert len(ports) == 1  # the group is kept
 
 
@@ -248,7 +248,7 @@ def test_all_engines_apart_are_restarted_if_one_dies_in_the_middle(ray_session, 
     """The others may have got a round that they can no longer complete."""
     pair = engines(0, 1)
     ray.get(pair[1].die_at.remote(3))
-    targets = [Target(engine, f"{half}-dying", "elsewhere", (), 1) for half, engine in enumerate(pair)]
+    targets = [UpdateTarget(engine, f"{half}-dying", "elsewhere", (), 1) for half, engine in enumerate(pair)]
     sender, state = ShardSender(torch.bfloat16, 6000), weights(0)
     assert sender.why_not(shards(state), targets) is None
     sender.send(shards(state), targets)
@@ -273,7 +273,7 @@ def test_only_what_has_changed_is_sent_and_gives_the_same_weights(ray_session, s
 
     def send(state: dict[str, torch.Tensor], *names: str) -> tuple[int, int | None]:
         """Returns the bytes sent, and the bytes saved."""
-        targets = [Target(actors[name], f"{name}, delta", "elsewhere", (), 1) for name in names]
+        targets = [UpdateTarget(actors[name], f"{name}, delta", "elsewhere", (), 1) for name in names]
         assert sender.why_not(shards(state), targets) is None
         report = sender.send(shards(state), targets)
         for name in names:
@@ -320,7 +320,7 @@ def test_an_engine_that_dies_on_a_shared_device_stops_nobody(ray_session, small_
     else:
         ray.get(engine.die_at.remote(0))
         ray.kill(engine)
-    target = Target(engine, "0-gone", "node", (0,), 1)
+    target = UpdateTarget(engine, "0-gone", "node", (0,), 1)
     sender, state = ShardSender(torch.bfloat16, 6000), weights(0)
     with no_segment_left():
         assert sender.why_not(shards(state), [target]) is None
@@ -330,7 +330,7 @@ def test_an_engine_that_dies_on_a_shared_device_stops_nobody(ray_session, small_
 def test_weights_that_change_on_the_way_are_named(ray_session, small_buckets, monkeypatch) -> None:
     """The digest is that of the shard, so that it shows what happens to the bytes afterwards."""
     (engine,) = engines(0)
-    target = Target(engine, "0-changed", "node", (0,), 1)
+    target = UpdateTarget(engine, "0-changed", "node", (0,), 1)
     sender, state = ShardSender(torch.bfloat16, 6000, check=True), weights(0)
     assert sender.why_not(shards(state), [target]) is None
     announce = ShardMemoryTransport._announce
@@ -350,8 +350,8 @@ def test_weights_that_change_on_the_way_are_named(ray_session, small_buckets, mo
 
 def test_an_engine_that_takes_whole_tensors_is_the_reason_to_stream(ray_session) -> None:
     (engine,) = engines(0, takes_shards=False)
-    target = Target(engine, "0-whole", "node", (0,), 1)
+    target = UpdateTarget(engine, "0-whole", "node", (0,), 1)
     assert "whole tensors" in str(ShardSender(None, 2**20).why_not(shards(weights(0)), [target]))
     (engine,) = engines(0)
-    target = Target(engine, "0-more", "node", (0, 1), 2)
+    target = UpdateTarget(engine, "0-more", "node", (0, 1), 2)
     assert "1 of the engine's 2" in str(ShardSender(None, 2**20).why_not(shards(weights(0)), [target]))

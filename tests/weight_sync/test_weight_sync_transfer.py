@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from hybridrl.weight_sync.receive import WeightReceiver
-from hybridrl.weight_sync.send import BroadcastTransport, SharedMemoryTransport, Target, stream, transports_to
+from hybridrl.weight_sync.send import BroadcastTransport, SharedMemoryTransport, UpdateTarget, stream, transports_to
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -85,7 +85,7 @@ def test_shared_memory_brings_everything_once_in_order_and_is_freed(takers, buck
     monkeypatch.setattr("hybridrl.weight_sync.send._LEAST_BUCKET", 1)
     sent = weights()
     before = set(os.listdir("/dev/shm"))
-    targets = [Target(taker, str(i), "node", (0,), 1) for i, taker in enumerate(takers)]
+    targets = [UpdateTarget(taker, str(i), "node", (0,), 1) for i, taker in enumerate(takers)]
     (transport,) = transports_to(targets, "node")
     assert isinstance(transport, SharedMemoryTransport)
     names: set[str] = set()
@@ -104,7 +104,7 @@ def test_shared_memory_brings_everything_once_in_order_and_is_freed(takers, buck
 
 def test_a_broadcast_reaches_processes_of_their_own_and_its_group_is_kept(takers) -> None:
     sent = weights()
-    targets = [Target(taker, f"own {i}", "elsewhere", (), 1) for i, taker in enumerate(takers)]
+    targets = [UpdateTarget(taker, f"own {i}", "elsewhere", (), 1) for i, taker in enumerate(takers)]
     ports = set()
     for _ in range(2):
         (transport,) = transports_to(targets, "node")
@@ -112,12 +112,12 @@ def test_a_broadcast_reaches_processes_of_their_own_and_its_group_is_kept(takers
         stream(iter(sent), [transport], total(sent), 2**20)
         for taker in takers:
             assert_taken(taker, sent, 2**20)
-        ports.add(BroadcastTransport._kept[1].port)
+        ports.add(BroadcastTransport._cached_group[1].port)
     assert len(ports) == 1
     (transport,) = transports_to(targets[:1], "node")  # other members, another group
     stream(iter(sent), [transport], total(sent), 2**20)
     assert_taken(takers[0], sent, 2**20)
-    assert BroadcastTransport._kept[1].port not in ports
+    assert BroadcastTransport._cached_group[1].port not in ports
 
 
 def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypatch) -> None:
@@ -126,7 +126,7 @@ def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypat
     actor = ray.remote(Taker).options(num_cpus=0)
     engines = [actor.remote(True) for _ in range(2)]
     ray.get(engines[1].end_at.remote(3))
-    targets = [Target(engine, f"dying {i}", "elsewhere", (), 1) for i, engine in enumerate(engines)]
+    targets = [UpdateTarget(engine, f"dying {i}", "elsewhere", (), 1) for i, engine in enumerate(engines)]
     sent = weights()
     stream(iter(sent), transports_to(targets, "node"), total(sent), 20_000)
     for engine in engines:
@@ -139,7 +139,7 @@ def test_an_engine_that_is_gone_does_not_stop_the_others(ray_session, takers) ->
     ray.get(gone.result.remote())
     ray.kill(gone)
     sent = weights()
-    targets = [Target(taker, str(i), "node", (0,), 1) for i, taker in enumerate([gone, takers[0]])]
+    targets = [UpdateTarget(taker, str(i), "node", (0,), 1) for i, taker in enumerate([gone, takers[0]])]
     stream(iter(sent), transports_to(targets, "node"), total(sent), 4096)
     assert_taken(takers[0], sent, 300 * 70 * 4)
 
@@ -147,6 +147,6 @@ def test_an_engine_that_is_gone_does_not_stop_the_others(ray_session, takers) ->
 def test_too_little_shared_memory_says_what_to_change(takers, monkeypatch) -> None:
     small = os.statvfs_result((4096, 4096, 10, 10, 10, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: small)
-    target = Target(takers[0], "0", "node", (0,), 1)
+    target = UpdateTarget(takers[0], "0", "node", (0,), 1)
     with pytest.raises(MemoryError, match="update_weights_bucket_megabytes"):
         stream(iter(weights()), transports_to([target], "node"), 2**20, 2**20)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridrl.config import load_config
-from hybridrl.config.checks.consequences import consequences
+from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.roles import ROLES, RoleSpec
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.errors import UserError
@@ -54,25 +54,28 @@ def test_tools_that_record_gpus_are_refused_without_one(tmp_path: Path, tool: st
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["global_profiler.steps=[1,2]"], "global_profiler.tool=null"),
-        ([f"{ACTOR}.enable=True"], "global_profiler.tool=null"),
+        (["global_profiler.steps=[1,2]"], "global_profiler.tool is not set"),
+        ([f"{ACTOR}.enable=True"], "global_profiler.tool is not set"),
         (["global_profiler.tool=torch"], "global_profiler.steps"),
-        (["global_profiler.tool=torch", "global_profiler.steps=[1]"], f"{ACTOR}.enable=True"),
-        (["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ACTOR}.enable=True"], f"{ACTOR}.ranks=[0]"),
+        (["global_profiler.tool=torch", "global_profiler.steps=[1]"], "profiler.enable=True"),
+        (
+            ["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ACTOR}.enable=True"],
+            f"{ACTOR}.ranks is not set",
+        ),
     ],
 )
 def test_settings_that_write_no_profile_are_told(words: list[str], told: str) -> None:
     for program, where in (("ppo_trainer", ACTOR), ("sft_trainer", "profiler")):
         config = load_config(program, [word.replace(ACTOR, where) for word in words])  # type: ignore[call-overload]
-        (notice,) = [one for one in consequences(config) if "profile" in one]
-        assert told.replace(ACTOR, where) in notice
+        faults, notices = check_idle(config)
+        assert faults == [] and told.replace(ACTOR, where) in " ".join(notices)
 
 
 @pytest.mark.parametrize(("program", "where"), [("ppo_trainer", ACTOR), ("sft_trainer", "profiler")])
 def test_settings_that_write_one_are_not(program: str, where: str) -> None:
     words = ["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{where}.enable=True", f"{where}.ranks=[0]"]
     config = load_config(program, words)  # type: ignore[call-overload]
-    assert not [one for one in consequences(config) if "profile" in one]
+    assert check_idle(config) == ([], [])
 
 
 def test_the_profile_of_a_role_of_ones_own_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,4 +86,5 @@ def test_the_profile_of_a_role_of_ones_own_is_one(monkeypatch: pytest.MonkeyPatc
     for ranks in ([0], []):
         words = ["global_profiler.tool=torch", "global_profiler.steps=[1]"]
         config = load_config("ppo_trainer", [*words, f"+roles.own={{profiler: {{enable: true, ranks: {ranks}}}}}"])
-        assert bool([one for one in consequences(config) if "no rank is chosen" in one]) == (not ranks)
+        named = {text.split("=")[0] for texts in check_idle(config) for text in texts}
+        assert named == (set() if ranks else {"global_profiler.tool", "roles.own.profiler.enable"})

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from hybridrl.agents.parsers.base import Call, FunctionCall
-from hybridrl.agents.turns import answers_of
+from hybridrl.chat.parsers.base import Call, FunctionCall
+from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.registry import ENVIRONMENTS, Facts
 from hybridrl.verdict import NoVerdict, NoVerdictError, Verdict

@@ -12,9 +12,9 @@ from hybridrl.agents.environments.install import python_of
 from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.server.schema import TOO_LONG
+from hybridrl.serve.schema import TOO_LONG
 from hybridrl.utils import clock
-from hybridrl.utils.agent_host import Job, Result
+from hybridrl.utils.agent_host import AgentJob, Result
 from hybridrl.verdict import NoVerdict, Verdict
 
 #: the column with a task of verifiers as JSON; `hybridrl.data.preprocess.verifiers` writes it
@@ -109,7 +109,7 @@ class VerifiersServer:
         except (OSError, ValueError) as error:
             raise RolloutError(f"the environment gave no tasks: {error}") from error
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: AgentJob) -> Result:
         """One rollout, given up when this call is cancelled.
 
         Raises:

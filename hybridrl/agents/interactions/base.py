@@ -1,4 +1,4 @@
-"""What a simulated user is; the methods are verl's."""
+"""The interface of a simulated user; its methods are verl's."""
 
 import uuid
 from collections.abc import Callable

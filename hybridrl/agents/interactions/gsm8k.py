@@ -35,8 +35,10 @@ class Gsm8kInteraction(BaseInteraction):
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Say whether the model's last turn is right."""
         session = self._sessions[instance_id]
-        said = next((str(one["content"]) for one in reversed(messages) if one["role"] == "assistant"), "")
-        answer = said if "####" in said else f"#### {said.strip()}"
+        last_turn = next(
+            (str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), ""
+        )
+        answer = last_turn if "####" in last_turn else f"#### {last_turn.strip()}"
         session["score"] = float(compute_score(answer, session["truth"]))
         if session["score"] > 0:
             return True, "That is right.", session["score"], {}

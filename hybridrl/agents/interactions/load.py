@@ -14,8 +14,8 @@ _KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 class Interactions:
     """The simulated users of a run, by name."""
 
-    def __init__(self, found: Mapping[str, BaseInteraction], path: str) -> None:
-        self.found = found
+    def __init__(self, users: Mapping[str, BaseInteraction], path: str) -> None:
+        self.users = users
         self._path = path
 
     def of(self, kwargs: Mapping[str, Any]) -> BaseInteraction | None:
@@ -26,14 +26,14 @@ class Interactions:
         """
         if not kwargs:
             return None
-        only = next(iter(self.found)) if len(self.found) == 1 else ""
+        only = next(iter(self.users)) if len(self.users) == 1 else ""
         name = str(kwargs.get("name") or only)
-        if name not in self.found:
+        if name not in self.users:
             raise RolloutError(
                 f"a row's interaction_kwargs.name is {kwargs.get('name')!r}; {_KEY}={self._path} has "
-                f"{', '.join(self.found)}"
+                f"{', '.join(self.users)}"
             )
-        return self.found[name]
+        return self.users[name]
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check that rows name the users.
@@ -42,7 +42,7 @@ class Interactions:
             rows: `interaction_kwargs` of each row.
 
         Raises:
-            RolloutError: a row names a user that there is not, or no row names one.
+            RolloutError: a row names an unknown user, or no row names one.
         """
         answered = [self.of(kwargs) is not None for kwargs in rows]  # each row is checked
         if not any(answered):
@@ -61,14 +61,14 @@ def load_interactions(path: str) -> Interactions:
     Raises:
         RolloutError: the file or an entry is wrong.
     """
-    found: dict[str, BaseInteraction] = {}
+    users: dict[str, BaseInteraction] = {}
     for name, (class_name, config) in named_entries(path, _KEY, "interaction").items():
         where = f"{_KEY}={path}: {name}"
         cls = class_of(class_name, where, INTERACTIONS, BaseInteraction)
         try:
-            found[name] = cls(config={**config, "name": name})
+            users[name] = cls(config={**config, "name": name})
         except UserError as error:
             raise RolloutError(f"{where}: {error}") from error
         except Exception as error:  # the user's class may raise anything
             raise RolloutError(f"{where}: making {class_name} failed: {type(error).__name__}: {error}") from error
-    return Interactions(found, path)
+    return Interactions(users, path)

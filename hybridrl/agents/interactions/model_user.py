@@ -74,13 +74,15 @@ class ModelUser(BaseInteraction):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         faults: dict[str, str] = {}
-        given = {name: value for name, value in config.items() if name != "name"}
-        if "url" not in given:
+        settings = {name: value for name, value in config.items() if name != "name"}
+        if "url" not in settings:
             raise RolloutError("config.url must be set: an address such as http://HOST:8000/v1")
-        known = set(ModelUserConfig.__dataclass_fields__)
-        if unknown := sorted(set(given) - known):
-            raise RolloutError(f"config.{unknown[0]}: there is no such setting; there are {', '.join(sorted(known))}")
-        self._own: ModelUserConfig = build(ModelUserConfig, given, faults, {}, "config.")
+        setting_names = set(ModelUserConfig.__dataclass_fields__)
+        if unknown := sorted(set(settings) - setting_names):
+            raise RolloutError(
+                f"config.{unknown[0]}: there is no such setting; there are {', '.join(sorted(setting_names))}"
+            )
+        self._own: ModelUserConfig = build(ModelUserConfig, settings, faults, {}, "config.")
         if faults:
             raise RolloutError("; ".join(faults.values()))
         own = self._own
@@ -106,20 +108,20 @@ class ModelUser(BaseInteraction):
         except jinja2.TemplateError as error:
             raise NoVerdictError(Reason.GRADING, f"the template of {self.name} failed: {error}") from error
         try:  # the session has a thread of its own, so that waiting in it keeps no other session waiting
-            said = self._client.ask(
+            reply = self._client.ask(
                 [{"role": "user", "content": question}],
                 own.timeout_s,
                 **{"temperature": own.temperature, "max_tokens": own.max_tokens, **own.extra_body},
             )
         except ServiceError as error:
             raise NoVerdictError(error.reason, f"{self.name} gave no answer: {error}") from error
-        if own.end in said:
+        if own.end in reply:
             return True, "", None, {}
         for text in own.remove:
-            said = said.replace(text, "")
-        if not said.strip():
+            reply = reply.replace(text, "")
+        if not reply.strip():
             raise NoVerdictError(Reason.INFRA, f"{self.name} said nothing")
-        return False, said.strip(), None, {}
+        return False, reply.strip(), None, {}
 
 
 def conversation_of(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -14,8 +14,8 @@ from hybridrl.verdict import NoVerdictError, Reason
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a user said; see `BaseInteraction.generate_response`."""
+class UserReply:
+    """A user's answer; see `BaseInteraction.generate_response`."""
 
     ended: bool
     content: str | list[dict[str, Any]]
@@ -24,7 +24,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """What was said, without images."""
+        """The text of the answer, without images."""
         parts = [{"text": self.content}] if isinstance(self.content, str) else self.content
         return "".join(str(part.get("text", "")) for part in parts)
 
@@ -47,27 +47,27 @@ class InteractionSession:
 
     @property
     def name(self) -> str:
-        """Of the user."""
+        """The user's name."""
         return self._interaction.name
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The user's answer to the model's last turn."""
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
+        """Return the user's answer to the model's last turn."""
         if self._id is None:
             self._id = await self._call(lambda: self._interaction.start_interaction(None, **self._kwargs))
-        given, name = [dict(message) for message in messages], self._id
-        found = await self._call(lambda: self._interaction.generate_response(name, given, **self._kwargs))
-        if not isinstance(found, tuple) or len(found) != 4 or not isinstance(found[1], str | list):
+        turns, name = [dict(message) for message in messages], self._id
+        returned = await self._call(lambda: self._interaction.generate_response(name, turns, **self._kwargs))
+        if not isinstance(returned, tuple) or len(returned) != 4 or not isinstance(returned[1], str | list):
             raise RolloutError(
-                f"generate_response of {self.name} returned {found!r}, and must return (should_terminate, response, "
+                f"generate_response of {self.name} returned {returned!r}, and must return (should_terminate, response, "
                 "score, extra)"
             )
-        ended, content, score, extra = found
+        ended, content, score, extra = returned
         if score is not None and not math.isfinite(score := float(score)):
             raise RolloutError(f"generate_response of {self.name} returned the score {score}; it must be finite")
-        return Reply(bool(ended), content, score, dict(extra or {}))
+        return UserReply(bool(ended), content, score, dict(extra or {}))
 
     async def score(self) -> float | None:
-        """What `calculate_score` says of the conversation; None where the model never got to the user.
+        """Return `calculate_score` of the conversation; None if the model never got to the user.
 
         Raises:
             NoVerdictError: it failed.

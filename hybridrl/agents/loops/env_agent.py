@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from hybridrl.agents.environments.base import Action, Step, messages_of
 from hybridrl.agents.environments.session import EnvironmentSession
-from hybridrl.agents.images import images_in, with_row_images
-from hybridrl.agents.log import without_pixels
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
+from hybridrl.chat.images import images_in, with_row_images
+from hybridrl.chat.log import without_pixels
 from hybridrl.models.vision import ImageTensors, digest
 from hybridrl.notify import notify
 from hybridrl.rollout.noise import stream_keys
@@ -17,7 +17,7 @@ from hybridrl.rollout.noise import stream_keys
 
 @dataclass
 class _Episode:
-    """What has happened in a session so far; fields as those of `AgentLoopOutput`."""
+    """The state of a session; the fields are those of `AgentLoopOutput`."""
 
     prompt_ids: list[int]
     tools: Sequence[Mapping[str, Any]]
@@ -35,7 +35,7 @@ class _Episode:
     seconds: float = 0.0
 
 
-@register("env_agent")
+@register("env_agent", reads=("environments",))
 class EnvironmentAgentLoop(AgentLoopBase):
     """Resets the environment of the row, and gives it each turn of the model, until the episode is done.
 
@@ -181,5 +181,5 @@ def _state(step: Step) -> Any:
     if step.state is not None or isinstance(step.observation, str) or step.observation is None:
         return step.observation if step.state is None else step.state
     named = without_pixels(step.observation)
-    images = [digest(one) for one in images_in(step.observation)]
+    images = [digest(image) for image in images_in(step.observation)]
     return [*((message["role"], message["content"]) for message in named), *images]

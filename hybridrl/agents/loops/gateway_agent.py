@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridrl.agents.gateway import AgentFailed
-from hybridrl.agents.images import tensors_of, with_data_urls
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from hybridrl.chat.images import tensors_of, with_data_urls
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
@@ -18,7 +18,7 @@ from hybridrl.rollout.trace import training_trace, write_trace
 from hybridrl.verdict import NoVerdict, NoVerdictError
 
 
-@register("gateway_agent")
+@register("gateway_agent", reads=("gateway",))
 class GatewayAgentLoop(AgentLoopBase):
     """Runs `agent.function` or `agent.command` in a session on the run's server, and takes the turns of that session.
 
@@ -82,7 +82,7 @@ class GatewayAgentLoop(AgentLoopBase):
 
 
 def _row_of_agent(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What an agent gets of a row. Its images are in the prompt, as OpenAI's chat API has them."""
+    """Return the columns of a row that an agent gets. Images are in the prompt, as in OpenAI's chat API."""
     own = {name: value for name, value in row.items() if name not in ("prompt_ids", IMAGE_FILES, MULTI_MODAL_INPUTS)}
     files = row.get(IMAGE_FILES)
     if files:
@@ -91,5 +91,5 @@ def _row_of_agent(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _images_of(images: PromptImages | None) -> list[ImageTensors]:
-    """Each image of a call by itself."""
+    """Return the images of a call, one entry per image."""
     return [] if images is None else split_images(tensors_of(images))

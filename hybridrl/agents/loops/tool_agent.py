@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridrl.agents.images import images_in
 from hybridrl.agents.interactions.session import InteractionSession
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from hybridrl.agents.parsers.base import Call, FunctionCall, Parsed
 from hybridrl.agents.tools.load import selected_tools
 from hybridrl.agents.tools.session import ToolResult, ToolSession
-from hybridrl.agents.turns import answers_of
+from hybridrl.chat.images import images_in
+from hybridrl.chat.parsers.base import Call, FunctionCall, Parsed
+from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.protocol.bookkeeping import taken
@@ -53,7 +53,7 @@ class AgentData:
     interaction_extra: dict[str, Any] = field(default_factory=dict)
 
 
-@register("tool_agent")
+@register("tool_agent", reads=("tools",))
 class ToolAgentLoop(AgentLoopBase):
     """Generates, runs the calls of the turn, appends their answers, and goes on, until a turn has no call.
 
@@ -75,13 +75,13 @@ class ToolAgentLoop(AgentLoopBase):
         tools_kwargs = kwargs.get("tools_kwargs") or {}
         data = AgentData(list(kwargs["raw_prompt"]), list(kwargs["prompt_ids"]), tools_kwargs)
         data.images = self.row_images(kwargs)
-        chosen = selected_tools(kwargs.get("extra_info"), list(self.tools))
-        tools = {name: self.tools[name] for name in chosen}
+        names = selected_tools(kwargs.get("extra_info"), list(self.tools))
+        tools = {name: self.tools[name] for name in names}
         schemas = [tool.tool_schema for tool in tools.values()]
-        seen = self.server_manager.images
-        session = ToolSession(tools, settings, tools_kwargs, None if seen is None else seen.reader)
+        images = self.server_manager.images
+        session = ToolSession(tools, settings, tools_kwargs, None if images is None else images.reader)
         user = self._user(kwargs)
-        said: dict[str, float] = {}
+        user_scores: dict[str, float] = {}
         self.server_manager.log.messages = data.messages
         try:
             while (calls := await self._generate(data, sampling_params, schemas)) is not None:
@@ -89,7 +89,7 @@ class ToolAgentLoop(AgentLoopBase):
                 if not await answered:
                     break
             if user is not None and (score := await user.score()) is not None:
-                said[user.name] = score
+                user_scores[user.name] = score
         finally:
             scores = await session.close()
             if user is not None:
@@ -100,12 +100,12 @@ class ToolAgentLoop(AgentLoopBase):
                 f"a tool set the extra field {own[0]!r}, which is the name of a column that the run itself uses; give "
                 "the field another name"
             )
-        lost = [score for score in scores.values() if isinstance(score, NoVerdict)]
+        unscored = [score for score in scores.values() if isinstance(score, NoVerdict)]
         return AgentLoopOutput(
             data.prompt_ids,
             data.response_ids,
             data.response_mask,
-            reward_score=lost[0] if lost else None,
+            reward_score=unscored[0] if unscored else None,
             num_turns=1 + data.user_turns + data.assistant_turns,
             metrics=data.metrics,
             extra_fields={
@@ -114,7 +114,7 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_rewards": data.tool_rewards,
                 "reward_scores": {
                     **scores,
-                    **said,
+                    **user_scores,
                     "tool_rewards": data.tool_rewards,
                     **({"user_turn_rewards": data.turn_scores} if user is not None else {}),
                 },
@@ -128,10 +128,10 @@ class ToolAgentLoop(AgentLoopBase):
     def _user(self, row: Mapping[str, Any]) -> InteractionSession | None:
         """The simulated user of a row."""
         kwargs = row.get("interaction_kwargs") or {}
-        found = None if self.interactions is None else self.interactions.of(kwargs)
-        if found is None:
+        user = None if self.interactions is None else self.interactions.of(kwargs)
+        if user is None:
             return None
-        return InteractionSession(found, kwargs, self.rollout_config.multi_turn.tool_timeout_s)
+        return InteractionSession(user, kwargs, self.rollout_config.multi_turn.tool_timeout_s)
 
     async def _generate(
         self, data: AgentData, sampling_params: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ from hybridrl.agents.loops.gateway_agent import GatewayAgentLoop
 from hybridrl.config import RolloutConfig
 
 
-@register("verifiers_agent")
+@register("verifiers_agent", reads=("gateway",))
 class VerifiersAgentLoop(GatewayAgentLoop):
     """Each session is a rollout of verifiers, whose rewards are the score.
 

@@ -1,4 +1,4 @@
-"""What a tool is: a description for the model, and something that runs when the model calls it."""
+"""The interface of a tool: a description for the model, and code that runs when the model calls it."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ _MARK = "__hybridrl_tool__"
 
 @dataclass
 class ToolResponse:
-    """What a tool returns to the model.
+    """The result that a tool returns to the model.
 
     Attributes:
         text: the result; None is an empty one.
@@ -164,8 +164,8 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
         return function_tool()(name)
 
     def mark(function: F) -> F:
-        found = schema if schema is not None else _derived_schema(function, name or function.__name__)
-        setattr(function, _MARK, FunctionTool(function, found))
+        tool_schema = schema if schema is not None else _derived_schema(function, name or function.__name__)
+        setattr(function, _MARK, FunctionTool(function, tool_schema))
         return function
 
     return mark
@@ -173,8 +173,8 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
 
 def tool_of(value: Any) -> FunctionTool | None:
     """The tool that `function_tool` made of a function, or None."""
-    found = getattr(value, _MARK, None)
-    return found if isinstance(found, FunctionTool) else None
+    tool = getattr(value, _MARK, None)
+    return tool if isinstance(tool, FunctionTool) else None
 
 
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
 
 
 def as_result(value: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-    """What a function returned, as `BaseTool.execute` returns it.
+    """Convert a function's return value to that of `BaseTool.execute`: (response, reward, metrics).
 
     Raises:
         TypeError: a tuple of another length.
@@ -233,12 +233,12 @@ def _derived_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     if any(parameter.kind in variadic for parameter in inspect.signature(function).parameters.values()):
         raise RolloutError(f"function tool {name}: name every parameter; *args and **kwargs cannot be described")
     try:
-        found: dict[str, Any] = get_json_schema(function)
+        schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # the errors of transformers have no common base
         raise RolloutError(
             f"function tool {name}: no description can be made of it ({error}). Give every parameter a type hint, and "
             "the docstring a summary and a line per parameter under 'Args:'; or pass schema="
         ) from error
-    found["function"]["name"] = name
-    found["function"].pop("return", None)
-    return found
+    schema["function"]["name"] = name
+    schema["function"].pop("return", None)
+    return schema

@@ -85,11 +85,11 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         return _bounded(_OPERATORS[type(node.op)](_value(node.operand)))
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
+        x, y = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
-            return _bounded(_power(left, right))
+            return _bounded(_power(x, y))
         if type(node.op) in _OPERATORS:
-            return _bounded(_OPERATORS[type(node.op)](left, right))
+            return _bounded(_OPERATORS[type(node.op)](x, y))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in _FUNCTIONS:
             return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
@@ -98,13 +98,13 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    """A power that is not computed where it would be too large."""
+    """Compute a power, unless it would be too large."""
     if base and abs(exponent) * math.log10(max(abs(base), 1e-300)) > 300:
         raise OverflowError("the result is too large")
-    found = base**exponent
-    if isinstance(found, complex):
+    power = base**exponent
+    if isinstance(power, complex):
         raise ValueError("the result is not a real number")
-    return found
+    return power
 
 
 def _bounded(value: int | float) -> int | float:
@@ -132,9 +132,9 @@ class Calculator(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         """The value of `expression`."""
-        found = evaluate(str(parameters["expression"]))
+        number = evaluate(str(parameters["expression"]))
         return (
-            ToolResponse(str(int(found)) if float(found).is_integer() and abs(found) < 1e15 else str(found)),
+            ToolResponse(str(int(number)) if float(number).is_integer() and abs(number) < 1e15 else str(number)),
             None,
             {},
         )
@@ -224,8 +224,8 @@ class HttpSearch(BaseTool):
         queries = [queries] if isinstance(queries, str) else queries
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
             raise ValueError("give a list of queries, each of them text")
-        found = await in_thread(lambda: self._ask(queries))
-        return ToolResponse("\n---\n".join(map(_passages, found))), None, {"queries": len(queries)}
+        documents = await in_thread(lambda: self._ask(queries))
+        return ToolResponse("\n---\n".join(map(_passages, documents))), None, {"queries": len(queries)}
 
     def _ask(self, queries: list[str]) -> list[Any]:
         body = {"queries": queries, "topk": self._topk, "return_scores": True}

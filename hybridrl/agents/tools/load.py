@@ -18,16 +18,16 @@ _loading = threading.Lock()
 
 
 def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[BaseTool]:
-    """The tools of both files; the same objects where they were loaded before.
+    """Return the tools of both files; each pair of files is loaded once per process.
 
     Raises:
         RolloutError: a file or an entry is wrong, or two tools have one name.
     """
     with _loading:
-        wanted = (tool_config_path, function_tool_path)
-        if wanted not in _loaded:
-            _loaded[wanted] = _load(*wanted)
-        return _loaded[wanted]
+        paths = (tool_config_path, function_tool_path)
+        if paths not in _loaded:
+            _loaded[paths] = _load(*paths)
+        return _loaded[paths]
 
 
 def close_tools(tool_config_path: str | None, function_tool_path: str | None) -> None:
@@ -43,9 +43,11 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
 
 
 def selected_tools(extra_info: Any, names: Sequence[str]) -> list[str]:
-    """The tools of a row: those that `extra_info.tool_selection` names, or all."""
-    wanted = extra_info.get("tool_selection") if isinstance(extra_info, Mapping) else None
-    return list(names) if wanted is None or not len(wanted) else [name for name in names if name in list(wanted)]
+    """Return the names of a row's tools: those in `extra_info.tool_selection`, or all."""
+    selection = extra_info.get("tool_selection") if isinstance(extra_info, Mapping) else None
+    return (
+        list(names) if selection is None or not len(selection) else [name for name in names if name in list(selection)]
+    )
 
 
 def _load(tool_config_path: str | None, function_tool_path: str | None) -> list[BaseTool]:
@@ -76,8 +78,8 @@ def _of_entry(entry: Any, where: str) -> list[BaseTool]:
     config = dict(entry.get("config") or {})
     try:
         if hasattr(kind, "from_config"):  # one entry may stand for several tools
-            found: list[BaseTool] = list(kind.from_config(config))
-            return found
+            tools: list[BaseTool] = list(kind.from_config(config))
+            return tools
         return [kind(config=config, tool_schema=entry.get("tool_schema"))]
     except UserError as error:
         raise RolloutError(f"{where}: {error}") from error
@@ -88,7 +90,7 @@ def _of_entry(entry: Any, where: str) -> list[BaseTool]:
 def _of_functions(path: str) -> list[BaseTool]:
     key = f"{_KEY}.function_tool_path"
     module = load_module(path, key, RolloutError)
-    found = [tool for value in vars(module).values() if (tool := tool_of(value)) is not None]
-    if not found:
+    tools = [tool for value in vars(module).values() if (tool := tool_of(value)) is not None]
+    if not tools:
         raise RolloutError(f"{key}={path}: it has no function with the decorator @function_tool")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tools))

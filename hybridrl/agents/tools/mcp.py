@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.images import opened
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
+from hybridrl.chat.images import opened
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock
 from hybridrl.verdict import NoVerdictError, Reason
@@ -55,35 +55,35 @@ class McpTool(BaseTool):
         except ImportError as error:
             what = "tools of MCP servers need the package mcp: bash scripts/install.sh auto mcp"
             raise RolloutError(what) from error
-        wanted, found = config.get("tool_selected_list"), list[BaseTool]()
+        selection, selected_tools = config.get("tool_selected_list"), list[BaseTool]()
         try:
             for name, entry in _servers(config).items():
                 server = _Server(name, entry, float(config.get("start_timeout", _START_S)))
                 listed = server.tools()
-                tools = [cls(config, schema, server) for schema in listed if _chosen(schema, wanted)]
+                tools = [cls(config, schema, server) for schema in listed if _is_selected(schema, selection)]
                 if not tools:
                     server.close()
-                found += tools
-            names = [tool.name for tool in found]
-            if missing := [name for name in wanted or () if name not in names]:
+                selected_tools += tools
+            names = [tool.name for tool in selected_tools]
+            if missing := [name for name in selection or () if name not in names]:
                 raise RolloutError(f"tool_selected_list names {', '.join(missing)}, which no server has")
         except BaseException:
-            for tool in found:
+            for tool in selected_tools:
                 tool.close()
             raise
-        return found
+        return selected_tools
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """What the server answers: text, and images where the policy reads them.
+        """Return the server's answer: text, and images if the policy reads them.
 
         Raises:
             NoVerdictError: the connection has ended, or cannot be opened again.
         """
         parts = await self._server.call(self.name, parameters)
         images = [part for part in parts if part.type == "image" and self.model_reads_images]
-        text = "\n".join(_shown(part) for part in parts if part not in images)
+        text = "\n".join(_text_of(part) for part in parts if part not in images)
         return ToolResponse(text, [opened(base64.b64decode(part.data)) for part in images]), None, {}
 
     def close(self) -> None:
@@ -195,13 +195,13 @@ class _Connection:
         """The descriptions of its tools in OpenAI's format."""
 
         async def pages() -> list[Any]:
-            found, cursor = [], None
+            listed_tools, cursor = [], None
             while True:
                 page = await self._client.list_tools(cursor=cursor)
-                found += page.tools
+                listed_tools += page.tools
                 cursor = page.next_cursor
                 if not cursor:
-                    return found
+                    return listed_tools
 
         try:
             listed = asyncio.run_coroutine_threadsafe(pages(), self._loop).result(_START_S)
@@ -238,7 +238,7 @@ class _Connection:
                 self.has_ended = True
                 raise _ConnectionEndedError(f"the connection has ended: {_reason(error)}") from error
             if result.is_error:
-                raise RuntimeError("\n".join(map(_shown, result.content)) or "the tool failed")
+                raise RuntimeError("\n".join(map(_text_of, result.content)) or "the tool failed")
             return list(result.content)
 
         try:
@@ -269,11 +269,11 @@ def _servers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return dict(servers)
 
 
-def _chosen(schema: Mapping[str, Any], wanted: Sequence[str] | None) -> bool:
-    return wanted is None or schema["function"]["name"] in wanted
+def _is_selected(schema: Mapping[str, Any], selection: Sequence[str] | None) -> bool:
+    return selection is None or schema["function"]["name"] in selection
 
 
-def _shown(part: Any) -> str:
+def _text_of(part: Any) -> str:
     """A part of a result as text; of one that the model cannot read, that it is left out."""
     text = getattr(part, "text", None)
     return f"({part.type} left out)" if text is None else str(text)

@@ -26,12 +26,12 @@ class PythonTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        given = {name: value for name, value in config.items() if name not in ("type", *_OWN)}
+        limits = {name: value for name, value in config.items() if name not in ("type", *_OWN)}
         try:
-            self._limits = Limits(**given)
+            self._limits = Limits(**limits)
         except TypeError:
-            known = ", ".join((*Limits.__dataclass_fields__, *_OWN))
-            raise RolloutError(f"python: config has {', '.join(given)}; known are {known}") from None
+            setting_names = ", ".join((*Limits.__dataclass_fields__, *_OWN))
+            raise RolloutError(f"python: config has {', '.join(limits)}; known are {setting_names}") from None
         self._sandbox = _sandbox(config, self._limits)
         try:
             reason = self._sandbox.check()
@@ -67,12 +67,12 @@ class PythonTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """What the program prints, and how it ended where that was not by itself."""
+        """Return the program's output, with a note if it was stopped or failed."""
         program = Program(str(parameters["code"]), one_stream=True)
-        found = await in_thread(lambda: self._sandbox.run(program, self._limits))
+        outcome = await in_thread(lambda: self._sandbox.run(program, self._limits))
         ends = {"time": f"[ended after {self._limits.wall_s:g} s]", "output": "[ended: it printed too much]"}
-        note = ends.get(found.ended, f"[exit code {found.code}]" if found.code else "")
-        return ToolResponse("\n".join(filter(None, (found.output.rstrip("\n"), note)))), None, {"code": found.code}
+        note = ends.get(outcome.ended, f"[exit code {outcome.code}]" if outcome.code else "")
+        return ToolResponse("\n".join(filter(None, (outcome.output.rstrip("\n"), note)))), None, {"code": outcome.code}
 
 
 def _sandbox(config: dict[str, Any], limits: Limits) -> Sandbox:

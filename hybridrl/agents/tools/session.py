@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.agents.images import ImageReader
-from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.agents.side import CallTimeoutError, Side
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.chat.images import ImageReader
+from hybridrl.chat.parsers.base import FunctionCall
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
@@ -26,7 +26,7 @@ class ToolResult:
         text: what the model gets.
         reward: of this call; None: it has none.
         metrics: by name.
-        fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
+        fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" if it did.
         seconds: that the call took.
         images: patches of each image that the model gets.
     """
@@ -40,10 +40,10 @@ class ToolResult:
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """Of the message that answers: text, or parts where there are images."""
+        """The content of the answering message: text, or parts if there are images."""
         if not self.images:
             return self.text
-        parts: list[dict[str, Any]] = [{"type": "image", "image": one} for one in self.images]
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
         return parts + ([{"type": "text", "text": self.text}] if self.text else [])
 
 
@@ -95,7 +95,7 @@ class ToolSession:
         """End the session's use of its tools.
 
         Returns:
-            What `calc_reward` of each tool that was used returned, by name; a `NoVerdict` where it failed.
+            The result of `calc_reward` of each tool that was used, by name; a `NoVerdict` if it failed.
         """
         scores: dict[str, float | NoVerdict] = {}
         for name, created in self._instances.items():
@@ -105,18 +105,18 @@ class ToolSession:
         return scores
 
     async def _end(self, tool: BaseTool, instance: str) -> float | NoVerdict:
-        """What `calc_reward` returns; the tool is released also where that fails."""
+        """Return the result of `calc_reward`, and release the tool even if that fails."""
         score = await self._score(tool, instance)
         try:
-            await self._limited(lambda: tool.release(instance, **self._given(tool, "release_kwargs")))
+            await self._limited(lambda: tool.release(instance, **self._row_kwargs(tool, "release_kwargs")))
         except Exception as error:
             notify(f"tool {tool.name}: ending a session's use of it failed: {error!r}", "warning", once=True)
         return score
 
     async def _score(self, tool: BaseTool, instance: str) -> float | NoVerdict:
-        given = self._given(tool, "calc_reward_kwargs")
+        kwargs = self._row_kwargs(tool, "calc_reward_kwargs")
         try:
-            score = await self._limited(lambda: tool.calc_reward(instance, **given))
+            score = await self._limited(lambda: tool.calc_reward(instance, **kwargs))
             if isinstance(score, NoVerdict):
                 return score
             number = float(score.reward if isinstance(score, Verdict) else score)
@@ -130,8 +130,8 @@ class ToolSession:
             return NoVerdict(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
         return number
 
-    def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
-        """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
+    def _row_kwargs(self, tool: BaseTool, name: str) -> dict[str, Any]:
+        """Return an entry of the row's `tools_kwargs`; Parquet has None where only other rows have the entry."""
         return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
 
     async def _timed(self, call: FunctionCall, agent_data: Any) -> ToolResult:
@@ -143,11 +143,11 @@ class ToolSession:
     async def _answer(self, call: FunctionCall, agent_data: Any) -> ToolResult:
         tool = self.tools.get(call.name)
         if tool is None:
-            known = ", ".join(self.tools) or "none"
-            return self._failed(f"there is no tool {call.name!r}; there are: {known}", "unknown")
+            names = ", ".join(self.tools) or "none"
+            return self._failed(f"there is no tool {call.name!r}; there are: {names}", "unknown")
         if fault := _fault_in_arguments(tool, call.arguments):
             return self._failed(fault, "arguments")
-        kwargs = self._given(tool, "execute_kwargs")
+        kwargs = self._row_kwargs(tool, "execute_kwargs")
         try:
             instance = await self._instance(tool)
             response, reward, metrics = await self._limited(
@@ -166,18 +166,18 @@ class ToolSession:
 
     async def _images(self, response: Any) -> list[ImageTensors]:
         """The patches of the images that a tool returned."""
-        found = (response.image if isinstance(response, ToolResponse) else None) or []
-        if found and self._reader is None:
+        images = (response.image if isinstance(response, ToolResponse) else None) or []
+        if images and self._reader is None:
             raise RolloutError("the tool returned images, and the model reads text alone")
-        return [] if self._reader is None else await self._reader.read(found)
+        return [] if self._reader is None else await self._reader.read(images)
 
     async def _instance(self, tool: BaseTool) -> str:
         """The id that `create` returned; parallel first calls share one."""
         if tool.name not in self._instances:
-            given = self._given(tool, "create_kwargs")
+            kwargs = self._row_kwargs(tool, "create_kwargs")
 
             async def create() -> str:
-                return str((await self._limited(lambda: tool.create(create_kwargs=given)))[0])
+                return str((await self._limited(lambda: tool.create(create_kwargs=kwargs)))[0])
 
             self._instances[tool.name] = asyncio.ensure_future(create())
         return await asyncio.shield(self._instances[tool.name])
@@ -194,7 +194,7 @@ class ToolSession:
         return ToolResult(self._cut(f"Error: {reason}"), fault=fault)
 
     def _cut(self, text: str) -> str:
-        """Text that a tokenizer takes, of at most `max_tool_response_length` characters and a mark where it was cut."""
+        """Return valid Unicode text of at most `max_tool_response_length` characters, and a mark where it was cut."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         limit, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
         if len(text) <= limit:
@@ -208,12 +208,12 @@ class ToolSession:
 
 
 def _fault_in_arguments(tool: BaseTool, arguments: Mapping[str, Any]) -> str | None:
-    """Which parameters of the tool's description are missing or unknown, or None."""
+    """Return an error that names the call's missing or unknown parameters, or None."""
     parameters = tool.tool_schema["function"]["parameters"]
-    known = parameters.get("properties", {})
+    properties = parameters.get("properties", {})
     if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
         return f"{tool.name} needs {', '.join(missing)}; the call gave {', '.join(arguments) or 'no arguments'}"
-    unknown = [name for name in arguments if name not in known]
+    unknown = [name for name in arguments if name not in properties]
     if unknown and not parameters.get("additionalProperties"):
-        return f"{tool.name} has no parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+        return f"{tool.name} has no parameter {', '.join(unknown)}; it has {', '.join(properties) or 'none'}"
     return None

@@ -13,7 +13,7 @@ from ray import cloudpickle
 
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.session import Attempt, Task, run_attempt
-from hybridrl.agents.workers.setup import Setup, agents_of
+from hybridrl.agents.workers.setup import SessionWorkerSetup, agents_of
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
@@ -25,7 +25,7 @@ Message = tuple[str, int, Any]
 
 
 class SessionFailedError(Exception):
-    """What ended a session in another process, as text."""
+    """The exception that ended a session in another process, as text."""
 
 
 class SessionWorker:
@@ -41,11 +41,11 @@ class SessionWorker:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._agents: Agents
         self._sessions: dict[int, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Future[Completion]] = {}
+        self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._messages: list[Message] = []
         self._has_messages = asyncio.Event()
 
-    async def start(self, setup: Setup, folder: str | None = None) -> int:
+    async def start(self, setup: SessionWorkerSetup, folder: str | None = None) -> int:
         """Make what the sessions share; returns the id of this process.
 
         Args:
@@ -66,20 +66,20 @@ class SessionWorker:
                 running = self._sessions[key] = asyncio.create_task(self._run(key, value))
                 running.add_done_callback(functools.partial(self._forget, key))
             elif kind == "completion":
-                asked = self._asked.pop(value.id, None)
-                if asked is not None and not asked.done():
-                    asked.set_result(value)
+                future = self._completions.pop(value.id, None)
+                if future is not None and not future.done():
+                    future.set_result(value)
             elif (session := self._sessions.get(key)) is not None:
                 session.cancel()
 
     async def collect(self, wait_s: float) -> list[Message]:
-        """Messages to the controller since the last call; waits up to `wait_s` for the first."""
+        """Return the messages to the controller since the last call; wait up to `wait_s` seconds for the first."""
         if not self._messages:
             self._has_messages.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_messages.wait(), wait_s)
-        found, self._messages = self._messages, []
-        return found
+        messages, self._messages = self._messages, []
+        return messages
 
     def _send(self, kind: str, key: int, value: Any) -> None:
         self._messages.append((kind, key, value))
@@ -89,12 +89,12 @@ class SessionWorker:
         try:
             task: Task = cloudpickle.loads(data)
         except Exception as error:  # a value of the row is of a class that is not there
-            attempt = _lost(f"the row cannot be read by the process of the session: {error!r}")
+            attempt = _failed_attempt(f"the row cannot be read by the process of the session: {error!r}")
         else:
             try:
                 attempt = await run_attempt(self._agents, _Client(self, key), task)
             except Exception as error:  # the controller waits for an answer to every session
-                attempt = _lost(f"the session failed: {type(error).__name__}")
+                attempt = _failed_attempt(f"the session failed: {type(error).__name__}")
         self._send("done", key, _pickled(attempt))
 
     def _forget(self, key: int, session: asyncio.Task[None]) -> None:
@@ -102,12 +102,12 @@ class SessionWorker:
 
     async def ask(self, key: int, request: Request) -> Completion:
         """The completion of a request of a session. Where generation fails, the controller cancels the session."""
-        self._asked[request.id] = asyncio.get_running_loop().create_future()
+        self._completions[request.id] = asyncio.get_running_loop().create_future()
         self._send("request", key, request)
         try:
-            return await self._asked[request.id]
+            return await self._completions[request.id]
         finally:
-            self._asked.pop(request.id, None)
+            self._completions.pop(request.id, None)
 
     async def close(self) -> None:
         """End the sessions, and what they share."""
@@ -138,7 +138,7 @@ class _Client:
         return None
 
 
-def _lost(why: str) -> Attempt:
+def _failed_attempt(why: str) -> Attempt:
     return Attempt(verdict=NoVerdict(Reason.INFRA, why))
 
 
@@ -149,4 +149,6 @@ def _pickled(attempt: Attempt) -> bytes:
     try:
         return cloudpickle.dumps(attempt)
     except Exception as error:
-        return cloudpickle.dumps(_lost(f"what the session returned cannot be sent to the controller: {error!r}"))
+        return cloudpickle.dumps(
+            _failed_attempt(f"what the session returned cannot be sent to the controller: {error!r}")
+        )

@@ -15,7 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.agents.session import Attempt, Task
 from hybridrl.agents.workers.actor import Message, SessionWorker
-from hybridrl.agents.workers.setup import Setup
+from hybridrl.agents.workers.setup import SessionWorkerSetup
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
@@ -35,14 +35,14 @@ class _Session:
     """An attempt that a worker runs.
 
     Attributes:
-        asked: ids of its requests that are generated now.
+        generating: ids of its requests that are being generated.
     """
 
     key: int
     task: bytes
     client: GenerationClient
     future: Future[Attempt]
-    asked: set[str] = field(default_factory=set)
+    generating: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class SessionPool:
         RolloutError: Ray does not run.
     """
 
-    def __init__(self, setup: Setup, count: int) -> None:
+    def __init__(self, setup: SessionWorkerSetup, count: int) -> None:
         if not ray.is_initialized():
             raise RolloutError(
                 f"the {count} processes that run sessions need Ray, which has not been started; start it, or set "
@@ -104,7 +104,7 @@ class SessionPool:
         try:
             data = cloudpickle.dumps(task)
         except Exception as error:  # the row may hold anything
-            future.set_result(_lost(f"the row cannot be sent to another process: {error!r}"))
+            future.set_result(_failed_attempt(f"the row cannot be sent to another process: {error!r}"))
             return future
         session = _Session(next(self._keys), data, client, future)
         future.add_done_callback(lambda done: self._ended_outside(session) if done.cancelled() else None)
@@ -113,8 +113,8 @@ class SessionPool:
 
     def take_restarts(self) -> int:
         """Processes that were started again since the last call."""
-        found, self._restarts = self._restarts, 0
-        return found
+        restarts, self._restarts = self._restarts, 0
+        return restarts
 
     def close(self) -> None:
         """End the processes, and what they have started."""
@@ -150,7 +150,10 @@ class SessionPool:
             return
         if session.future.cancelled():
             return
-        worker = min(self._workers, key=lambda one: (one.pid is None and one.losses > 0, len(one.sessions)))
+        worker = min(
+            self._workers,
+            key=lambda candidate: (candidate.pid is None and candidate.losses > 0, len(candidate.sessions)),
+        )
         worker.sessions[session.key] = session
         self._send(worker, ("run", session.key, session.task))
 
@@ -166,8 +169,8 @@ class SessionPool:
 
     def _abort(self, session: _Session) -> None:
         """End the requests of a session that is over."""
-        if session.asked:
-            self._start(_aborted(session.client, sorted(session.asked)))
+        if session.generating:
+            self._start(_aborted(session.client, sorted(session.generating)))
 
     def _send(self, worker: _Worker, message: Message) -> None:
         """Send a message, together with all that come while an earlier one travels."""
@@ -203,12 +206,12 @@ class SessionPool:
             except RayTaskError as error:
                 if self._closing:
                     return
-                known = isinstance(error.cause, UserError)
-                why = str(error.cause) if known else repr(error.cause)
+                is_user_error = isinstance(error.cause, UserError)
+                why = str(error.cause) if is_user_error else repr(error.cause)
                 self._fail(RolloutError(f"a process that runs sessions failed: {why}"), error)
             except RayError as error:
                 if not self._closing:
-                    self._lost(worker, error)
+                    self._worker_died(worker, error)
 
     def _take(self, worker: _Worker, message: Message) -> None:
         kind, key, value = message
@@ -223,29 +226,29 @@ class SessionPool:
         try:
             attempt: Attempt = cloudpickle.loads(value)
         except Exception as error:  # a value is of a class that only the worker has
-            attempt = _lost(f"what the session returned cannot be read by the controller: {error!r}")
+            attempt = _failed_attempt(f"what the session returned cannot be read by the controller: {error!r}")
         if session.future.set_running_or_notify_cancel():
             session.future.set_result(attempt)
 
     async def _answer(self, worker: _Worker, session: _Session, request: Request) -> None:
         """Generate for a session."""
         own = replace(request, id=f"{request.session}-{request_number()}")  # unique over all processes
-        session.asked.add(own.id)
+        session.generating.add(own.id)
         try:
             completion = await session.client.generate(own)
         except Exception as error:
-            session.asked.discard(own.id)
+            session.generating.discard(own.id)
             if worker.sessions.pop(session.key, None) is not None:
                 self._send(worker, ("cancel", session.key, None))
                 _fail(session, error)
             return
-        session.asked.discard(own.id)
+        session.generating.discard(own.id)
         if worker.sessions.get(session.key) is session:
             self._send(worker, ("completion", session.key, replace(completion, id=request.id)))
 
-    def _lost(self, worker: _Worker, error: RayError) -> None:
+    def _worker_died(self, worker: _Worker, error: RayError) -> None:
         """The attempts of a process that has died gave no verdict."""
-        lost, worker.sessions, worker.outbox = list(worker.sessions.values()), {}, []
+        sessions, worker.sessions, worker.outbox = list(worker.sessions.values()), {}, []
         pid, worker.pid = worker.pid, None
         worker.losses += 1
         self._restarts += 1
@@ -259,15 +262,15 @@ class SessionPool:
                 error,
             )
         notify(
-            f"process {pid} of {len(lost)} running sessions died, and another one starts: {why}"
+            f"process {pid} of {len(sessions)} running sessions died, and another one starts: {why}"
             if pid is not None
             else f"a process for sessions died while it started, and another one starts: {why}",
             "warning",
         )
-        for session in lost:
+        for session in sessions:
             self._abort(session)
             if session.future.set_running_or_notify_cancel():
-                session.future.set_result(_lost("the worker process of the session died"))
+                session.future.set_result(_failed_attempt("the worker process of the session died"))
 
     def _fail(self, error: RolloutError, cause: BaseException) -> None:
         """No session can run any more."""
@@ -308,7 +311,7 @@ async def _aborted(client: GenerationClient, ids: list[str]) -> None:
         await client.abort(ids)
 
 
-def _lost(why: str) -> Attempt:
+def _failed_attempt(why: str) -> Attempt:
     return Attempt(verdict=NoVerdict(Reason.INFRA, why))
 
 

@@ -1,4 +1,4 @@
-"""What a session worker is started with: names, paths and settings, from which it makes what its sessions share."""
+"""The start-up data of a session worker: the names, paths and settings from which it builds its `Agents`."""
 
 import contextlib
 import os
@@ -31,8 +31,8 @@ _REGISTRIES: tuple[Registry[Any], ...] = (AGENT_LOOPS, TOOLS, TOOL_PARSERS, ENVI
 
 
 @dataclass(frozen=True)
-class Setup:
-    """See the module.
+class SessionWorkerSetup:
+    """The start-up data of a session worker.
 
     Attributes:
         path, folder: the controller's `sys.path` and working directory.
@@ -57,8 +57,8 @@ class Setup:
     default_environment: str | None
 
 
-def setup_of(agents: Agents) -> Setup:
-    """What other processes need to make the same.
+def setup_of(agents: Agents) -> SessionWorkerSetup:
+    """Collect the start-up data from which other processes build the same `Agents`.
 
     Raises:
         RolloutError: the configuration cannot be sent to another process.
@@ -87,7 +87,7 @@ def setup_of(agents: Agents) -> Setup:
         raise RolloutError(f"the configuration cannot be sent to the processes that run sessions: {error!r}") from error
     own = type(agents.tokenizer).__module__.startswith("transformers_modules")
     acted_on = agents.environments
-    return Setup(
+    return SessionWorkerSetup(
         [os.path.abspath(path) for path in sys.path],
         os.getcwd(),
         list(files),
@@ -102,8 +102,8 @@ def setup_of(agents: Agents) -> Setup:
     )
 
 
-def agents_of(setup: Setup) -> Agents:
-    """What the sessions of this process share.
+def agents_of(setup: SessionWorkerSetup) -> Agents:
+    """Build the `Agents` that the sessions of this process share.
 
     Raises:
         RolloutError: something cannot be made here, such as a file that this node does not have.

@@ -106,12 +106,12 @@ def _gdpo_components(
             "adv_estimator=gdpo needs algorithm.gdpo_reward_keys: the names of the reward components that the reward "
             "function returns besides 'score', for example [accuracy, format]."
         )
-    given = {} if non_tensor_batch is None else non_tensor_batch
-    missing = [key for key in keys if key not in given]
+    columns = {} if non_tensor_batch is None else non_tensor_batch
+    missing = [key for key in keys if key not in columns]
     if missing:
         raise AlgorithmError(
             f"algorithm.gdpo_reward_keys names {missing}, which the reward function did not return; the batch has "
-            f"{sorted(given)}. Return a dict with these keys and 'score' from it."
+            f"{sorted(columns)}. Return a dict with these keys and 'score' from it."
         )
     weights = setting(config, "gdpo_reward_weights", None, who="gdpo", root="algorithm")
     weights = [1.0] * len(keys) if weights is None else [float(w) for w in weights]
@@ -122,7 +122,7 @@ def _gdpo_components(
         )
     components = []
     for key in keys:
-        values = torch.as_tensor(np.asarray(given[key], dtype=np.float64), device=rows.device)
+        values = torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=rows.device)
         bad = ~torch.isfinite(values)
         if values.shape != rows.shape or bool(bad.any()):
             raise AlgorithmError(

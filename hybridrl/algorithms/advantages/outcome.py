@@ -54,7 +54,7 @@ def outcome_estimator(
         takes_mask = any(p.name == "response_mask" for p in own)
         own = [p for p in own if p.name != "response_mask"]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        common = [inspect.Parameter(given, kind) for given in ("token_level_rewards", "response_mask", "index")]
+        common = [inspect.Parameter(parameter, kind) for parameter in ("token_level_rewards", "response_mask", "index")]
         spare = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
         if all(p.name != "config" for p in own):
             own.append(inspect.Parameter("config", kind, default=None))
@@ -63,13 +63,13 @@ def outcome_estimator(
 
         @torch.no_grad()
         def estimate(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            given = signature.bind(*args, **kwargs).arguments
-            rewards: Tensor = given.pop("token_level_rewards")
-            mask: Tensor = given.pop("response_mask")
-            index: np.ndarray = given.pop("index")
+            arguments = signature.bind(*args, **kwargs).arguments
+            rewards: Tensor = arguments.pop("token_level_rewards")
+            mask: Tensor = arguments.pop("response_mask")
+            index: np.ndarray = arguments.pop("index")
             groups = group_samples(index, rewards)
             scores = levelled_scores(rewards, mask, groups)
-            more = {key: value for key, value in given.items() if key in reads}
+            more = {key: value for key, value in arguments.items() if key in reads}
             if takes_mask:
                 more["response_mask"] = mask
             advantages = spread(body(scores, groups, **more), rewards, mask)

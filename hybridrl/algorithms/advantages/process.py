@@ -74,7 +74,7 @@ def compute_prime_advantage(
 
 
 def _number(config: Any, name: str) -> float:
-    """A number of `algorithm`; 1 where it is not set."""
+    """Return a number from the `algorithm` settings; 1 if it is not set."""
     return number(config, name, 1.0, who=_WHO, root="algorithm")
 
 

@@ -20,7 +20,7 @@ from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 
-class Turns:
+class BatchTurns:
     """The turns of a batch.
 
     Args:
@@ -82,7 +82,7 @@ def compute_grpo_turns_advantage(
     Args:
         token_level_rewards, response_mask: [B, T].
         index: [B], the prompts' uid.
-        turn_states: [B, T], see `Turns`.
+        turn_states: [B, T], see `BatchTurns`.
 
     Returns:
         (advantages, returns) [B, T], which are equal.
@@ -91,7 +91,7 @@ def compute_grpo_turns_advantage(
         AlgorithmError: rewards are not finite.
     """
     outcome_scores(token_level_rewards, response_mask)
-    turns, samples = Turns(response_mask, turn_states), group_samples(index, token_level_rewards)
+    turns, samples = BatchTurns(response_mask, turn_states), group_samples(index, token_level_rewards)
     tokens = keep(token_level_rewards, response_mask.bool()).double()
     groups = Groups(samples.ids[turns.rows], tokens.device)
     rewards = groups.levelled(turns.sum(tokens), rounding_of(turns.sum(tokens.abs()), token_level_rewards.dtype))
@@ -140,7 +140,7 @@ def compute_gigpo_advantage(
     by_std = setting(config, "gigpo_mode", "mean_norm", who=who, root="algorithm") == "mean_std_norm"
     samples = group_samples(index, token_level_rewards)
     scores = levelled_scores(token_level_rewards, response_mask, samples)
-    turns = Turns(response_mask, turn_states)
+    turns = BatchTurns(response_mask, turn_states)
     states = turns.sum(turn_states.long())
     if len(states) and not bool(states.any()):
         raise AlgorithmError(

@@ -37,29 +37,33 @@ def _settings(config: Any) -> tuple[dict[str, Any], str]:
 
 def needs_preparation(config: Any) -> bool:
     """Whether the loss needs the preliminary pass: only weights normalised over the mini-batch do."""
-    chosen, loss_type = _settings(config)
-    return loss_type == "reinforce" and chosen["rollout_is"] is not None and bool(chosen["rollout_is_batch_normalize"])
+    correction, loss_type = _settings(config)
+    return (
+        loss_type == "reinforce"
+        and correction["rollout_is"] is not None
+        and bool(correction["rollout_is_batch_normalize"])
+    )
 
 
 def reads_whole_sequences(config: Any) -> bool:
     """Whether weights, rejection or the number of tokens that remain are those of whole sequences."""
-    chosen, loss_type = _settings(config)
-    options = [] if chosen["rollout_rs"] is None else parse_rs_options(chosen["rollout_rs"])
+    correction, loss_type = _settings(config)
+    options = [] if correction["rollout_rs"] is None else parse_rs_options(correction["rollout_rs"])
     rejects = any(not option.startswith("token_") for option in options)
-    weighs = loss_type == "reinforce" and chosen["rollout_is"] == "sequence"
-    return rejects or weighs or _counts_remaining(chosen, config)
+    weighs = loss_type == "reinforce" and correction["rollout_is"] == "sequence"
+    return rejects or weighs or _counts_remaining(correction, config)
 
 
-def _counts_remaining(chosen: Mapping[str, Any], config: Any) -> bool:
+def _counts_remaining(correction: Mapping[str, Any], config: Any) -> bool:
     """Whether the loss divides by the number of tokens of a sequence that are not rejected."""
     mode = setting(config, "loss_agg_mode", "seq-mean-token-mean", who="policy loss bypass_mode")
-    return chosen["rollout_rs"] is not None and mode == "seq-mean-token-mean"
+    return correction["rollout_rs"] is not None and mode == "seq-mean-token-mean"
 
 
 @torch.no_grad()
-def _weights(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any], sequences: Sequences) -> Tensor:
-    upper, lower = parse_is_threshold(chosen["rollout_is_threshold"])
-    raw, _ = raw_weights(log_ratio, mask, chosen["rollout_is"], sequences)
+def _weights(log_ratio: Tensor, mask: Tensor, correction: dict[str, Any], sequences: Sequences) -> Tensor:
+    upper, lower = parse_is_threshold(correction["rollout_is_threshold"])
+    raw, _ = raw_weights(log_ratio, mask, correction["rollout_is"], sequences)
     return bounded_weights(raw, upper, lower)
 
 
@@ -79,22 +83,22 @@ def prepare_bypass_mode(
     `old_log_prob` is the sampler's; `sequence_ids` [B] is the sequence of each row, None if each row is one;
     `advantages`, `seed` and `row_ids` are not used.
     """
-    chosen, _ = _settings(config)
+    correction, _ = _settings(config)
     sequences = Sequences() if sequence_ids is None else WholeSequences(sequence_ids)
-    weights = _weights(log_prob - old_log_prob, response_mask, chosen, sequences)
-    return weights / weights_mean(weights, response_mask, chosen["rollout_is"], sequences)
+    weights = _weights(log_prob - old_log_prob, response_mask, correction, sequences)
+    return weights / weights_mean(weights, response_mask, correction["rollout_is"], sequences)
 
 
 @torch.no_grad()
 def _remaining(
-    log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any], sequences: Sequences
+    log_ratio: Tensor, mask: Tensor, correction: dict[str, Any], sequences: Sequences
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Return the response mask without rejected tokens and sequences, [B, T] bool; the mask without rejected tokens
     alone; and each option's rejected share.
     """
     remaining, by_token, metrics = mask, mask, {}
-    options = [] if chosen["rollout_rs"] is None else parse_rs_options(chosen["rollout_rs"])
-    thresholds = parse_rs_thresholds(options, chosen["rollout_rs_threshold"]) if options else {}
+    options = [] if correction["rollout_rs"] is None else parse_rs_options(correction["rollout_rs"])
+    thresholds = parse_rs_thresholds(options, correction["rollout_rs_threshold"]) if options else {}
     for option, bounds in thresholds.items():
         values, of_sequence = statistic(option, log_ratio, mask, sequences)
         passes = accepted(option, values, bounds)
@@ -146,14 +150,14 @@ def compute_policy_loss_bypass_mode(
     `rollout_corr/rollout_rs_masked_fraction` and, for each option, `rollout_rs_<option>_masked_fraction`; the
     largest weight is `rollout_corr/rollout_is_max`.
     """
-    chosen, loss_type = _settings(config)
+    correction, loss_type = _settings(config)
     mask = response_mask.bool()
     log_ratio = keep(log_prob.detach() - old_log_prob, mask)
-    given = counts_of(counts, config)
-    whole = sequences_of(sequences, "sequence_lengths" in given, "policy loss bypass_mode")
-    remaining, by_token, rejected = _remaining(log_ratio, mask, chosen, whole)
-    all_counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **given}
-    if _counts_remaining(chosen, config) and (sequences is not None or "sequence_lengths" in given):
+    loss_counts = counts_of(counts, config)
+    whole = sequences_of(sequences, "sequence_lengths" in loss_counts, "policy loss bypass_mode")
+    remaining, by_token, rejected = _remaining(log_ratio, mask, correction, whole)
+    all_counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **loss_counts}
+    if _counts_remaining(correction, config) and (sequences is not None or "sequence_lengths" in loss_counts):
         # Of a sequence that is not rejected as a whole. The others have no token left, whatever their length.
         all_counts["sequence_lengths"] = whole.sum(by_token.to(log_ratio.dtype)).squeeze(-1)
     metrics: Metrics = {
@@ -171,16 +175,16 @@ def compute_policy_loss_bypass_mode(
         )
         return loss, metrics | {name: value * share for name, value in more.items()}
     weights = None
-    if chosen["rollout_is"] is not None:
-        weights = _weights(log_ratio, mask, chosen, whole) if prepared is None else prepared
-        if chosen["rollout_is_batch_normalize"] and prepared is None:
-            if not total_tokens_match(mask, given.get("batch_num_tokens")):
+    if correction["rollout_is"] is not None:
+        weights = _weights(log_ratio, mask, correction, whole) if prepared is None else prepared
+        if correction["rollout_is_batch_normalize"] and prepared is None:
+            if not total_tokens_match(mask, loss_counts.get("batch_num_tokens")):
                 raise AlgorithmError(
                     f"{ROOT}.rollout_is_batch_normalize divides by a mean over the whole mini-batch, but this call "
                     "holds a part of it. Run get_policy_loss_prepare_fn('bypass_mode', config) on the mini-batch and "
                     "pass each part its rows as prepared=."
                 )
-            weights = weights / weights_mean(weights, mask, chosen["rollout_is"], whole)
+            weights = weights / weights_mean(weights, mask, correction["rollout_is"], whole)
         metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
         metrics["rollout_corr/rollout_is_square_mean"] = masked_mean(weights.square(), mask)
         metrics["rollout_corr/rollout_is_max"] = keep(weights, mask).max()

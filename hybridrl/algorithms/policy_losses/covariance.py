@@ -59,13 +59,13 @@ def _covariance(tokens: Tokens) -> Tensor:
 
 def _first(order_by: Tensor, candidates: Tensor, count: int) -> Tensor:
     """Bool [B, T]: the `count` candidates with the smallest `order_by`."""
-    chosen = torch.zeros_like(candidates)
+    selected = torch.zeros_like(candidates)
     where = candidates.flatten().nonzero().squeeze(-1)
     if count <= 0 or len(where) == 0:
-        return chosen
+        return selected
     nearest = order_by.flatten()[where].topk(min(count, len(where)), largest=False).indices
-    chosen.view(-1)[where[nearest]] = True
-    return chosen
+    selected.view(-1)[where[nearest]] = True
+    return selected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +158,9 @@ def prepare_kl_cov(
     noise = token_noise(seed, _row_ids(row_ids, tokens.mask), tokens.mask).flatten()[where]
     where = where[noise.argsort()]
     ranked = where[_covariance(tokens).flatten()[where].argsort(descending=True, stable=True)]
-    chosen = torch.zeros_like(tokens.mask)
-    chosen.view(-1)[ranked[:count]] = True
-    return chosen
+    selected = torch.zeros_like(tokens.mask)
+    selected.view(-1)[ranked[:count]] = True
+    return selected
 
 
 @policy_loss("clip_cov", settings=ClipCov, prepare=prepare_clip_cov)
@@ -174,11 +174,11 @@ def compute_policy_loss_clip_cov(tokens: Tokens, settings: ClipCov) -> tuple[Ten
 
     Metrics: `actor/pg_clipfrac`, tokens left out.
     """
-    chosen, ratio = _chosen(tokens), tokens.ratio()
+    selected, ratio = _selected_tokens(tokens), tokens.ratio()
     loss_mat = torch.maximum(
         -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
     )
-    return torch.where(chosen, 0.0, loss_mat), {"actor/pg_clipfrac": chosen}
+    return torch.where(selected, 0.0, loss_mat), {"actor/pg_clipfrac": selected}
 
 
 @policy_loss("kl_cov", settings=KLCov, prepare=prepare_kl_cov)
@@ -191,13 +191,13 @@ def compute_policy_loss_kl_cov(tokens: Tokens, settings: KLCov) -> tuple[Tensor,
 
     Metrics: `actor/ppo_kl`, which is, as in verl, the token mean of |log rho|; `actor/kl_cov_frac`, tokens penalised.
     """
-    chosen, distance = _chosen(tokens), tokens.log_ratio.abs()
-    penalty = torch.where(chosen, settings.ppo_kl_coef * distance, 0.0)
+    selected, distance = _selected_tokens(tokens), tokens.log_ratio.abs()
+    penalty = torch.where(selected, settings.ppo_kl_coef * distance, 0.0)
     loss_mat = -tokens.advantages * tokens.ratio() + penalty
-    return loss_mat, {"actor/ppo_kl": distance, "actor/kl_cov_frac": chosen}
+    return loss_mat, {"actor/ppo_kl": distance, "actor/kl_cov_frac": selected}
 
 
-def _chosen(tokens: Tokens) -> Tensor:
+def _selected_tokens(tokens: Tokens) -> Tensor:
     """Return the micro-batch's rows of the preliminary pass."""
     assert tokens.prepared is not None
     return tokens.prepared.bool() & tokens.mask

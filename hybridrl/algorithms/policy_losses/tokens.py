@@ -127,11 +127,11 @@ def _checked(result: Any, mask: Tensor, who: str) -> tuple[Tensor, Metrics]:
         losses = result[0]
         if isinstance(losses, Tensor) and losses.shape == mask.shape:
             return losses, dict(result[1])
-        found = f"losses of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        returned = f"losses of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
     else:
-        found = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        returned = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
     raise AlgorithmError(
-        f"{who} returned {found}; it returns a loss per token, of shape {tuple(mask.shape)}, and a dict of metrics."
+        f"{who} returned {returned}; it returns a loss per token, of shape {tuple(mask.shape)}, and a dict of metrics."
     )
 
 
@@ -186,20 +186,26 @@ def policy_loss(
             sequences: Sequences | None = None,
             **more: Tensor,
         ) -> tuple[Tensor, Metrics]:
-            chosen = None if settings is None else read_settings(settings, config, who=who, root=ACTOR, group=GROUP)
+            loss_settings = (
+                None if settings is None else read_settings(settings, config, who=who, root=ACTOR, group=GROUP)
+            )
             global_counts = counts_of(counts, config)
             tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
             if prepare is not None and prepared is None:
                 _check_whole(tokens.mask, global_counts, who)
                 prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0)
-            kept = {given: keep(more[given], tokens.mask) for given in needs if given in more}
+            extra_tensors = {field: keep(more[field], tokens.mask) for field in needs if field in more}
             whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
-            tokens = replace(tokens, prepared=prepared, more=kept, sequences=whole)
-            loss_mat, found = _checked(body(tokens) if settings is None else body(tokens, chosen), tokens.mask, who)
+            tokens = replace(tokens, prepared=prepared, more=extra_tensors, sequences=whole)
+            loss_mat, loss_metrics = _checked(
+                body(tokens) if settings is None else body(tokens, loss_settings), tokens.mask, who
+            )
             if tokens.weights is not None and not weighs_itself:
                 loss_mat = loss_mat * tokens.weights
             metrics = {"actor/ppo_kl": tokens.kl()}
-            metrics |= {key: tokens.mean(x) if x.shape == tokens.mask.shape else x.detach() for key, x in found.items()}
+            metrics |= {
+                key: tokens.mean(x) if x.shape == tokens.mask.shape else x.detach() for key, x in loss_metrics.items()
+            }
             return agg_loss(loss_mat, tokens.mask, loss_agg_mode, **global_counts), metrics
 
         loss.__doc__, loss.__name__, loss.__module__ = body.__doc__, body.__name__, body.__module__
@@ -242,17 +248,17 @@ class ClipRange:
         return self._side(self.clip_ratio_high, "clip_ratio_high")
 
     def _side(self, own: float | None, name: str) -> float:
-        found = self.clip_ratio if own is None else own
-        if found is None:
+        bound = self.clip_ratio if own is None else own
+        if bound is None:
             raise AlgorithmError(
                 f"the policy loss needs {ACTOR}.clip_ratio or .{name}, but both are missing or null. Set one of them."
             )
         limits = type(self).__dataclass_fields__[name].metadata["limits"]
-        if limits.le is not None and found > limits.le:
+        if limits.le is not None and bound > limits.le:
             raise AlgorithmError(
-                f"{ACTOR}.clip_ratio is {found}; the policy loss needs a number in [0, {limits.le:g}]."
+                f"{ACTOR}.clip_ratio is {bound}; the policy loss needs a number in [0, {limits.le:g}]."
             )
-        return found
+        return bound
 
 
 @dataclass(frozen=True)

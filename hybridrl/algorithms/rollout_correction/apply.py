@@ -86,17 +86,19 @@ def compute_rollout_correction_and_rejection_mask(
     metrics: dict[str, float] = {}
     weights = None
     if rollout_is is not None:
-        tensor, found = compute_rollout_correction_weights(
+        tensor, weight_metrics = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
         from tensordict import TensorDict  # as slow to import as torch, and needed only here
 
         weights = WeightsBatch(TensorDict({"rollout_is_weights": tensor}, batch_size=[len(tensor)]))
-        metrics |= found
+        metrics |= weight_metrics
     mask = response_mask.clone()
     if rollout_rs is not None:
-        mask, found = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
-        metrics |= found
+        mask, rejection_metrics = compute_rollout_rejection_mask(
+            log_ratio, response_mask, rollout_rs, rollout_rs_threshold
+        )
+        metrics |= rejection_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     return weights, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 

@@ -1,4 +1,4 @@
-"""How far the sampler's distribution is from the trainer's, on the tokens that were sampled.
+"""Measures of the mismatch between the sampler's distribution and the trainer's, on the sampled tokens.
 
 Legend: B sequences, T response tokens; log rho = log pi_train - log pi_rollout of a token; L_i the mean log-probability
 of sequence i. Sequences without a response token are excluded from all metrics.
@@ -39,14 +39,14 @@ def compute_offpolicy_metrics(
     mask = response_mask.bool()
     rows = mask.any(-1)
     train = masked_mean(old_log_prob, mask, axis=-1)[rows]
-    found = {"training_ppl": (-train).exp().mean(), "training_log_ppl": -train.mean()}
+    metrics = {"training_ppl": (-train).exp().mean(), "training_log_ppl": -train.mean()}
     if rollout_log_prob is None:
-        return floats(found)
+        return floats(metrics)
     check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     log_rho = keep(old_log_prob - rollout_log_prob, mask)
     rollout = masked_mean(rollout_log_prob, mask, axis=-1)[rows]
     difference = rollout - train
-    found |= {
+    metrics |= {
         "kl": masked_mean(-log_rho, mask),
         "k3_kl": masked_mean(log_rho.exp() - log_rho - 1.0, mask),
         "rollout_ppl": (-rollout).exp().mean(),
@@ -59,7 +59,7 @@ def compute_offpolicy_metrics(
         "chi2_token": masked_mean(safe(log_rho).exp().square(), mask) - 1.0,
         "chi2_seq": (2.0 * safe(log_rho.sum(-1)[rows])).exp().mean() - 1.0,
     }
-    return floats(found)
+    return floats(metrics)
 
 
 def compute_rollout_corr_metrics_from_logprobs(
@@ -88,12 +88,12 @@ def rollout_probs_diff_metrics(
     difference = (p - q).abs()
     p, q = p - p.mean(), q - q.mean()
     spread = (p.square().sum() * q.square().sum()).sqrt()
-    found = {
+    differences = {
         "diff_max": difference.max(),
         "diff_mean": difference.mean(),
         "diff_std": difference.std() if len(difference) > 1 else difference.new_zeros(()),
     }
-    metrics = {f"training/rollout_probs_{name}": value for name, value in floats(found).items()}
+    metrics = {f"training/rollout_probs_{name}": value for name, value in floats(differences).items()}
     correlation = torch.where(spread > 0, (p * q).sum() / spread.clamp(min=1e-300), 0.0)
     metrics["training/rollout_actor_probs_pearson_corr"] = float(correlation)
     return {"training/rollout_probs_diff_valid": 1.0, **metrics}

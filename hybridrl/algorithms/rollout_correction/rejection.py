@@ -78,7 +78,7 @@ def statistic(
 
 
 def accepted(option: str, values: Tensor, bounds: tuple[float | None, float]) -> Tensor:
-    """Which values pass: log lower <= k1 <= log upper; k2, k3 <= upper."""
+    """Return a mask of the values that pass: log lower <= k1 <= log upper; k2, k3 <= upper."""
     lower, upper = bounds
     if lower is None:
         return values <= upper
@@ -123,7 +123,7 @@ def compute_rollout_rejection_mask(
     require_tokens(response_mask)
     mask = response_mask.bool()
     rows = mask.any(-1)
-    kept = mask
+    remaining = mask
     metrics: dict[str, float] = {}
     for option in options:
         values, of_sequence = statistic(option, log_ratio, response_mask)
@@ -142,9 +142,9 @@ def compute_rollout_rejection_mask(
             apply_lower_threshold=lower is not None,
         )
         metrics |= _masked_fractions(f"rollout_rs_{option}_", mask & ~passes, mask, rows)
-        kept = kept & passes
-    metrics |= _masked_fractions("rollout_rs_", mask & ~kept, mask, rows)
-    return kept.to(response_mask.dtype), metrics
+        remaining = remaining & passes
+    metrics |= _masked_fractions("rollout_rs_", mask & ~remaining, mask, rows)
+    return remaining.to(response_mask.dtype), metrics
 
 
 def _masked_fractions(prefix: str, rejected: Tensor, mask: Tensor, rows: Tensor) -> dict[str, float]:
@@ -198,7 +198,7 @@ def compute_rs_metrics(
     def share_low(values: Tensor) -> Tensor:
         return (values < low).double().mean() if apply_lower_threshold else none
 
-    found = {
+    metrics = {
         "mean": tokens.mean(),
         "max": own.max(),
         "min": own.min(),
@@ -213,4 +213,4 @@ def compute_rs_metrics(
         "seq_fraction_high": (sequences > high).double().mean(),
         "seq_fraction_low": share_low(sequences),
     }
-    return floats({f"rollout_rs_{option_name}_{name}": value for name, value in found.items()})
+    return floats({f"rollout_rs_{option_name}_{name}": value for name, value in metrics.items()})

@@ -39,8 +39,8 @@ def require_tokens(response_mask: Tensor) -> None:
 def check_same_shape(**tensors: Tensor) -> None:
     """Refuse tensors of different shapes, naming each."""
     if len({tuple(t.shape) for t in tensors.values()}) > 1:
-        found = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-        raise AlgorithmError(f"these must have the same shape [B, T]: {found}.")
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        raise AlgorithmError(f"these must have the same shape [B, T]: {shapes}.")
 
 
 def _positive(text: str, key: str, spec: object) -> float:

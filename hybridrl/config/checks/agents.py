@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hybridrl.config.checks.paths import check_source_file
-from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig, RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.registry import AGENT_LOOPS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,17 +44,3 @@ def check_connections(rollout: RolloutConfig) -> Iterator[str]:
             f"and {_ROLLOUT}.server.max_connections={places}: the server would refuse the others (503); raise "
             "max_connections, or lower max_running"
         )
-
-
-def check_no_agents(rollout: RolloutConfig) -> Iterator[str]:
-    """Refuse agents, and traces of their sessions, in programs that answer each prompt once."""
-    for group, plain in ((rollout.multi_turn, MultiTurnConfig()), (rollout.agent, AgentConfig())):
-        name = "multi_turn" if isinstance(group, MultiTurnConfig) else "agent"
-        changed = [key for key in plain.keys() if getattr(group, key) != getattr(plain, key)]
-        if changed:
-            yield (
-                f"{_ROLLOUT}.{name}.{changed[0]}={getattr(group, changed[0])}: this program answers each prompt once, "
-                "without tools; remove it"
-            )
-    if rollout.trace.backend is not None:
-        yield f"{_ROLLOUT}.trace.backend={rollout.trace.backend}: this program sends no traces; remove it"

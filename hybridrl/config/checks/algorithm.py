@@ -1,4 +1,4 @@
-"""Cross-checks of `algorithm` and the losses: valid settings that conflict with each other or would have no effect."""
+"""Cross-checks of `algorithm` and the losses: valid settings that conflict with each other."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -73,8 +73,6 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
         )
     name = algorithm.adv_estimator
     if not ADV_ESTIMATORS.facts(name).reads_components:
-        if keys and ADV_ESTIMATORS.is_builtin(name):
-            yield f"algorithm.gdpo_reward_keys acts with algorithm.adv_estimator=gdpo only, and it is {name}"
         return
     if weights is not None and len(weights) != len(keys):
         yield f"algorithm.gdpo_reward_weights={weights} and gdpo_reward_keys={keys}: one weight for each key"
@@ -90,23 +88,6 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"{takes} reward.reward_kwargs.overlong_buffer_cfg penalises; disable it, and return a component for the "
             "length from your reward function"
-        )
-
-
-def check_correction(config: PPOTrainerConfig) -> Iterator[str]:
-    """Find settings of the rollout correction that would have no effect."""
-    where, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    if not correction.bypass_mode and correction.loss_type != "ppo_clip":
-        yield (
-            f"{where}.loss_type={correction.loss_type} acts with bypass_mode=True only; set that, or "
-            f"{_ACTOR}.policy_loss.loss_mode for the loss without it"
-        )
-    if correction.rollout_is_batch_normalize and correction.rollout_is is None:
-        yield f"{where}.rollout_is_batch_normalize=True without rollout_is: there are no weights; set token or sequence"
-    if correction.rollout_rs_threshold is not None and correction.rollout_rs is None:
-        yield (
-            f"{where}.rollout_rs_threshold={correction.rollout_rs_threshold} without rollout_rs: nothing is rejected; "
-            "set rollout_rs, e.g. seq_mean_k3, or remove the threshold"
         )
 
 

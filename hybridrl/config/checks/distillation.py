@@ -132,22 +132,6 @@ def _check_same_process(config: PPOTrainerConfig, found: Teachers) -> Iterator[s
 
 
 def distillation_notices(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yield a notice for each group of settings without effect."""
-    settings, loss = config.distillation, config.distillation.distillation_loss
-    if not settings.enabled:
-        return
-    if unread := list(unread_keys(config)):
-        yield (
-            "no effect here; settings of an inference engine act with inference.name, without it a training engine "
-            f"(distillation.strategy) computes teachers over all processes of their pool: {', '.join(unread)}"
-        )
-    found = teachers_of(config)
-    if len(found.teachers) == 1 and found.teachers[0].settings.key is not None:
-        yield f"{found.teachers[0].where}.key has no effect: with one teacher, all rows are its"
-    actor = config.actor_rollout_ref.actor
-    terms = {"use_kl_loss": actor.use_kl_loss, "entropy_coeff": actor.entropy_coeff != 0}
-    if not loss.use_task_rewards and any(terms.values()):
-        yield (
-            f"no effect here with {_LOSS}.use_task_rewards=False, which leaves the whole loss of the policy out: "
-            + ", ".join(f"{_ACTOR}.{name}" for name, on in terms.items() if on)
-        )
+    """Yield a notice for settings of verl's teachers without effect."""
+    if config.distillation.enabled and (unread := list(unread_keys(config))):
+        yield f"no effect here, the library decides how inference engines compute teachers: {', '.join(unread)}"

@@ -4,67 +4,32 @@ from collections.abc import Iterator, Mapping
 
 from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.registry import REWARD_MANAGERS
 from hybridrl.utils.json_client import is_address
 
 _PART = "reward.reward_model"
-#: settings of requests to an endpoint
-_OF_ENDPOINTS = ("model", "token_env", "max_concurrent", "attempts")
 #: fields of a request that a judge of the run takes
 SERVED_FIELDS = ("top_p", "top_k", "seed", "chat_template_kwargs")
 
 
 def check_judge(config: PPOTrainerConfig) -> Iterator[str]:
     """Check a judge that the run serves, or one behind an endpoint."""
-    part, manager = config.reward.reward_model, config.reward.reward_manager
-    chosen = "judge.enable" if part.judge.enable else "judge.url"
-    yield from _check_served(config) if part.judge.enable else _check_endpoint(config)
-    if part.max_length is not None:
-        yield (
-            f"{_PART}.max_length={part.max_length} has no effect with {_PART}.{chosen}: a question is not cut; remove "
-            "it, and shorten the question in the template"
-        )
-    if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
-        yield f"{_PART}.{chosen} has no effect with reward.reward_manager.name={manager.name}; remove one of them"
-
-
-def idle_judge(config: PPOTrainerConfig) -> Iterator[str]:
-    """Refuse settings of a judge where a classifier scores."""
-    judge, plain = config.reward.reward_model.judge, JudgeConfig()
-    if names := [name for name in plain.keys() if judge[name] != plain[name]]:
-        yield (
-            f"{', '.join(f'{_PART}.judge.{name}' for name in names)}: no effect without {_PART}.judge.enable or "
-            "judge.url, a classifier scores; set one of them, or remove these"
-        )
+    served = config.reward.reward_model.judge.enable
+    yield from _check_served(config) if served else _check_endpoint(config)
 
 
 def _check_endpoint(config: PPOTrainerConfig) -> Iterator[str]:
     part = config.reward.reward_model
     if not is_address(part.judge.url):
         yield f"{_PART}.judge.url={part.judge.url}: give an address such as http://HOST:8000/v1"
-    unread = {
-        "model.path": part.model.path,
-        "rollout.name": part.rollout.name,
-        "enable_resource_pool": part.enable_resource_pool,
-    }
-    for name, value in unread.items():
-        if value:
-            yield (
-                f"{_PART}.{name}={value} has no effect with {_PART}.judge.url, whose endpoint runs it; remove it, or "
-                "replace the url by judge.enable=True"
-            )
 
 
 def _check_served(config: PPOTrainerConfig) -> Iterator[str]:
-    part, plain = config.reward.reward_model, JudgeConfig()
+    part = config.reward.reward_model
     judge, where = part.judge, f"{_PART}.judge"
     if judge.url is not None:
         yield f"{where}.enable=True and {where}.url={judge.url}: the run serves the judge, or an endpoint; set one"
     if part.rollout.name is None:
         yield f"{where}.enable=True without {_PART}.rollout.name; set it to the engine that serves it: vllm or sglang"
-    for name in _OF_ENDPOINTS:
-        if judge[name] != plain[name]:
-            yield f"{where}.{name}={judge[name]} has no effect with {where}.enable, it is of endpoints; remove it"
     unknown = [name for name in judge.extra_body if name not in SERVED_FIELDS]
     if unknown:
         yield (

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.agents import check_agents, check_no_agents
+from hybridrl.config.checks.agents import check_agents
 from hybridrl.config.checks.algorithm import (
-    check_correction,
     check_estimator,
     check_full_kl,
     check_names,
@@ -21,7 +20,8 @@ from hybridrl.config.checks.algorithm import (
 from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.idle import check_idle
-from hybridrl.config.checks.judge import check_judge, idle_judge
+from hybridrl.config.checks.judge import check_judge
+from hybridrl.config.checks.mappings import check_mappings
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
 from hybridrl.config.checks.served import check_served
@@ -82,8 +82,9 @@ def check(config: RootConfig) -> list[str]:
         raise ConfigError(misfits)
     faults = [fault for found in _checks(config) for fault in found]
     idle, notices = check_idle(config, faults)
-    if faults or idle:
-        raise ConfigError([*faults, *idle])
+    faults += [*idle, *check_mappings(config)]
+    if faults:
+        raise ConfigError(faults)
     return [*notices, *consequences(config)]
 
 
@@ -117,7 +118,6 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_reward(config)
     yield check_estimator(config)
     yield check_rewards_to_advantages(config)
-    yield check_correction(config)
     yield check_full_kl(config)
     yield check_distillation(config)
     yield check_served(config)
@@ -174,7 +174,6 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     yield _check_answers(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_greedy(policy.rollout, config.data.n_samples)
-    yield check_no_agents(policy.rollout)
     if policy.rollout.nnodes:
         yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     places = [("actor_rollout_ref",)]
@@ -262,10 +261,6 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             yield from _check_own_reward_kwargs(lambda: load_object(*names, RewardError), config)
         return
     yield from _check_reward_kwargs(config)
-    if not REWARD_MANAGERS.facts(manager.name).runs_functions:
-        for name in ("custom_reward_function.path", "functions"):
-            if functools.reduce(getattr, name.split("."), config.reward):
-                yield f"reward.{name} has no effect with reward.reward_manager.name={manager.name}; remove one of them"
 
 
 def _check_reward_kwargs(config: PPOTrainerConfig) -> Iterator[str]:
@@ -297,17 +292,11 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
         return
     if not math.isfinite(part.weight):
         yield f"{where}.weight={part.weight}: must be finite"
-    if part.combine == "only":
-        for name in ("custom_reward_function.path", "functions"):
-            if functools.reduce(getattr, name.split("."), config.reward):
-                yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
     yield from check_step_scores(config)
     if part.is_judge:
         yield from check_judge(config)
     if part.is_judge and not part.serves_judge:
         return
-    if not part.is_judge:
-        yield from idle_judge(config)
     if part.model.adapted:
         yield (
             f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
@@ -438,11 +427,6 @@ def _check_run(trainer: RunConfig) -> Iterator[str]:
 
 def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
     actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
-    if not config.use_critic and critic != actor:
-        yield (
-            f"trainer.max_critic_ckpt_to_keep={critic} without a critic (algorithm.adv_estimator="
-            f"{config.algorithm.adv_estimator}): remove it; max_actor_ckpt_to_keep says how many checkpoints are kept"
-        )
     if config.use_critic and actor != critic:
         yield (
             f"trainer.max_actor_ckpt_to_keep={actor} and trainer.max_critic_ckpt_to_keep={critic}: actor and critic "

@@ -6,7 +6,6 @@ from hybridrl.config.checks.algorithm import check_names
 from hybridrl.config.roles import ROLES, pool_of, pools_of, shares_pool
 from hybridrl.config.schema.rollout import EngineKwargsConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.config.served import ServedModel, divide
 from hybridrl.config.teachers import teachers_of
 from hybridrl.errors import ConfigError
@@ -70,17 +69,4 @@ def _check_teachers(config: PPOTrainerConfig) -> Iterator[str]:
             f"{_LOSS}={config.distillation.distillation_loss.loss_mode} compares whole vocabularies, and an inference "
             "engine returns its most likely tokens; leave name out, or use a loss over these, such as "
             "forward_kl_topk_tail"
-        )
-
-
-def served_notices(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yield a notice for settings of an engine that serves no reward model."""
-    part = config.reward.reward_model
-    if not part.enable or part.is_judge or part.rollout.name is not None:
-        return
-    plain = ServingConfig()
-    if names := [name for name in plain.keys() if part.rollout[name] != plain[name]]:
-        yield (
-            "no effect here without reward.reward_model.rollout.name, a training engine computes the reward model: "
-            + ", ".join(f"reward.reward_model.rollout.{name}" for name in names)
         )

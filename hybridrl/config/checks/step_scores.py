@@ -12,10 +12,7 @@ def check_step_scores(config: PPOTrainerConfig) -> Iterator[str]:
     """Check settings of steps, and refuse what a classifier of steps cannot do."""
     part = config.reward.reward_model
     steps, where = part.steps, f"{_PART}.steps"
-    if not steps.enable:
-        return
-    if part.is_judge:
-        yield f"{where}.enable=True has no effect with a judge ({_PART}.judge); remove one of them"
+    if not steps.enable or part.is_judge:
         return
     for name in ("separator", "mark"):
         if steps[name] == "":

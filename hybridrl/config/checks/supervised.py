@@ -79,16 +79,6 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
         others = [other for other in OBJECTIVES.names() if OBJECTIVE_KINDS[OBJECTIVES.facts(other).kind][:-8] == group]
         yield f"{chosen} is an objective of {_PROGRAMS[tree]}; here there are {', '.join(others)}"
         return
-    if OBJECTIVES.is_builtin(name):
-        for field in dataclasses.fields(settings):
-            value = settings[field.name]
-            if field.name not in ("loss_type", *facts.reads) and value != default_of(field):
-                readers = [other for other in OBJECTIVES.names() if field.name in OBJECTIVES.facts(other).reads]
-                yield (
-                    f"{group}.{field.name}={value} has no effect with {chosen}: {', '.join(readers)} read it; remove it"
-                )
-    if isinstance(config.data, PairsDataConfig) and config.data.margin_key is not None and not facts.margins:
-        yield f"data.margin_key={config.data.margin_key}: {chosen} reads no margins; remove it"
     if isinstance(settings, DPOConfig) and facts.reference and settings.reference == "adapter":
         if not config.model.adapted:
             yield (

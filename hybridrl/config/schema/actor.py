@@ -10,15 +10,16 @@ from hybridrl.config.schema.engine import (
     OptimConfig,
     chunk_size_key,
     chunking_key,
+    compile_key,
     strategy_key,
 )
 from hybridrl.config.schema.megatron import MegatronConfig
-from hybridrl.config.schema.needs import AnyNeed, among, any_of, entry, off, on
+from hybridrl.config.schema.needs import AnyNeed, among, any_of, entry, fact, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
-from hybridrl.registry import POLICY_LOSSES
+from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 #: sequences that a process runs through a model at once, unless set otherwise
 MICRO_BATCH_SIZE = 8
@@ -46,6 +47,10 @@ _OTHER_LOSSES = (
     on("distillation.distillation_loss.use_policy_gradient"),
     on("algorithm.rollout_correction.bypass_mode"),
 )
+
+
+#: the policy has a loss of its own, next to that of distillation
+_OWN_LOSS = any_of(on("distillation.distillation_loss.use_task_rewards"), also=(off("distillation.enabled"),))
 
 
 def _loss(*losses: str, group: bool = False) -> AnyNeed:
@@ -142,7 +147,15 @@ class ActorConfig(ConfigNode):
         ),
     )
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
-    ppo_max_token_len_per_gpu: int = key(16384, "most tokens per micro-batch", gt=0)
+    ppo_max_token_len_per_gpu: int = key(
+        16384,
+        "most tokens per micro-batch",
+        gt=0,
+        needs=any_of(
+            on(".use_dynamic_bsz"),
+            also=(on("..rollout.log_prob_use_dynamic_bsz"), on("..ref.log_prob_use_dynamic_bsz")),
+        ),
+    )
     ppo_epochs: int = key(1, "passes over a batch", gt=0)
     shuffle: bool = key(False, "shuffle the batch before it is split into mini-batches")
     data_loader_seed: int = key(
@@ -164,12 +177,14 @@ class ActorConfig(ConfigNode):
         gt=0,
         needs=among(".loss_agg_mode", "seq-mean-token-sum-norm"),
     )
-    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus", needs=_OWN_LOSS)
     calculate_sum_pi_squared: bool = key(
-        False, "compute the sum of squared probabilities of each token; the optimal token baselines need it"
+        False,
+        "compute the sum of squared probabilities of each token; the optimal token baselines need it",
+        needs=fact("algorithm.adv_estimator", ADV_ESTIMATORS, "needs", "sum_pi_squared"),
     )
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
-    use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
+    use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss", needs=_OWN_LOSS)
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, needs=on(".use_kl_loss"))
     kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=names.KL_PENALTIES, needs=on(".use_kl_loss"))
     recompute_old_log_prob: str = key(
@@ -181,13 +196,14 @@ class ActorConfig(ConfigNode):
     entropy_from_logits_with_chunking: bool = chunking_key()
     entropy_from_logits_chunk_size: int = chunk_size_key(needs=_chunks(".", "..ref."))
     freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower")
-    use_torch_compile: bool = key(False, "compile the model with torch.compile")
+    use_torch_compile: bool = compile_key()
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     optim: OptimConfig = group(OptimConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     profiler: RoleProfilerConfig = group(RoleProfilerConfig)
     fsdp_config: FSDPConfig = group(
         FSDPConfig,
+        needs=(),  # main_generation reads them, too
         strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"),
         use_torch_compile=Follow("${actor_rollout_ref.actor.use_torch_compile}", False),
         freeze_vision_tower=Follow("${actor_rollout_ref.actor.freeze_vision_tower}", False),
@@ -236,12 +252,9 @@ class RefConfig(ConfigNode):
         "most tokens per micro-batch",
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
+        needs=on(".log_prob_use_dynamic_bsz"),
     )
-    use_torch_compile: bool = key(
-        False,
-        "compile the model",
-        follows="${oc.select:actor_rollout_ref.actor.use_torch_compile,false}",
-    )
+    use_torch_compile: bool = compile_key(follows="${oc.select:actor_rollout_ref.actor.use_torch_compile,false}")
     entropy_from_logits_with_chunking: bool = chunking_key(
         follows="${oc.select:actor_rollout_ref.actor.entropy_from_logits_with_chunking,false}"
     )

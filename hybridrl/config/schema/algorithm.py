@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, entry, fact, is_set, on
+from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, entry, fact, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -28,20 +28,26 @@ class RolloutCorrectionConfig(ConfigNode):
     """`algorithm.rollout_correction`: correction for the sampler's probabilities differing from the trainer's."""
 
     rollout_is: str | None = key(
-        None, "level of the importance weights on the loss; null: none", choices=("token", "sequence")
+        None,
+        "level of the importance weights on the loss; null: none",
+        choices=("token", "sequence"),
+        # in bypass mode the clipped ratio is against the sampler already
+        needs=any_of(off(".bypass_mode"), among(".loss_type", "reinforce")),
     )
     rollout_is_threshold: float | str | None = key(
         2.0,
         "a number: larger weights are clipped to it; lo_hi: weights outside are 0 (IcePop)",
         needs=is_set(".rollout_is"),
     )
-    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the batch")
+    rollout_is_batch_normalize: bool = key(
+        False, "divide the weights by their mean over the batch", needs=is_set(".rollout_is")
+    )
     rollout_rs: str | None = key(None, "what is rejected: token_k1, seq_mean_k3, ..., several separated by commas")
     rollout_rs_threshold: float | str | None = key(
-        None, "threshold of rejection: lo_hi for k1, an upper bound for k2 and k3"
+        None, "threshold of rejection: lo_hi for k1, an upper bound for k2 and k3", needs=is_set(".rollout_rs")
     )
     bypass_mode: bool = key(False, "use the sampler's log-probabilities as the old ones")
-    loss_type: str = key("ppo_clip", "the loss in bypass mode", choices=names.BYPASS_LOSSES)
+    loss_type: str = key("ppo_clip", "the loss in bypass mode", choices=names.BYPASS_LOSSES, needs=on(".bypass_mode"))
     probe_threshold: float | None = key(
         0.2, "mean |log pi_train - log pi_rollout| of the first step above which the run is stopped; null: never", gt=0
     )
@@ -137,7 +143,11 @@ class AlgorithmConfig(ConfigNode):
         "GRPO: divide by the group's standard deviation (false: Dr. GRPO)",
         needs=entry(".adv_estimator", ADV_ESTIMATORS, "grpo", "grpo_passk", "gdpo"),
     )
-    gdpo_reward_keys: list[str] = key([], "gdpo: names of the reward components that the reward function returns")
+    gdpo_reward_keys: list[str] = key(
+        [],
+        "gdpo: names of the reward components that the reward function returns",
+        needs=fact(".adv_estimator", ADV_ESTIMATORS, "reads_components"),
+    )
     gdpo_reward_weights: list[float] | None = key(
         None, "gdpo: their weights; null: 1 each", needs=fact(".adv_estimator", ADV_ESTIMATORS, "reads_components")
     )

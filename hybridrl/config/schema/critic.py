@@ -54,9 +54,13 @@ class CriticConfig(ConfigNode):
         "fill micro-batches by tokens, not by sequences",
         follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
     )
-    ppo_max_token_len_per_gpu: int = key(32768, "most tokens per micro-batch", gt=0)
+    ppo_max_token_len_per_gpu: int = key(32768, "most tokens per micro-batch", gt=0, needs=on(".use_dynamic_bsz"))
     forward_max_token_len_per_gpu: int = key(
-        32768, "most tokens per micro-batch for values", follows="${.ppo_max_token_len_per_gpu}", gt=0
+        32768,
+        "most tokens per micro-batch for values",
+        follows="${.ppo_max_token_len_per_gpu}",
+        gt=0,
+        needs=on(".use_dynamic_bsz"),
     )
     ppo_epochs: int = key(1, "passes over a batch", follows="${oc.select:actor_rollout_ref.actor.ppo_epochs,1}", gt=0)
     shuffle: bool = key(

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import among, any_of, is_not_set, is_set, off, on
+from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
+#: a model of the run generates; an endpoint renders and reads messages itself
+_OWN_MODEL = fact("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
 
 
@@ -14,7 +17,9 @@ _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub
 class CustomClassConfig(ConfigNode):
     """`data.custom_cls`: a user's dataset class."""
 
-    path: str | None = key(None, "Python file or importable module with the class; null: the library's class")
+    path: str | None = key(
+        None, "Python file or importable module with the class; null: the library's class", place="code"
+    )
     name: str | None = key(None, "name of the class", needs=is_set(".path"))
 
 
@@ -22,7 +27,7 @@ class CustomClassConfig(ConfigNode):
 class SamplerConfig(ConfigNode):
     """`data.sampler`: the order of the training prompts."""
 
-    class_path: str | None = key(None, "Python file or importable module; null: shuffle and seed decide")
+    class_path: str | None = key(None, "Python file or importable module; null: shuffle and seed decide", place="code")
     class_name: str | None = key(
         None,
         "name of the sampler class, built with (data_source=dataset, data_config=data)",
@@ -51,6 +56,8 @@ class PromptConfig(ConfigNode):
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
+        needs=_OWN_MODEL,
+        read_by="processor-fields",
     )
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
@@ -61,10 +68,26 @@ class PromptConfig(ConfigNode):
         gt=0,
         needs=any_of(on(".filter_overlong_prompts"), among(".truncation", "error")),
     )
-    truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=names.TRUNCATIONS)
-    shuffle: bool = key(False, "if the number of rows is limited: draw them at random; false: use the first ones")
-    seed: int | None = key(None, "seed of shuffling and drawing; null: 1", ge=0)
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    truncation: str = key(
+        "error",
+        "what happens to an overlong prompt that was not dropped",
+        choices=names.TRUNCATIONS,
+        needs=off(".filter_overlong_prompts"),
+    )
+    shuffle: bool = key(
+        False,
+        "if the number of rows is limited: draw them at random; false: use the first ones",
+        needs=above(".max_samples", -1),
+    )
+    seed: int | None = key(
+        None,
+        "seed of shuffling and drawing; null: 1",
+        ge=0,
+        needs=on(".shuffle"),
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further arguments of the chat template", needs=_OWN_MODEL, read_by="template-variables"
+    )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
 
@@ -72,8 +95,8 @@ class PromptConfig(ConfigNode):
 class DataConfig(PromptConfig):
     """`data` of `ppo_trainer`."""
 
-    train_files: list[str] = key([], f"training data: {_FILES}; must be set")
-    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
+    train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
+    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1, needs=is_set(".val_files"))
     reward_fn_key: str = key("data_source", "column that selects the reward function")
@@ -85,6 +108,13 @@ class DataConfig(PromptConfig):
         None, "prompts per validation batch; null: all at once", gt=0, needs=is_set(".val_files")
     )
     shuffle: bool = key(True, "shuffle training prompts each epoch")
+    seed: int | None = key(
+        None,
+        "seed of shuffling and drawing; null: 1",
+        ge=0,
+        # a sampler of one's own gets it, too
+        needs=any_of(on(".shuffle"), on(".validation_shuffle"), also=(is_set(".sampler.class_path"),)),
+    )
     validation_shuffle: bool = key(False, "shuffle validation prompts", needs=is_set(".val_files"))
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
@@ -92,11 +122,13 @@ class DataConfig(PromptConfig):
         None,
         "YAML file with the tools that prompts describe to the model; null: none",
         follows="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+        place="file",
     )
     function_tool_path: str | None = key(
         None,
         "Python file or module with such tools; null: none",
         follows="${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
+        place="code",
     )
 
 
@@ -104,28 +136,31 @@ class DataConfig(PromptConfig):
 class SupervisedDataConfig(ConfigNode):
     """What `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
 
-    train_files: list[str] = key([], f"training data: {_FILES}; must be set")
-    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
+    train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
+    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1, needs=is_set(".val_files"))
     system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
     train_batch_size: int = key(256, "rows per optimizer step, counted over all processes", gt=0)
     micro_batch_size_per_gpu: int = key(8, "rows that a process computes at once", gt=0, needs=off(".use_dynamic_bsz"))
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by rows")
-    max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
+    max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0, needs=on(".use_dynamic_bsz"))
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
     video_key: str = key("videos", "column of the videos, likewise")
     mm_processor_kwargs: dict[str, Any] = key(
         {},
         "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
         "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
+        read_by="processor-fields",
     )
     max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
-    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0)
+    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0, needs=on(".shuffle"))
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further arguments of the chat template", read_by="template-variables"
+    )
     tools_key: str = key("tools", "column of the tools that a row's template gets: a list of schemas, or that as JSON")
     enable_thinking_key: str = key("enable_thinking", "column of true or false, which a row's template gets")
     enable_thinking_default: bool | None = key(None, "what it gets for rows without a value; null: nothing")
@@ -158,7 +193,11 @@ class PairsDataConfig(SupervisedDataConfig):
     prompt_key: str = key("prompt", "column of the prompt (text or messages), where answers do not begin with it")
     chosen_key: str = key("chosen", "column of the better answer: text, its messages, or the whole conversation")
     rejected_key: str = key("rejected", "column of the worse answer, in the same form")
-    margin_key: str | None = key(None, "column of numbers by how much the chosen answer is better; null: none")
+    margin_key: str | None = key(
+        None,
+        "column of numbers by how much the chosen answer is better; null: none",
+        needs=fact("dpo.loss_type|rm.loss_type", OBJECTIVES, "margins"),
+    )
     filter_pairs: bool = key(
         False, "leave out pairs with an empty answer, two equal answers or too many tokens; false: refuse or cut them"
     )
@@ -169,13 +208,13 @@ class PairsDataConfig(SupervisedDataConfig):
 class GenerationDataConfig(PromptConfig):
     """`data` of `generation`."""
 
-    path: list[str] = key([], f"prompts: {_FILES}; must be set")
+    path: list[str] = key([], f"prompts: {_FILES}; must be set", place="data")
     max_samples: int = key(-1, "number of rows to use; -1: all", ge=-1)
     n_samples: int = key(1, "responses per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     batch_size: int = key(
         128, "prompts per part: each part is saved when it is complete, and an interrupted one is generated again", gt=0
     )
-    output_path: str = key("", "parquet file to write: the rows with their responses; must be set")
+    output_path: str = key("", "parquet file to write: the rows with their responses; must be set", place="output")
     response_key: str = key("responses", "column of the responses")
     log_probs: bool = key(False, "keep the log-probability of each token, and the tokens")
     overwrite: bool = key(False, "replace an output_path, or parts of it, made with other settings")
@@ -185,7 +224,7 @@ class GenerationDataConfig(PromptConfig):
 class EvaluationDataConfig(ConfigNode):
     """`data` of `evaluation`."""
 
-    path: list[str] = key([], f"responses: {_FILES}; must be set")
+    path: list[str] = key([], f"responses: {_FILES}; must be set", place="data")
     max_samples: int = key(-1, "number of rows to score, from the first; -1: all", ge=-1)
     response_key: str = key("responses", "column of the responses, a list of texts")
     prompt_key: str = key("prompt", "column of the prompts, for functions that take them")
@@ -195,4 +234,6 @@ class EvaluationDataConfig(ConfigNode):
     )
     ground_truth_key: str | None = key(None, "column of the ground truth; null: reward_model_key holds it")
     extra_info_key: str = key("extra_info", "column of further information for the reward function")
-    output_path: str | None = key(None, "JSON file to write; null: that of the first file, ending in .eval.json")
+    output_path: str | None = key(
+        None, "JSON file to write; null: that of the first file, ending in .eval.json", place="output"
+    )

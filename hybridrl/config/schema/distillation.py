@@ -1,12 +1,14 @@
 """Settings of distillation from teachers: `distillation`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import MegatronConfig
-from hybridrl.config.schema.needs import above, fact, on
+from hybridrl.config.schema.needs import PartNeed, above, fact, is_set, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES
@@ -19,6 +21,12 @@ INFERENCE_ENGINE_KEYS = (
     "load_format",
     "skip_tokenizer_init",
 )
+
+
+#: rows have different teachers
+_SEVERAL = PartNeed("distillation.has_several_teachers", "one teacher has all rows", "add another teacher")
+#: a training engine computes teachers
+_COMPUTED = PartNeed("distillation.computes_teachers", "an inference engine serves the teachers", "")
 
 
 @dataclass
@@ -47,16 +55,19 @@ class TeacherInferenceConfig(ServingConfig):
 class TeacherModelConfig(ConfigNode):
     """`distillation.teacher_models.NAME`: a teacher."""
 
-    model_path: str | None = key(None, "directory in Hugging Face format, or a hub id; must be set")
+    model_path: str | None = key(None, "directory in Hugging Face format, or a hub id; must be set", place="model")
     num_replicas: int = key(
         0,
         "with inference.name: replicas; 0: the teachers divide their own pool equally, and fill that of the policy. "
         "Without, no effect: a teacher is spread over all processes of its pool",
         ge=0,
+        needs=is_set(".inference.name"),
     )
     inference: TeacherInferenceConfig = group(TeacherInferenceConfig)
     # last, because it hides the function that declares settings
-    key: str | None = key(None, "rows whose column teacher_key has this value are the teacher's; null: all")
+    key: str | None = key(
+        None, "rows whose column teacher_key has this value are the teacher's; null: all", needs=_SEVERAL
+    )
 
 
 @dataclass
@@ -102,14 +113,19 @@ class DistillationConfig(ConfigNode):
     """`distillation`."""
 
     enabled: bool = key(False, "learn from teachers", needs=())
-    teacher_models: dict[str, Any] = key({}, "teachers by a name of your choice; see the settings of a teacher")
-    teacher_key: str = key("data_source", "column of the data that says which teacher a row has")
+    teacher_models: dict[str, Any] = key(
+        {},
+        "teachers by a name of your choice; see the settings of a teacher",
+        read_by=Unchecked("hybridrl.config.teachers reads them as TeacherModelConfig"),
+    )
+    teacher_key: str = key("data_source", "column of the data that says which teacher a row has", needs=_SEVERAL)
     n_gpus_per_node: int = key(8, "processes of the teachers' own pool on each machine", gt=0, needs=above(".nnodes"))
     nnodes: int = key(0, "machines of that pool; 0: teachers take turns with the policy in its processes", ge=0)
     distillation_loss: DistillationLossConfig = group(DistillationLossConfig)
-    strategy: str = strategy_key(follows="${actor_rollout_ref.actor.strategy}")
+    strategy: str = strategy_key(follows="${actor_rollout_ref.actor.strategy}", needs=_COMPUTED)
     fsdp_config: FSDPConfig = group(
         FSDPConfig,
+        needs=_COMPUTED,
         forward_only=True,
         strategy=Follow("${distillation.strategy}", "fsdp2"),
         ulysses_sequence_parallel_size=Follow(
@@ -117,8 +133,19 @@ class DistillationConfig(ConfigNode):
         ),
     )
     megatron: MegatronConfig = group(
-        MegatronConfig, forward_only=True, strategy=Follow("${distillation.strategy}", "fsdp2")
+        MegatronConfig, needs=_COMPUTED, forward_only=True, strategy=Follow("${distillation.strategy}", "fsdp2")
     )
+
+    @property
+    def computes_teachers(self) -> bool:
+        """Whether a training engine computes the teachers: no inference engine serves them."""
+        given = [teacher.get("inference") for teacher in self.teacher_models.values() if isinstance(teacher, Mapping)]
+        return not any(isinstance(inference, Mapping) and inference.get("name") for inference in given)
+
+    @property
+    def has_several_teachers(self) -> bool:
+        """Whether rows have different teachers."""
+        return len(self.teacher_models) > 1
 
     @property
     def reads(self) -> str:

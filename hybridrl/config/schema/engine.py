@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import Need, Needs, among, any_of, is_not_set, not_among, on
+from hybridrl.config.schema.needs import LEARNS, Need, Needs, above, among, any_of, is_not_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
 
-def strategy_key(follows: str | None = None) -> Any:
+def strategy_key(follows: str | None = None, needs: Needs | None = None) -> Any:
     """Declare the choice of a training engine."""
     return key(
         "fsdp2",
@@ -18,7 +18,19 @@ def strategy_key(follows: str | None = None) -> Any:
         registry=TRAIN_ENGINES,
         later=names.STRATEGIES_LATER,
         synonyms=names.STRATEGY_SYNONYMS,
+        needs=needs,
     )
+
+
+def compile_key(follows: str | None = None) -> Any:
+    """Declare whether a model is compiled, for all training engines that can."""
+
+    def compiles(strategy: Any) -> bool:
+        settings = TRAIN_ENGINES.settings(strategy) if TRAIN_ENGINES.knows(strategy) else None
+        return settings is None or hasattr(settings, "use_torch_compile")
+
+    needs = Need(".strategy", compiles, "=fsdp2")
+    return key(False, "compile the model with torch.compile", follows=follows, needs=needs)
 
 
 def chunking_key(follows: str | None = None) -> Any:
@@ -61,7 +73,7 @@ class EngineConfig(ConfigNode):
 
     strategy: str = strategy_key()
     param_offload: bool = key(False, "keep parameters in host memory between uses")
-    optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates")
+    optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates", needs=LEARNS)
     dtype: str = key(
         "auto",
         "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
@@ -101,8 +113,9 @@ class FSDPConfig(EngineConfig):
         0.0,
         "mixture of experts: weight of the routers' load-balancing loss, that of transformers, in an update; 0: none",
         ge=0,
+        needs=LEARNS,
     )
-    freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower")
+    freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower", needs=LEARNS)
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     full_determinism: bool = key(False, "use deterministic kernels only; slower")
 
@@ -121,7 +134,9 @@ class OptimConfig(ConfigNode):
         synonyms=names.OPTIMIZER_SYNONYMS,
     )
     optimizer_impl: str = key(
-        "torch.optim", "module or Python file that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
+        "torch.optim",
+        "module or Python file that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit",
+        place="code",
     )
     lr: float = key(1e-6, "peak learning rate", ge=0)
     betas: list[float] = key(
@@ -160,9 +175,15 @@ class OptimConfig(ConfigNode):
     num_cycles: float = key(
         0.5, "periods of the cosine; 0.5 decays once", gt=0, needs=among(".lr_scheduler_type", "cosine")
     )
-    total_training_steps: int = key(-1, "length of the schedule in steps; negative: set by the trainer")
+    total_training_steps: int = key(
+        -1,
+        "length of the schedule in steps; negative: set by the trainer",
+        needs=any_of(not_among(".lr_scheduler_type", "constant"), above(".lr_warmup_steps_ratio")),
+    )
     override_optimizer_config: dict[str, Any] | None = key(
-        None, "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW"
+        None,
+        "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW",
+        read_by="optimizer-arguments",
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
-from hybridrl.config.schema.needs import above, on
+from hybridrl.config.schema.needs import LEARNS, above, on
 from hybridrl.config.schema.node import key
 
 
@@ -14,7 +14,7 @@ class MegatronConfig(EngineConfig):
 
     sequence_shared_by: ClassVar[str] = "context_parallel_size"
 
-    grad_offload: bool = key(False, "free the memory of gradients between updates")
+    grad_offload: bool = key(False, "free the memory of gradients between updates", needs=LEARNS)
     tensor_model_parallel_size: int = key(1, "ranks that share each layer (TP)", ge=1)
     pipeline_model_parallel_size: int = key(1, "stages of consecutive layers (PP)", ge=1)
     virtual_pipeline_model_parallel_size: int | None = key(
@@ -32,14 +32,16 @@ class MegatronConfig(EngineConfig):
         "with TP, also split the activations between the tensor-parallel parts along the sequence (SP)",
         needs=above(".tensor_model_parallel_size", 1),
     )
-    use_distributed_optimizer: bool = key(True, "split the optimizer state over the data-parallel ranks")
+    use_distributed_optimizer: bool = key(True, "split the optimizer state over the data-parallel ranks", needs=LEARNS)
     use_dist_checkpointing: bool = key(False, "load the first weights from dist_checkpointing_path")
     dist_checkpointing_path: str | None = key(
-        None, "folder of a distributed checkpoint of Megatron-core", needs=on(".use_dist_checkpointing")
+        None, "folder of a distributed checkpoint of Megatron-core", needs=on(".use_dist_checkpointing"), place="model"
     )
-    override_ddp_config: dict[str, Any] = key({}, "fields of Megatron-core's DistributedDataParallelConfig")
+    override_ddp_config: dict[str, Any] = key(
+        {}, "fields of Megatron-core's DistributedDataParallelConfig", needs=LEARNS, read_by="ddp-fields"
+    )
     override_transformer_config: dict[str, Any] = key(
-        {}, "fields of Megatron-core's TransformerConfig, e.g. recompute_granularity"
+        {}, "fields of Megatron-core's TransformerConfig, e.g. recompute_granularity", read_by="transformer-fields"
     )
 
 

@@ -1,8 +1,9 @@
 """What a setting depends on: conditions on other settings, declared with the setting (`key(..., needs=...)`).
 
 The name of another setting is that in the tree (`algorithm.use_kl_in_reward`), or begins with a dot: `.use_kl_loss` is
-in the same group, `..ref.strategy` in the group around it. A condition whose setting the tree does not have holds:
-`generation`, for one, accepts the settings of training.
+in the same group, `..ref.strategy` in the group around it. Several names, separated by `|`, stand for the first of them
+that the tree has. A condition whose setting the tree does not have holds: `generation`, for one, accepts the settings
+of training.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ Lookup = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Unmet:
-    """Why a condition does not hold, and what to do: both as parts of a sentence."""
+    """Why a condition does not hold, and what to do, as parts of a sentence. Empty remedy: the setting can only go."""
 
     because: str
     remedy: str
@@ -39,8 +40,7 @@ class Need:
 
     def unmet(self, group: str, lookup: Lookup) -> Unmet | None:
         """Return why the condition does not hold for a setting of `group`; None where it holds."""
-        name = resolved(self.key, group)
-        value = lookup(name)
+        name, value = read(self.key, group, lookup)
         if value is ... or self.holds(value):
             return None
         return Unmet(_stated(name, value), f"set {name}{self.remedy}")
@@ -77,7 +77,7 @@ class FactNeed:
         key: the other setting.
         registry: what it chooses from.
         name: the fact.
-        values: the values of the fact with which the setting acts.
+        values: the values of the fact with which the setting acts; of a fact that is a tuple, it has one of them.
     """
 
     key: str
@@ -87,15 +87,15 @@ class FactNeed:
 
     def unmet(self, group: str, lookup: Lookup) -> Unmet | None:
         """Return why the condition does not hold for a setting of `group`; None where it holds."""
-        name = resolved(self.key, group)
-        value = lookup(name)
+        name, value = read(self.key, group, lookup)
         if value is ... or not self.registry.is_builtin(value) or self._fits(value):
             return None
         fitting = " or ".join(filter(self._fits, self.registry.names()))
         return Unmet(_stated(name, value), f"set {name}={fitting}")
 
     def _fits(self, entry_name: str) -> bool:
-        return getattr(self.registry.facts(entry_name), self.name) in self.values
+        value = getattr(self.registry.facts(entry_name), self.name)
+        return any(one in value for one in self.values) if isinstance(value, tuple) else value in self.values
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class PartNeed:
     """A condition on the whole run: a property of the tree, such as whether there is a critic.
 
     Attributes:
-        key: the property's name in the tree.
+        key: the property's name in the tree, from its root.
         because, remedy: see `Unmet`; `{name}` in them is the value of the setting `name`.
         chosen_by: settings whose values `because` names.
     """
@@ -122,7 +122,21 @@ class PartNeed:
         return Unmet(f"{self.because} ({shown})" if shown else self.because, self.remedy)
 
 
-Condition = Need | FactNeed | AnyNeed | PartNeed
+@dataclass(frozen=True)
+class Explained:
+    """Other conditions, of which each has to hold, with words of its own where one does not; see `Unmet`."""
+
+    need: "Needs"
+    because: str
+    remedy: str = ""
+
+    def unmet(self, group: str, lookup: Lookup) -> Unmet | None:
+        """Return why the condition does not hold for a setting of `group`; None where it holds."""
+        holds = all(need.unmet(group, lookup) is None for need in conditions(self.need))
+        return None if holds else Unmet(self.because, self.remedy)
+
+
+Condition = Need | FactNeed | AnyNeed | PartNeed | Explained
 #: what a setting or a group needs: one condition, or all of several
 Needs = Condition | tuple[Condition, ...]
 
@@ -181,6 +195,12 @@ def any_of(*needs: Condition, also: tuple[Condition, ...] = ()) -> AnyNeed:
     return AnyNeed(needs, also)
 
 
+#: the program trains, and does not only generate
+TRAINS = PartNeed("trains", "this program does not train", "")
+#: the program has sessions of agents
+SESSIONS = PartNeed("has_sessions", "this program answers each prompt once, without tools", "")
+#: a model that learns, for settings of its training engine
+LEARNS = Explained(off(".forward_only"), "the model does not learn", "")
 #: the run has a value model
 A_CRITIC = PartNeed(
     "use_critic",
@@ -202,6 +222,17 @@ def conditions(needs: Needs | None) -> tuple[Condition, ...]:
     if needs is None:
         return ()
     return needs if isinstance(needs, tuple) else (needs,)
+
+
+def read(key: str, group: str, lookup: Lookup) -> tuple[str, Any]:
+    """Return the name in the tree of a setting that is named from `group`, and its value; `...` if there is none."""
+    name, value = "", ...
+    for alternative in key.split("|"):
+        name = resolved(alternative, group)
+        value = lookup(name)
+        if value is not ...:
+            break
+    return name, value
 
 
 def resolved(key: str, group: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.settings import Limits as Limits
+from hybridrl.settings import ValueLimits as ValueLimits
 from hybridrl.settings import key as key
 
 
@@ -79,17 +79,19 @@ class Follow:
     value: Any
 
 
-def group(cls: type, meaning: str = "", *, needs: Any = None, **changed: Any) -> Any:
+def group(cls: type, meaning: str = "", *, needs: Any = None, inner: Any = None, **changed: Any) -> Any:
     """Declare a sub-group of type `cls`, with the defaults in `changed` in place of the class's own (or `Follow`s).
 
-    `needs` is what each of its settings depends on, see `hybridrl.config.schema.needs`.
+    `needs` is what each of its settings depends on, see `hybridrl.config.schema.needs`. An empty tuple: nothing, not
+    even what the groups around it need. `inner` has further conditions by the name of a setting of the group.
     """
     plain = {name: value.value if isinstance(value, Follow) else value for name, value in changed.items()}
 
     def build() -> Any:
         return cls(**copy.deepcopy(plain))
 
-    return dataclasses.field(default_factory=build, metadata={"meaning": meaning, "changed": changed, "needs": needs})
+    metadata = {"meaning": meaning, "changed": changed, "needs": needs, "inner": inner or {}}
+    return dataclasses.field(default_factory=build, metadata=metadata)
 
 
 def is_group(field: "dataclasses.Field[Any]") -> bool:

@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 
+from hybridrl.config.schema.needs import FactNeed, fact
 from hybridrl.config.schema.node import ConfigNode, key
+from hybridrl.registry import OBJECTIVES
 
 REFERENCES = ("model", "cache", "adapter")
+
+
+def _read(name: str) -> FactNeed:
+    """The objective reads this setting."""
+    return fact(".loss_type", OBJECTIVES, "reads", name)
 
 
 @dataclass
@@ -28,12 +35,25 @@ class DPOConfig(ObjectiveConfig):
     """`dpo`: what is learned from pairs of answers."""
 
     loss_type: str = key("sigmoid", "sigmoid (DPO), ipo, hinge, simpo, orpo, or a registered objective")
-    beta: float = key(0.1, "scale of the implied rewards: larger values keep nearer to the reference", gt=0)
-    label_smoothing: float = key(0.0, "sigmoid, simpo: probability that a pair is labelled wrongly", ge=0, lt=0.5)
-    length_normalise: bool = key(False, "sigmoid, hinge: divide the log-ratio of an answer by its number of tokens")
-    simpo_gamma: float = key(0.5, "simpo: margin that the rewards of a pair are to differ by", ge=0)
+    beta: float = key(
+        0.1, "scale of the implied rewards: larger values keep nearer to the reference", gt=0, needs=_read("beta")
+    )
+    label_smoothing: float = key(
+        0.0, "sigmoid, simpo: probability that a pair is labelled wrongly", ge=0, lt=0.5, needs=_read("label_smoothing")
+    )
+    length_normalise: bool = key(
+        False,
+        "sigmoid, hinge: divide the log-ratio of an answer by its number of tokens",
+        needs=_read("length_normalise"),
+    )
+    simpo_gamma: float = key(
+        0.5, "simpo: margin that the rewards of a pair are to differ by", ge=0, needs=_read("simpo_gamma")
+    )
     sft_coef: float | None = key(
-        None, "coefficient of the likelihood of chosen answers, added to the loss; null: 1 for orpo, else 0", ge=0
+        None,
+        "coefficient of the likelihood of chosen answers, added to the loss; null: 1 for orpo, else 0",
+        ge=0,
+        needs=_read("sft_coef"),
     )
     reference: str | None = key(
         None,
@@ -41,6 +61,7 @@ class DPOConfig(ObjectiveConfig):
         "itself before the first step, kept in the run's folder; adapter: itself with its LoRA adapter off; null: "
         "adapter with model.lora_rank, else model",
         choices=REFERENCES,
+        needs=_read("reference"),
     )
 
 
@@ -49,4 +70,9 @@ class RMConfig(ObjectiveConfig):
     """`rm`: how a reward model learns from pairs of answers."""
 
     loss_type: str = key("bradley_terry", "bradley_terry, or a registered objective")
-    centering_coef: float = key(0.0, "coefficient of the squared sum of a pair's rewards: keeps them near 0", ge=0)
+    centering_coef: float = key(
+        0.0,
+        "coefficient of the squared sum of a pair's rewards: keeps them near 0",
+        ge=0,
+        needs=_read("centering_coef"),
+    )

@@ -15,7 +15,7 @@ class PrimeConfig(ConfigNode):
     """`roles.prime`: the model whose log-probabilities against a frozen copy are the process rewards."""
 
     model: ModelConfig = group(ModelConfig)
-    ref_path: str | None = key(None, "weights of the frozen copy; null: the first weights of the model")
+    ref_path: str | None = key(None, "weights of the frozen copy; null: the first weights of the model", place="model")
     beta_train: float = key(0.05, "factor of the log-ratio in the process rewards", gt=0)
     update: str = key(
         "after",
@@ -30,7 +30,7 @@ class PrimeConfig(ConfigNode):
         MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0, needs=off(".use_dynamic_bsz")
     )
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
-    ppo_max_token_len_per_gpu: int = key(16384, "most tokens per micro-batch", gt=0)
+    ppo_max_token_len_per_gpu: int = key(16384, "most tokens per micro-batch", gt=0, needs=on(".use_dynamic_bsz"))
     ppo_epochs: int = key(1, "passes over a batch", gt=0)
     shuffle: bool = key(False, "shuffle the batch before it is split into mini-batches")
     data_loader_seed: int = key(42, "seed of this shuffle", ge=0, needs=on(".shuffle"))

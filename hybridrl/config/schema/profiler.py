@@ -2,10 +2,17 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema.needs import among, is_set, off, on
+from hybridrl.config.schema.needs import PartNeed, among, any_of, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 TOOLS = ("torch", "torch_memory", "nsys")
+
+#: a rank of some role is profiled
+_A_RANK = PartNeed(
+    "profiled",
+    "no role has profiler.enable",
+    "let ranks of a role be profiled (profiler.enable=True, profiler.all_ranks=True)",
+)
 
 
 @dataclass
@@ -33,9 +40,12 @@ class GlobalProfilerConfig(ConfigNode):
         "torch: traces of operations; torch_memory: snapshots of GPU memory; nsys: ranges for Nsight Systems",
         choices=TOOLS,
         later=("npu", "precision_debugger"),
+        needs=(is_set(".steps"), _A_RANK),
     )
-    steps: list[int] | None = key(None, "steps that are profiled, from 1")
-    save_path: str = key("outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"))
+    steps: list[int] | None = key(None, "steps that are profiled, from 1", needs=is_set(".tool"))
+    save_path: str = key(
+        "outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"), place="output"
+    )
     global_tool_config: ToolsConfig = group(ToolsConfig)
 
 
@@ -46,7 +56,11 @@ class RoleProfilerConfig(ConfigNode):
     It says which of its ranks are profiled.
     """
 
-    enable: bool = key(False, "profile this role in global_profiler.steps")
+    enable: bool = key(
+        False,
+        "profile this role in global_profiler.steps",
+        needs=(is_set("global_profiler.tool"), any_of(on(".all_ranks"), is_set(".ranks"))),
+    )
     all_ranks: bool = key(False, "profile every rank", needs=on(".enable"))
     ranks: list[int] = key(
         [], "ranks that are profiled; empty without all_ranks: none", needs=(on(".enable"), off(".all_ranks"))

@@ -6,9 +6,10 @@ from typing import Any
 
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import PartNeed, among, is_not_set, is_set, off, on
+from hybridrl.config.schema.needs import Condition, PartNeed, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import REWARD_MANAGERS
@@ -18,9 +19,24 @@ from hybridrl.utils.json_client import is_address
 _FUNCTIONS = PartNeed(
     "reward.runs_functions",
     "no reward function runs",
-    "name one (reward.custom_reward_function.path)",
+    "set reward.reward_model.combine=sum, and reward.reward_manager.name to one that runs functions",
     ("reward.reward_manager.name", "reward.reward_model.enable"),
 )
+#: the manager asks for scores
+_SCORING_MANAGER = any_of(
+    fact("reward.reward_manager.name", REWARD_MANAGERS, "runs_functions"),
+    also=(among("reward.reward_manager.source", "importlib"),),
+)
+#: a language model judges, for settings of its group and of the group `parse` in it
+_A_JUDGE, _PARSING_JUDGE = (any_of(on(f"{up}enable"), is_set(f"{up}url")) for up in (".", ".."))
+#: a training engine computes the reward model
+_COMPUTED = (off(".judge.enable"), is_not_set(".judge.url"), is_not_set(".rollout.name"))
+_NOT_TRAINED = PartNeed("reward.reward_model.learns", "the reward model does not learn", "")
+
+
+def _no_judge(up: str) -> tuple[Condition, ...]:
+    """A classifier scores; `up` are the dots that lead to `reward_model`."""
+    return off(f"{up}judge.enable"), is_not_set(f"{up}judge.url")
 
 
 @dataclass
@@ -28,18 +44,24 @@ class CustomRewardConfig(ConfigNode):
     """`reward.custom_reward_function`."""
 
     path: str | None = key(
-        None, "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source"
+        None,
+        "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source",
+        needs=_FUNCTIONS,
+        place="code",
     )
     name: str | None = key(
         None, "its name; null: compute_score, compute_reward, or the only function of the file", needs=is_set(".path")
     )
-    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", needs=is_set(".path"))
+    reward_kwargs: dict[str, Any] = key(
+        {}, "further arguments of the function", needs=is_set(".path"), read_by="function-arguments"
+    )
 
 
 @dataclass
 class RewardPartConfig(CustomRewardConfig):
     """One entry of `reward.functions`."""
 
+    path: str | None = key(None, "as that of `custom_reward_function`", needs=())
     weight: float = key(1.0, "factor of its score in the sum")
 
 
@@ -47,7 +69,7 @@ class RewardPartConfig(CustomRewardConfig):
 class RewardModuleConfig(ConfigNode):
     """`reward.reward_manager.module`: the location of a user's own manager."""
 
-    path: str | None = key(None, "Python file that holds the manager class")
+    path: str | None = key(None, "Python file that holds the manager class", place="code")
     name: str | None = key(None, "name of the class")
 
 
@@ -59,6 +81,7 @@ class RewardManagerConfig(ConfigNode):
         "naive",
         "how scores are asked for and shaped",
         registry=REWARD_MANAGERS,
+        needs=among(".source", "register"),
     )
     source: str = key("register", "register: by name; importlib: from module.path", choices=("register", "importlib"))
     module: RewardModuleConfig = group(RewardModuleConfig, needs=among(".source", "importlib"))
@@ -186,6 +209,7 @@ class SandboxConfig(ConfigNode):
         False,
         "run programs on this machine also where its kernel gives no namespaces, with all that they then reach: the "
         "network, files, other processes",
+        needs=is_not_set(".url"),
     )
 
 
@@ -195,7 +219,10 @@ class ScoringConfig(ConfigNode):
 
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     functions: dict[str, Any] = key(
-        {}, "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts"
+        {},
+        "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts",
+        needs=_FUNCTIONS,
+        read_by=Unchecked("hybridrl.config.checks.paths reads each as RewardPartConfig"),
     )
     sandbox_fusion: SandboxConfig = group(SandboxConfig, needs=_FUNCTIONS)
     num_workers: int | None = key(
@@ -204,14 +231,18 @@ class ScoringConfig(ConfigNode):
         gt=0,
         needs=_FUNCTIONS,
     )
-    timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
+    timeout_s: float = key(
+        30.0, "seconds a sample's score may take before its process is ended", gt=0, needs=_FUNCTIONS
+    )
 
 
 @dataclass
 class ParseConfig(ConfigNode):
     """`reward.reward_model.judge.parse`: the function that reads a judge's answer."""
 
-    path: str | None = key(None, "Python file with the function; null: the number after the last `Score:`")
+    path: str | None = key(
+        None, "Python file with the function; null: the number after the last `Score:`", place="code"
+    )
     name: str | None = key(
         None,
         "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be",
@@ -224,32 +255,44 @@ class JudgeConfig(ConfigNode):
     """`reward.reward_model.judge`: a language model that is asked about each response, in place of a classifier."""
 
     enable: bool = key(
-        False, "the run serves the judge: reward_model.model.path in replicas of the engine reward_model.rollout.name"
+        False,
+        "the run serves the judge: reward_model.model.path in replicas of the engine reward_model.rollout.name",
+        needs=_SCORING_MANAGER,
     )
     url: str | None = key(
-        None, "OpenAI-compatible API that serves the judge instead, such as http://HOST:8000/v1; null: none does"
+        None,
+        "OpenAI-compatible API that serves the judge instead, such as http://HOST:8000/v1; null: none does",
+        needs=_SCORING_MANAGER,
     )
-    model: str | None = key(None, "its name there; null: the only one that the endpoint has")
-    token_env: str | None = key("OPENAI_API_KEY", "environment variable with the API key, where it is set; null: none")
+    model: str | None = key(None, "its name there; null: the only one that the endpoint has", needs=is_set(".url"))
+    token_env: str | None = key(
+        "OPENAI_API_KEY", "environment variable with the API key, where it is set; null: none", needs=is_set(".url")
+    )
     template: str | None = key(
         None,
         "file with the question, a Jinja template of prompt, messages, response, ground_truth, data_source and "
         "extra_info; null: a question that asks for a score from 0 to 10",
+        needs=_A_JUDGE,
+        place="file",
     )
-    system_prompt: str | None = key(None, "text of a system message before the question")
-    parse: ParseConfig = group(ParseConfig)
-    temperature: float = key(0.0, "of the judge's answers", ge=0)
-    max_tokens: int = key(1024, "most tokens of an answer", gt=0)
+    system_prompt: str | None = key(None, "text of a system message before the question", needs=_A_JUDGE)
+    parse: ParseConfig = group(ParseConfig, inner={"path": _PARSING_JUDGE})
+    temperature: float = key(0.0, "of the judge's answers", ge=0, needs=_A_JUDGE)
+    max_tokens: int = key(1024, "most tokens of an answer", gt=0, needs=_A_JUDGE)
     extra_body: dict[str, Any] = key(
-        {}, "further fields of each request; with enable: top_p, top_k, seed and chat_template_kwargs"
+        {},
+        "further fields of each request; with enable: top_p, top_k, seed and chat_template_kwargs",
+        needs=_A_JUDGE,
+        read_by="judge-requests",
     )
-    max_concurrent: int = key(64, "requests at once", gt=0)
-    attempts: int = key(4, "how often a request that fails is sent", gt=0)
+    max_concurrent: int = key(64, "requests at once", gt=0, needs=is_set(".url"))
+    attempts: int = key(4, "how often a request that fails is sent", gt=0, needs=is_set(".url"))
     timeout_s: float = key(
         120.0,
         "seconds for the verdict on a response, with all attempts; with enable: for template and parse each, because "
         "the engine has limits of its own",
         gt=0,
+        needs=_A_JUDGE,
     )
 
 
@@ -257,7 +300,9 @@ class JudgeConfig(ConfigNode):
 class StepScoresConfig(ConfigNode):
     """`reward.reward_model.steps`: a classifier that scores each step of a response (a process reward model)."""
 
-    enable: bool = key(False, "the model is a classifier of tokens, and scores each step where it ends")
+    enable: bool = key(
+        False, "the model is a classifier of tokens, and scores each step where it ends", needs=_no_judge("..")
+    )
     separator: str = key("\n\n", "text between two steps of a response", needs=on(".enable"))
     mark: str | None = key(
         None,
@@ -289,36 +334,58 @@ class RewardModelConfig(ConfigNode):
     weight: float = key(1.0, "factor of its score")
     model: ModelConfig = group(
         ModelConfig,
+        needs=is_not_set(".judge.url"),
+        inner=dict.fromkeys(("enable_gradient_checkpointing", "recompute_granularity"), _NOT_TRAINED),
         external_lib=Follow(_POLICY + "external_lib}", None),
         trust_remote_code=Follow(_POLICY + "trust_remote_code}", False),
     )
-    max_length: int | None = key(None, "tokens of a conversation that it reads; the rest is cut off; null: all", gt=0)
-    strategy: str = strategy_key(follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}")
+    max_length: int | None = key(
+        None, "tokens of a conversation that it reads; the rest is cut off; null: all", gt=0, needs=_no_judge(".")
+    )
+    strategy: str = strategy_key(follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}", needs=_COMPUTED)
     micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
         "sequences that a process computes at once",
         follows="${oc.select:actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,8}",
         gt=0,
-        needs=off(".use_dynamic_bsz"),
+        needs=(*_COMPUTED, off(".use_dynamic_bsz")),
     )
     use_dynamic_bsz: bool = key(
         False,
         "fill micro-batches by tokens, not by sequences",
         follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
+        needs=_COMPUTED,
     )
-    forward_max_token_len_per_gpu: int = key(32768, "most tokens per micro-batch", gt=0)
-    enable_resource_pool: bool = key(False, "it runs in processes of its own: nnodes x n_gpus_per_node")
+    forward_max_token_len_per_gpu: int = key(
+        32768, "most tokens per micro-batch", gt=0, needs=(*_COMPUTED, on(".use_dynamic_bsz"))
+    )
+    enable_resource_pool: bool = key(
+        False, "it runs in processes of its own: nnodes x n_gpus_per_node", needs=is_not_set(".judge.url")
+    )
     n_gpus_per_node: int = key(8, "processes per node of that pool", gt=0, needs=on(".enable_resource_pool"))
     nnodes: int = key(0, "nodes of that pool", ge=0, needs=on(".enable_resource_pool"))
     fsdp_config: FSDPConfig = group(
-        FSDPConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
+        FSDPConfig,
+        needs=_COMPUTED,
+        forward_only=True,
+        strategy=Follow("${reward.reward_model.strategy}", "fsdp2"),
     )
     megatron: MegatronConfig = group(
-        MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
+        MegatronConfig,
+        needs=_COMPUTED,
+        forward_only=True,
+        strategy=Follow("${reward.reward_model.strategy}", "fsdp2"),
     )
     steps: StepScoresConfig = group(StepScoresConfig, "single steps of a response are scored")
-    rollout: ServingConfig = group(ServingConfig, "an inference engine that serves the model instead")
+    rollout: ServingConfig = group(
+        ServingConfig, "an inference engine that serves the model instead", needs=is_not_set(".judge.url")
+    )
     judge: JudgeConfig = group(JudgeConfig, "a language model that judges instead")
+
+    @property
+    def learns(self) -> bool:
+        """Whether it is trained, which it never is."""
+        return False
 
     @property
     def is_judge(self) -> bool:
@@ -347,6 +414,7 @@ class RewardConfig(ScoringConfig):
         "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
         "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
         "batch_size, attempts, token_env; steps: separator, weight",
+        read_by=Unchecked("hybridrl.config.checks.run has the manager read them"),
     )
     on_error: str | None = key(
         None,
@@ -354,6 +422,7 @@ class RewardConfig(ScoringConfig):
         "too long; drop: is not trained on; refill: is generated again (algorithm.missing.max_refills); null: stop if "
         "the function raises or returns no score, algorithm.missing.infra if its process ends",
         choices=("stop", "zero", "drop", "refill"),
+        needs=any_of(_FUNCTIONS, also=(PartNeed("reward.reward_model.is_judge", "", ""),)),
     )
     max_error_rate: float = key(
         0.1,

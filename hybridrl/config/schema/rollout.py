@@ -5,12 +5,62 @@ from typing import Any
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.needs import above, any_of, entry, fact, is_set, off, on
+from hybridrl.config.schema.mappings import Unchecked
+from hybridrl.config.schema.needs import (
+    SESSIONS,
+    TRAINS,
+    Condition,
+    Explained,
+    FactNeed,
+    Need,
+    above,
+    any_of,
+    entry,
+    fact,
+    is_not_set,
+    is_set,
+    off,
+    on,
+)
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS, TRACES
+from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES, is_endpoint
+
+_AGENT = "actor_rollout_ref.rollout.agent"
+_LOOP = f"{_AGENT}.default_agent_loop"
+
+
+def _loops(because: str, remedy: str, needs: FactNeed) -> Explained:
+    """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
+    chosen = Explained((is_set(_LOOP), needs), "")
+    also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
+    if "environments" not in needs.values and "gateway" not in needs.values:
+        also = (*also, Explained((is_not_set(_LOOP), on("actor_rollout_ref.rollout.multi_turn.enable")), ""))
+    return Explained(
+        any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", f"set {_LOOP}={remedy}"
+    )
+
+
+_MANY_TURNS = _loops(
+    "no setting chooses a loop of sessions", "tool_agent", fact(_LOOP, AGENT_LOOPS, "only_answers", False)
+)
+_WITH_TOOLS = _loops("no setting chooses a loop with tools", "tool_agent", fact(_LOOP, AGENT_LOOPS, "reads", "tools"))
+_ENVIRONMENT = _loops(
+    "no setting chooses a loop that acts on environments",
+    "env_agent",
+    fact(_LOOP, AGENT_LOOPS, "reads", "environments"),
+)
+_GATEWAY = _loops(
+    "no setting chooses a loop of agents behind the gateway",
+    "gateway_agent",
+    fact(_LOOP, AGENT_LOOPS, "reads", "gateway"),
+)
 
 #: an engine with weights of its own generates
 _REPLICAS = fact(".name", INFERENCE_ENGINES, "has_replicas")
+#: an endpoint generates, which `auto` never chooses
+_ENDPOINT = Need(".name", is_endpoint, "=openai")
+#: a model of the run generates, and no endpoint
+_OWN_MODEL = fact(".name", INFERENCE_ENGINES, "takes_weights")
 
 
 @dataclass
@@ -26,12 +76,21 @@ class SamplingConfig(ConfigNode):
     )
 
 
+def _engine(name: str) -> Need:
+    """This engine generates, or one that `auto` chooses."""
+    return entry("..name", INFERENCE_ENGINES, name)
+
+
 @dataclass
 class EngineKwargsConfig(ConfigNode):
     """`rollout.engine_kwargs`: further arguments of an engine, by its own names; they override everything here."""
 
-    vllm: dict[str, Any] = key({}, "arguments of vLLM's AsyncEngineArgs")
-    sglang: dict[str, Any] = key({}, "arguments of SGLang's ServerArgs")
+    vllm: dict[str, Any] = key(
+        {}, "arguments of vLLM's AsyncEngineArgs", needs=_engine("vllm"), read_by="vllm-arguments"
+    )
+    sglang: dict[str, Any] = key(
+        {}, "arguments of SGLang's ServerArgs", needs=_engine("sglang"), read_by="sglang-arguments"
+    )
 
 
 @dataclass
@@ -126,6 +185,7 @@ class PrometheusConfig(ConfigNode):
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
         "Prometheus' configuration file; other jobs in it are kept",
         needs=on(".enable"),
+        place="output",
     )
     served_model_name: str | None = key(
         None,
@@ -152,47 +212,71 @@ class OpenAIConfig(ConfigNode):
         "the endpoint's name of the length limit",
         choices=("max_tokens", "max_completion_tokens"),
     )
-    extra_body: dict[str, Any] = key({}, "further entries of each request's body")
+    extra_body: dict[str, Any] = key(
+        {}, "further entries of each request's body", read_by=Unchecked("the server behind the address reads them")
+    )
 
 
 @dataclass
 class MultiTurnConfig(ConfigNode):
     """`rollout.multi_turn`: sessions of several turns with tools."""
 
-    enable: bool = key(False, "answer prompts by the loop tool_agent, unless agent.default_agent_loop names another")
-    format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS)
-    tool_config_path: str | None = key(None, "YAML file with tools; null: none")
-    function_tool_path: str | None = key(None, "Python file or module with functions marked @function_tool; null: none")
+    enable: bool = key(
+        False,
+        "answer prompts by the loop tool_agent, unless agent.default_agent_loop names another",
+        needs=any_of(
+            is_not_set("..agent.default_agent_loop"),
+            also=(fact("..agent.default_agent_loop", AGENT_LOOPS, "reads", "tools"),),
+        ),
+    )
+    format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS, needs=_MANY_TURNS)
+    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file")
+    function_tool_path: str | None = key(
+        None, "Python file or module with functions marked @function_tool; null: none", place="code"
+    )
     interaction_config_path: str | None = key(
-        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none"
+        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none", place="file"
     )
     turn_rewards: bool = key(
         False,
         "tool_agent: scores of simulated users and rewards of tool calls are added to the score, at the last token of "
         "their turn; false: reward functions get them and no more",
+        needs=_WITH_TOOLS,
     )
-    max_assistant_turns: int | None = key(None, "turns of the model in a session; null: any number", gt=0)
+    max_assistant_turns: int | None = key(
+        None, "turns of the model in a session; null: any number", gt=0, needs=_MANY_TURNS
+    )
     max_user_turns: int | None = key(
-        None, "rounds of answers of tools, users or environments in a session; null: any number", gt=0
+        None,
+        "rounds of answers of tools, users or environments in a session; null: any number",
+        gt=0,
+        needs=_MANY_TURNS,
     )
     max_parallel_calls: int = key(
-        1, "tool calls of one turn that are run; further ones are answered with an error", gt=0
+        1, "tool calls of one turn that are run; further ones are answered with an error", gt=0, needs=_WITH_TOOLS
     )
-    max_tool_response_length: int = key(256, "characters of a tool's answer; longer ones are cut", gt=0)
+    max_tool_response_length: int = key(
+        256, "characters of a tool's answer; longer ones are cut", gt=0, needs=_WITH_TOOLS
+    )
     tool_response_truncate_side: str = key(
-        "middle", "what is cut off a longer answer: its beginning, middle or end", choices=("left", "middle", "right")
+        "middle",
+        "what is cut off a longer answer: its beginning, middle or end",
+        choices=("left", "middle", "right"),
+        needs=_WITH_TOOLS,
     )
     tool_timeout_s: float = key(
         60.0,
         "seconds that a tool or a simulated user may take for a call; then the model gets an error, or the session has "
         "no verdict",
         gt=0,
+        needs=_WITH_TOOLS,
     )
     tokenization_sanity_check_mode: str = key(
         "strict",
         "refuse chat templates that change earlier text of a conversation that goes on; ignore_strippable: whitespace "
         "may change; disable: anything may",
         choices=("strict", "ignore_strippable", "disable"),
+        needs=_MANY_TURNS,
     )
 
 
@@ -206,70 +290,97 @@ class AgentConfig(ConfigNode):
         "else single_turn_agent",
     )
     agent_loop_config_path: str | None = key(
-        None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
+        None,
+        "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none",
+        place="file",
     )
     num_workers: int | None = key(
         None,
         "processes that run sessions with tools, environments, users or loops of one's own; 0: the controller runs "
         "them; null: one for each four cores of this machine, at most 8",
         ge=0,
+        needs=_MANY_TURNS,
     )
     max_running: int | None = key(
         None,
         "sessions of a batch that run at once, whatever their loop; the others wait. null: 256 gateway "
         "agents, each with a process of its own, and 4096 others",
         gt=0,
+        needs=_MANY_TURNS,
     )
     default_environment: str | None = key(
         None,
         "env_agent: environment of rows without env_kwargs.name: a name of environment_config_path, a registered name, "
         "or module:Class; null: the only one of environment_config_path",
+        needs=_ENVIRONMENT,
     )
     environment_config_path: str | None = key(
-        None, "YAML file with environments, {environments: [{name, class_name, config}]}; null: none"
+        None,
+        "YAML file with environments, {environments: [{name, class_name, config}]}; null: none",
+        needs=_ENVIRONMENT,
+        place="file",
     )
     environment_timeout_s: float = key(
-        60.0, "seconds that reset or step of an environment may take; then its session has no verdict", gt=0
+        60.0,
+        "seconds that reset or step of an environment may take; then its session has no verdict",
+        gt=0,
+        needs=_ENVIRONMENT,
     )
     environment_turn_tokens: int | None = key(
-        None, "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number", gt=0
+        None,
+        "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number",
+        gt=0,
+        needs=_ENVIRONMENT,
     )
     function: str | None = key(
         None,
         "gateway_agent: the agent, a function (base_url, api_key, row) as module:function or FILE.py:function, async "
         "or not; null: agent.command",
+        needs=_GATEWAY,
+        place="code",
     )
     command: str | None = key(
         None,
         "gateway_agent: the agent, a command that finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
         "ANTHROPIC_API_KEY and HYBRIDRL_ROW in its environment; null: agent.function",
+        needs=_GATEWAY,
     )
-    timeout_s: float = key(1800.0, "gateway agents: seconds that an agent may take; then it is ended", gt=0)
+    timeout_s: float = key(
+        1800.0, "gateway agents: seconds that an agent may take; then it is ended", gt=0, needs=_GATEWAY
+    )
     sampling: str = key(
         "run",
         "gateway agents: whose temperature, top_p and top_k hold: run: those of the rollout, whatever "
         "requests say; agent: those of requests, where they have any",
         choices=("run", "agent"),
+        needs=_GATEWAY,
     )
     match: str = key(
         "strict",
         "gateway agents: which messages continue a conversation: strict: the same text and calls; loose: "
         "ids of calls, spaces around text and the types of arguments may differ",
         choices=("strict", "loose"),
+        needs=_GATEWAY,
     )
     trace_dir: str | None = key(
         None,
         "gateway agents: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; "
         "null: none is written",
+        needs=_GATEWAY,
+        place="output",
     )
     retries: int = key(
-        1, "times that a failed session is run again at once, next to the others; not after a time limit", ge=0
+        1,
+        "times that a failed session is run again at once, next to the others; not after a time limit",
+        ge=0,
+        needs=_MANY_TURNS,
     )
     on_error: str | None = key(
         None,
         "a session that still fails: drop: its sample is left out; raise: the run ends; null: as algorithm.missing "
         "says for the reason",
         choices=("drop", "raise"),
+        needs=_MANY_TURNS,
     )
 
 
@@ -320,22 +431,25 @@ class RolloutConfig(ConfigNode):
     do_sample: bool = key(True, "false: greedy")
     ignore_eos: bool = key(False, "generate up to the length limit, even after EOS")
     stop: list[str] = key([], "end a response after the token that completes one of these strings")
-    val_kwargs: SamplingConfig = group(SamplingConfig)
+    val_kwargs: SamplingConfig = group(SamplingConfig, needs=(TRAINS, is_set("data.val_files")))
     prompt_length: int = key(512, "prompt width in tokens", follows="${oc.select:data.max_prompt_length,512}", gt=0)
     response_length: int = key(
         512, "maximum tokens per response", follows="${oc.select:data.max_response_length,512}", gt=0
     )
     max_model_len: int | None = key(None, "maximum tokens of prompt plus response; null: the sum of both limits", gt=0)
-    max_num_seqs: int = key(256, "sequences that a process generates at once", gt=0)
+    max_num_seqs: int = key(256, "sequences that a process generates at once", gt=0, needs=_OWN_MODEL)
     dtype: str = key(
         "auto",
         "dtype of generation; auto: bfloat16 on a GPU, float32 on a CPU",
         choices=(*names.DTYPES, "float16"),
         synonyms=names.DTYPE_SYNONYMS,
+        needs=_OWN_MODEL,
     )
     seed: int = key(42, "seed of sampling", ge=0)
     full_determinism: bool = key(
-        False, "engines: a seed for every request, and batch-invariant kernels if available; slower. hf: always"
+        False,
+        "engines: a seed for every request, and batch-invariant kernels if available; slower. hf: always",
+        needs=_OWN_MODEL,
     )
     tensor_model_parallel_size: int = key(
         1, "engines: devices that share each layer of a replica", gt=0, needs=_REPLICAS
@@ -379,7 +493,7 @@ class RolloutConfig(ConfigNode):
         "adapter: vLLM reads the base from model.path itself, gets the adapter alone, and keeps the base in host "
         "memory while the policy trains",
         choices=("merged", "adapter"),
-        needs=_REPLICAS,
+        needs=(_REPLICAS, any_of(above("..model.lora_rank"), is_set("..model.lora_adapter_path"))),
     )
     enforce_eager: bool = key(False, "engines: no CUDA graphs", needs=_REPLICAS)
     cudagraph_capture_sizes: list[int] | None = key(
@@ -405,7 +519,7 @@ class RolloutConfig(ConfigNode):
         needs=_REPLICAS,
     )
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, needs=_REPLICAS)
-    checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig)
+    checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig, needs=TRAINS)
     start_timeout_s: float = key(
         1200.0,
         "engines: seconds that a replica may take to start; large models compile and capture graphs",
@@ -429,22 +543,24 @@ class RolloutConfig(ConfigNode):
         "sequences that a process computes at once for old log-probabilities",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
-        needs=off(".log_prob_use_dynamic_bsz"),
+        needs=(TRAINS, off(".log_prob_use_dynamic_bsz")),
     )
     log_prob_use_dynamic_bsz: bool = key(
         False,
         "fill these micro-batches by tokens",
         follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
+        needs=TRAINS,
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
         "most tokens per such micro-batch",
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
+        needs=(TRAINS, on(".log_prob_use_dynamic_bsz")),
     )
-    multi_turn: MultiTurnConfig = group(MultiTurnConfig)
-    agent: AgentConfig = group(AgentConfig)
-    trace: TraceConfig = group(TraceConfig)
-    server: ServerConfig = group(ServerConfig)
-    prometheus: PrometheusConfig = group(PrometheusConfig)
-    openai: OpenAIConfig = group(OpenAIConfig, needs=entry(".name", INFERENCE_ENGINES, "openai"))
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig, needs=SESSIONS)
+    agent: AgentConfig = group(AgentConfig, needs=SESSIONS)
+    trace: TraceConfig = group(TraceConfig, needs=SESSIONS)
+    server: ServerConfig = group(ServerConfig, needs=TRAINS)
+    prometheus: PrometheusConfig = group(PrometheusConfig, needs=TRAINS)
+    openai: OpenAIConfig = group(OpenAIConfig, needs=_ENDPOINT)

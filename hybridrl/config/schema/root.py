@@ -1,5 +1,6 @@
 """The whole trees: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `rm_trainer`, `generation` and `evaluation`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,16 +17,17 @@ from hybridrl.config.schema.data import (
 )
 from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import A_CRITIC, PartNeed, on
+from hybridrl.config.schema.needs import A_CRITIC, TRAINS, PartNeed, fact, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
-from hybridrl.registry import ADV_ESTIMATORS, OBJECTIVES, POLICY_LOSSES
+from hybridrl.registry import ADV_ESTIMATORS, INFERENCE_ENGINES, OBJECTIVES, POLICY_LOSSES
 
 #: groups of files in `configs/` that choose a training engine for all roles
 MODEL_ENGINES = ("dp", "megatron")
@@ -37,15 +39,23 @@ _REFERENCE = PartNeed(
     "no reference policy takes part",
     "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
 )
+#: the reference policy is a model of its own
+_OWN_REFERENCE = PartNeed(
+    "has_reference_model", "the reference is the policy without its adapter, so no second model is loaded", ""
+)
 
 
 @dataclass
 class ActorRolloutRefConfig(ConfigNode):
     """`actor_rollout_ref`: the policy in training, in generation and as the reference."""
 
-    model: ModelConfig = group(ModelConfig)
-    actor: ActorConfig = group(ActorConfig)
-    ref: RefConfig = group(RefConfig, needs=_REFERENCE)
+    model: ModelConfig = group(ModelConfig, needs=fact(".rollout.name", INFERENCE_ENGINES, "takes_weights"))
+    actor: ActorConfig = group(ActorConfig, needs=TRAINS)
+    ref: RefConfig = group(
+        RefConfig,
+        needs=(TRAINS, _REFERENCE),
+        inner=dict.fromkeys(("strategy", "fsdp_config", "megatron"), _OWN_REFERENCE),
+    )
     rollout: RolloutConfig = group(RolloutConfig)
     nccl_timeout: int = key(600, "seconds a collective operation may take", gt=0)
 
@@ -57,7 +67,11 @@ class PPOTrainerConfig(ConfigNode):
     model_engine: str = key("dp", "training engine of every role that chooses none; dp: fsdp2", choices=MODEL_ENGINES)
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
     critic: CriticConfig = group(CriticConfig, needs=A_CRITIC)
-    roles: dict[str, Any] = key({}, "settings of roles that a module of external_lib registers, by role")
+    roles: dict[str, Any] = key(
+        {},
+        "settings of roles that a module of external_lib registers, by role",
+        read_by=Unchecked("hybridrl.config.roles reads each as the dataclass of its role"),
+    )
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)
@@ -66,6 +80,15 @@ class PPOTrainerConfig(ConfigNode):
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)
     global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether ranks of some role are profiled."""
+        given = [self.actor_rollout_ref.actor.profiler, self.critic.profiler]
+        own = [role.get("profiler") for role in self.roles.values() if isinstance(role, Mapping)]
+        return any(one.enable and (one.all_ranks or one.ranks) for one in given) or any(
+            isinstance(one, Mapping) and one.get("enable") and (one.get("all_ranks") or one.get("ranks")) for one in own
+        )
 
     @property
     def use_critic(self) -> bool:
@@ -104,6 +127,11 @@ class SupervisedConfig(ConfigNode):
     ray_kwargs: RayConfig = group(RayConfig)
     global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)
     profiler: RoleProfilerConfig = group(RoleProfilerConfig)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether ranks of the model are profiled."""
+        return self.profiler.enable and bool(self.profiler.all_ranks or self.profiler.ranks)
 
     @property
     def objective(self) -> ObjectiveConfig:
@@ -154,9 +182,13 @@ class GenerationConfig(ConfigNode):
     """`generation`: all settings of `python -m hybridrl.trainer.main_generation`.
 
     `actor_rollout_ref` is that of `ppo_trainer`, so the overrides of a training run are accepted unchanged. Settings
-    used only in training (actor, ref) have no effect, except `actor.fsdp_config`, with which the hf rollout loads its
-    model.
+    used only in training (actor, ref) have no effect, which a notice says, except `actor.fsdp_config`, with which the
+    hf rollout loads its model.
     """
+
+    #: what settings of training and of sessions need
+    trains: ClassVar[bool] = False
+    has_sessions: ClassVar[bool] = False
 
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
     data: GenerationDataConfig = group(GenerationDataConfig)

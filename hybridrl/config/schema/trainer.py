@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import A_CRITIC, among, any_of, is_set, not_among, on
+from hybridrl.config.schema.mappings import Unchecked
+from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, is_not_set, is_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 #: a frequency that verl reads as never
@@ -36,11 +37,12 @@ class RunConfig(JobConfig):
         "checkpoints/hybridrl/default",
         "folder of the run: configuration, metrics, report, checkpoints",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        place="output",
     )
     logger: list[str] = key(
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
     )
-    total_epochs: int = key(30, "passes over the training data", gt=0)
+    total_epochs: int = key(30, "passes over the training data", gt=0, needs=is_not_set(".total_training_steps"))
     total_training_steps: int | None = key(None, "end after this many steps; null: total_epochs decides", gt=0)
     save_freq: int = key(
         -1, "steps between checkpoints; -1 or false: only the last step (save_last)", ge=-1, means=_NEVER
@@ -57,6 +59,7 @@ class RunConfig(JobConfig):
         None,
         "checkpoint folder `.../global_step_N` of resume_mode=resume_path",
         needs=among(".resume_mode", "resume_path"),
+        place="output",
     )
     on_nonfinite: str = key(
         "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
@@ -126,7 +129,9 @@ class HealthConfig(ConfigNode):
 
     entropy_collapse: HealthCheckConfig = group(HealthCheckConfig, threshold=0.01, patience=3)
     kl_blowup: HealthCheckConfig = group(HealthCheckConfig, threshold=10.0, patience=2)
-    uniform_groups: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=5)
+    uniform_groups: HealthCheckConfig = group(
+        HealthCheckConfig, threshold=0.95, patience=5, needs=above("actor_rollout_ref.rollout.n", 1)
+    )
     length_hacking: LengthCheckConfig = group(LengthCheckConfig, threshold=0.5, patience=10)
     logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
     dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20, needs=A_CRITIC)
@@ -146,7 +151,7 @@ class TrainerConfig(RunConfig):
     critic_warmup: int = key(
         0, "steps in which only the critic learns, before the policy starts to learn", ge=0, needs=A_CRITIC
     )
-    val_before_train: bool = key(True, "validate before the first step")
+    val_before_train: bool = key(True, "validate before the first step", needs=is_set("data.val_files"))
     val_only: bool = key(False, "validate and exit")
     log_val_generations: int = key(0, "validation samples sent to tracking", ge=0, needs=is_set("data.val_files"))
     max_critic_ckpt_to_keep: int | None = key(
@@ -154,6 +159,7 @@ class TrainerConfig(RunConfig):
         "must be the same, because actor and critic share one checkpoint",
         follows="${.max_actor_ckpt_to_keep}",
         gt=0,
+        needs=A_CRITIC,
     )
     dump_freq: int = key(
         10,
@@ -166,6 +172,7 @@ class TrainerConfig(RunConfig):
         "samples of each dump, of rollouts and of validation, that are written with tokens, log-probabilities and "
         "advantages: whole prompts, the same ones in each step; -1: all",
         ge=-1,
+        needs=any_of(above(".dump_freq"), is_set("data.val_files")),
     )
     report_rollouts: int = key(
         2000,
@@ -173,9 +180,14 @@ class TrainerConfig(RunConfig):
         ge=0,
         needs=on(".report"),
     )
-    rollout_data_dir: str | None = key(None, "folder of these dumps; null: rollouts/ in default_local_dir")
+    rollout_data_dir: str | None = key(
+        None, "folder of these dumps; null: rollouts/ in default_local_dir", needs=above(".dump_freq"), place="output"
+    )
     validation_data_dir: str | None = key(
-        None, "folder of validation dumps; null: validation/ in default_local_dir", needs=is_set("data.val_files")
+        None,
+        "folder of validation dumps; null: validation/ in default_local_dir",
+        needs=is_set("data.val_files"),
+        place="output",
     )
     health: HealthConfig = group(HealthConfig)
 
@@ -187,12 +199,14 @@ class PlacementConfig(ConfigNode):
     pools: dict[str, list[int]] = key(
         {"global": [1]},
         "processes on each machine, by name of the pool",
+        read_by=Unchecked("hybridrl.config.checks.roles.check_placement"),
         follows={"global": "${global_pool:${trainer.n_gpus_per_node},${trainer.nnodes}}"},
         gt=0,
     )
     roles: dict[str, str] = key(
         {"actor_rollout_ref": "global", "critic": "global"},
         "pools of actor_rollout_ref and critic; ref: only if it has its own workers",
+        read_by=Unchecked("hybridrl.config.checks.roles.check_placement"),
     )
 
 
@@ -200,7 +214,9 @@ class PlacementConfig(ConfigNode):
 class RayConfig(ConfigNode):
     """`ray_kwargs`."""
 
-    ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init")
+    ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init", read_by="ray-arguments")
     timeline_json_file: str | None = key(
-        None, "file for Ray's timeline of tasks, written at the end of the run, for chrome://tracing or Perfetto"
+        None,
+        "file for Ray's timeline of tasks, written at the end of the run, for chrome://tracing or Perfetto",
+        place="output",
     )

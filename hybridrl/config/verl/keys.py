@@ -42,7 +42,7 @@ class _Waiting:
 
 
 @dataclass
-class Outcome:
+class RewriteResult:
     """The result of rewriting a number of assignments.
 
     Attributes:
@@ -77,7 +77,7 @@ class Outcome:
                 if not value.is_default:
                     self.unread.setdefault(choice, []).append(f"{key}{value.item.origin}")
 
-    def add(self, other: "Outcome") -> None:
+    def add(self, other: "RewriteResult") -> None:
         """Add the result of further assignments, which come later than those before."""
         self.assignments += other.assignments
         self.renamed += other.renamed
@@ -196,7 +196,7 @@ class KeyBook:
                 return prefix, table[prefix]
         return None
 
-    def rewrite(self, assignments: Iterable[Assignment], *, has_defaults: bool = False) -> Outcome:
+    def rewrite(self, assignments: Iterable[Assignment], *, has_defaults: bool = False) -> RewriteResult:
         """Rename old keys, refuse unsupported ones, drop those without effect, and report unknown ones.
 
         Two values for one setting are a fault, with one exception: of two words of a command line that write the same
@@ -207,7 +207,7 @@ class KeyBook:
             assignments: in the order in which they were written.
             has_defaults: values of the tree itself are among them, which any name of the setting replaces.
         """
-        out = Outcome()
+        out = RewriteResult()
         weak: list[tuple[Assignment, Assignment]] = []
         places: dict[str, tuple[Assignment, Assignment]] = {}
         for item in assignments:
@@ -233,10 +233,10 @@ class KeyBook:
 
     def conflicts(self, assignments: Iterable[Assignment]) -> list[str]:
         """A sentence for each setting that is given two values, under one name or under several."""
-        out, weak = Outcome(), list[tuple[Assignment, Assignment]]()
+        out, weak = RewriteResult(), list[tuple[Assignment, Assignment]]()
         places: dict[str, tuple[Assignment, Assignment]] = {}
         for item in assignments:
-            weak += [(item, single) for single in self._renamed(item, Outcome(), weak)]
+            weak += [(item, single) for single in self._renamed(item, RewriteResult(), weak)]
         for item, single in weak:
             self._note(item, single, places, out)
         return out.wrong
@@ -246,7 +246,7 @@ class KeyBook:
         written: Assignment,
         item: Assignment,
         places: dict[str, tuple[Assignment, Assignment]],
-        out: Outcome,
+        out: RewriteResult,
     ) -> None:
         """Note where a key is set, and report a second value for it.
 
@@ -266,7 +266,9 @@ class KeyBook:
             out.wrong.append(f"{first} and {second}: two values for one setting{same}; remove one of them")
         places[item.key] = (written, item)
 
-    def _renamed(self, item: Assignment, out: Outcome, weak: list[tuple[Assignment, Assignment]]) -> list[Assignment]:
+    def _renamed(
+        self, item: Assignment, out: RewriteResult, weak: list[tuple[Assignment, Assignment]]
+    ) -> list[Assignment]:
         found = self._find(self._aliases, item.key)
         if found is None:
             return [item]
@@ -290,7 +292,7 @@ class KeyBook:
             return []
         return [renamed]
 
-    def _sort_in(self, item: Assignment, out: Outcome) -> None:
+    def _sort_in(self, item: Assignment, out: RewriteResult) -> None:
         """Sort one assignment with a current name into the outcome."""
         if (waiting := self._find(self._pending, item.key)) is not None:
             entry, default = waiting[1]
@@ -310,7 +312,7 @@ class KeyBook:
         else:
             out.wrong.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
 
-    def _weigh(self, item: Assignment, entry: Pending, default: Any, out: Outcome) -> None:
+    def _weigh(self, item: Assignment, entry: Pending, default: Any, out: RewriteResult) -> None:
         """Note a key of something that is not supported yet: at its default nothing would be different."""
         is_default = item.delete or item.value is None or _same(item.value, default)
         out.waiting[item.key] = _Waiting(entry, item, is_default)

@@ -103,7 +103,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Program:
+class VerlProgram:
     """One of verl's programs; the fields are explained in programs.yaml."""
 
     tree: str | None
@@ -119,9 +119,9 @@ def bases() -> Mapping[str, Base]:
 
 
 @functools.cache
-def programs() -> Mapping[str, Program]:
+def programs() -> Mapping[str, VerlProgram]:
     """verl's programs, by module."""
-    return {name: Program(**entry) for name, entry in _read("programs").items()}
+    return {name: VerlProgram(**entry) for name, entry in _read("programs").items()}
 
 
 @functools.cache

@@ -32,7 +32,7 @@ class ActivationOffload:
         self.transfer = transfer
         # What is kept of each of the last layers, and all that the last one got. References are weak: the autograd
         # graph alone keeps what it needs, and frees it.
-        self._staying: deque[list[weakref.ref[_Kept]]] = deque()
+        self._staying: deque[list[weakref.ref[_SavedInput]]] = deque()
         self._inputs: list[weakref.ref[torch.Tensor]] = []
 
     def __call__(self, compute_again: Any, function: Any, *arguments: Any, **named: Any) -> Any:
@@ -42,34 +42,34 @@ class ActivationOffload:
             ModelError: the input of a layer before was changed in place, so its copy may be wrong.
         """
         before = self._staying[-1] if self._staying else []
-        own: list[weakref.ref[_Kept]] = []
+        own: list[weakref.ref[_SavedInput]] = []
         inputs_before, self._inputs = self._inputs, []
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        def keep(tensor: torch.Tensor) -> torch.Tensor | _SavedInput:
             self._inputs.append(weakref.ref(tensor))
-            if not tensor.requires_grad or any(one() is tensor for one in inputs_before):
+            if not tensor.requires_grad or any(reference() is tensor for reference in inputs_before):
                 return tensor
-            kept = _Kept(tensor, self.transfer, before)
-            own.append(weakref.ref(kept))
-            return kept
+            saved = _SavedInput(tensor, self.transfer, before)
+            own.append(weakref.ref(saved))
+            return saved
 
         while len(self._staying) >= _STAYING:
-            for kept in _alive(self._staying.popleft()):
-                kept.leave()
+            for saved in _alive(self._staying.popleft()):
+                saved.leave()
         self._staying.append(own)
         with saved_tensors_hooks(keep, _restored):
             return compute_again(function, *arguments, **named)
 
 
-def _alive(inputs: list[weakref.ref[_Kept]]) -> list[_Kept]:
-    return [kept for one in inputs if (kept := one()) is not None]
+def _alive(inputs: list[weakref.ref[_SavedInput]]) -> list[_SavedInput]:
+    return [saved for reference in inputs if (saved := reference()) is not None]
 
 
-def _restored(kept: torch.Tensor | _Kept) -> torch.Tensor:
-    return kept.take() if isinstance(kept, _Kept) else kept
+def _restored(saved: torch.Tensor | _SavedInput) -> torch.Tensor:
+    return saved.take() if isinstance(saved, _SavedInput) else saved
 
 
-class _Kept:
+class _SavedInput:
     """A tensor that is on its way to main memory, there, or on its way back.
 
     Args:
@@ -78,7 +78,9 @@ class _Kept:
         before: the inputs of the layer before, which the backward pass needs next.
     """
 
-    def __init__(self, tensor: torch.Tensor, transfer: type[device.Transfer], before: list[weakref.ref[_Kept]]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, transfer: type[device.Transfer], before: list[weakref.ref[_SavedInput]]
+    ) -> None:
         self._transfer, self._before = transfer, before
         self._home, self._version = tensor.device, tensor._version
         #: the tensor itself, until its copy is done
@@ -113,11 +115,11 @@ class _Kept:
             self._back = target, self._copy(target, self._host)
 
     def take(self) -> torch.Tensor:
-        """The tensor on the device; the inputs of the layer before are fetched meanwhile."""
+        """Return the tensor on the device, and start to fetch the inputs of the layer before."""
         self._check()
         self.fetch()
-        for kept in _alive(self._before):
-            kept.fetch()
+        for saved in _alive(self._before):
+            saved.fetch()
         if self._tensor is not None:
             return self._tensor
         assert self._back is not None

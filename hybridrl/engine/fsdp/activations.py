@@ -1,4 +1,4 @@
-"""What an update keeps for its backward pass: layers computed again, their inputs in main memory, MLPs in tiles."""
+"""Activations of an update: recomputed layers, offloaded inputs of layers, and MLPs computed in tiles."""
 
 from __future__ import annotations
 
@@ -93,28 +93,28 @@ def _selectively(function: Any, *arguments: Any, **named: Any) -> Any:
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     whole = operation.name()  # aten::mm, flash_attn_3::fwd, flex_attention
     name = whole.rpartition("::")[2].partition(".")[0]
-    kept = name in _LINEAR or any(part in whole for part in _ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    must_save = name in _LINEAR or any(part in whole for part in _ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _tile(module: nn.Module, tiles: int) -> None:
     """Compute the MLP of each layer for a part of the tokens at a time, forward and backward."""
     classes = decoder_layer_classes(module)
     layers = [part for part in module.modules() if type(part).__name__ in classes]
-    found = [getattr(layer, "mlp", None) for layer in layers]
-    known = [mlp for mlp in found if any(isinstance(getattr(mlp, name, None), nn.Module) for name in _LAST_OF_MLP)]
-    if not known:
+    mlps = [getattr(layer, "mlp", None) for layer in layers]
+    tileable = [mlp for mlp in mlps if any(isinstance(getattr(mlp, name, None), nn.Module) for name in _LAST_OF_MLP)]
+    if not tileable:
         raise ModelError(
             f"model.tiled_mlp.enabled=True: {type(module).__name__} has no MLP that computes each token on its own; "
             "set it to False"
         )
-    if len(known) < len(layers) and distributed.get_rank() == 0:
+    if len(tileable) < len(layers) and distributed.get_rank() == 0:
         notify(
-            f"model.tiled_mlp.enabled=True acts on {len(known)} of {len(layers)} layers of {type(module).__name__}: "
+            f"model.tiled_mlp.enabled=True acts on {len(tileable)} of {len(layers)} layers of {type(module).__name__}: "
             "those with a plain or gated MLP, not those with a mixture of experts",
             once=True,  # the forecast of memory says it, too
         )
-    for mlp in known:
+    for mlp in tileable:
         mlp.forward = functools.partial(_in_tiles, mlp.forward, tiles)  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""What an FSDP2 engine does differently with an adapter: A and B are added to a frozen base, and saved without it."""
+"""Behaviour of an FSDP2 engine with an adapter: A and B are added to a frozen base, and saved without it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AdaptedWeights:
 
 
 def attach(module: nn.Module, model: Any, dtype: torch.dtype) -> lora.Adapter:
-    """Attach the adapter of a `ModelConfig`, and tell what has none; see `lora.attach`."""
+    """Attach the adapter of a `ModelConfig`, and warn of modules without one; see `lora.attach`."""
     adapter = lora.attach(module, model, dtype)
     if lora.has_fused_experts(module) and distributed.get_rank() == 0:
         notify(f"{model.path}: the weights of experts stay frozen and get no adapter", once=True)
@@ -88,8 +88,8 @@ def adapter_of(engine: Any) -> lora.Adapter:
     """
     if engine.adapter is None:
         raise ModelError("this model has no adapter: set model.lora_rank, or model.lora_adapter_path")
-    found: lora.Adapter = engine.adapter
-    return found
+    adapter: lora.Adapter = engine.adapter
+    return adapter
 
 
 def config_text(engine: Any) -> str:
@@ -100,14 +100,18 @@ def config_text(engine: Any) -> str:
 
 def notes(engine: Any) -> dict[str, str]:
     """Files that are written next to the adapter's tensors in a checkpoint, by name: what it is, and of which base."""
-    found = {
+    files = {
         lora.CONFIG_FILE: config_text(engine),
         BASE_FILE: lora.base_digest(engine.model_config.path) + "\n",
     }
     if engine.model_config.load_in_4bit:
-        told = {"format": "nf4", "blocks": list(four_bit.BLOCKS), "dtype": str(engine.compute_dtype).rpartition(".")[2]}
-        found[ROUNDING_FILE] = json.dumps(told) + "\n"
-    return found
+        rounding = {
+            "format": "nf4",
+            "blocks": list(four_bit.BLOCKS),
+            "dtype": str(engine.compute_dtype).rpartition(".")[2],
+        }
+        files[ROUNDING_FILE] = json.dumps(rounding) + "\n"
+    return files
 
 
 def base_dtype(folder: Path) -> torch.dtype | None:
@@ -119,8 +123,8 @@ def base_dtype(folder: Path) -> torch.dtype | None:
     file = folder / ROUNDING_FILE
     if not file.is_file():
         return None
-    found: torch.dtype = getattr(torch, json.loads(file.read_text(encoding="utf-8"))["dtype"])
-    return found
+    dtype: torch.dtype = getattr(torch, json.loads(file.read_text(encoding="utf-8"))["dtype"])
+    return dtype
 
 
 def check_saved(engine: Any, folder: Path) -> None:

@@ -56,12 +56,12 @@ def parts_of(
     for name, (source, box, shape) in views.items():
         if source not in tensors:
             continue
-        held, tensor = engine._shard(tensors[source])
-        both = box.intersect(held)
+        shard_box, tensor = engine._shard(tensors[source])
+        both = box.intersect(shard_box)
         if both is not None:
             start, sizes = within_shape(both, box, shape)
             stop = tuple(a + n for a, n in zip(start, sizes, strict=True))
-            yield source, SavedBox(name, shape, Box(start, stop), tensor[both.within(held)].view(sizes))
+            yield source, SavedBox(name, shape, Box(start, stop), tensor[both.within(shard_box)].view(sizes))
 
 
 def _own_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, View]:
@@ -102,23 +102,25 @@ def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             if value.ndim:
-                for _, part in parts_of(engine, {name: value}, {one: views[one] for one in names[name]}):
+                for _, part in parts_of(
+                    engine, {name: value}, {saved_name: views[saved_name] for saved_name in names[name]}
+                ):
                     yield replace(part, name=f"{part.name}{SEPARATOR}{key}")
             elif distributed.get_rank() == 0:
-                for one in names[name]:
-                    yield SavedBox(f"{one}{SEPARATOR}{key}", (), Box((), ()), value)
+                for saved_name in names[name]:
+                    yield SavedBox(f"{saved_name}{SEPARATOR}{key}", (), Box((), ()), value)
 
 
 def _quantised_state(engine: FSDPEngine) -> Iterator[SavedBox]:
     """The state of an optimizer with moments of 8 bits, under names of the module."""
     assert engine.optimizer is not None
     for name, parameter in engine._trainable.items():
-        held, _ = engine._shard(parameter)
+        shard_box, _ = engine._shard(parameter)
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             full_name = f"{name}{SEPARATOR}{key}"
             if value.ndim:
-                yield from low_bit.stored_parts(full_name, value, held)
+                yield from low_bit.stored_parts(full_name, value, shard_box)
             elif distributed.get_rank() == 0:
                 yield SavedBox(full_name, (), Box((), ()), value)
 
@@ -182,10 +184,10 @@ def _load_quantised(
     engine: FSDPEngine, saved: SavedBoxes, keys: Mapping[str, Sequence[str]], where: torch.device
 ) -> None:
     optimizer: Any = engine.optimizer
-    for name, found in keys.items():
+    for name, state_keys in keys.items():
         parameter = engine._trainable[name]
-        held, _ = engine._shard(parameter)
-        for key in found:
+        shard_box, _ = engine._shard(parameter)
+        for key in state_keys:
             full_name = f"{name}{SEPARATOR}{key}"
             if not saved.shape(full_name):
                 optimizer.state[parameter][key] = _scalar(engine, saved, full_name, where)
@@ -193,7 +195,7 @@ def _load_quantised(
                 key = key.removesuffix(low_bit.CODES)
                 moment = optimizer.new_moment(parameter, signed=key in low_bit.SIGNED, where=where)
                 optimizer.state[parameter][key] = moment
-                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, held):
+                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, shard_box):
                     _read(part, saved)
 
 
@@ -217,9 +219,9 @@ def _hf_writer(engine: FSDPEngine, copy: bool) -> Callable[[Path], None] | None:
     """
     dtype = getattr(engine.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
-    state = _held(engine.exported.whole_tensors(dtype), copy)
+    state = _on_rank_zero(engine.exported.whole_tensors(dtype), copy)
 
-    adapter = {} if engine.adapter is None else _held(engine.exported.adapter_tensors(), copy)
+    adapter = {} if engine.adapter is None else _on_rank_zero(engine.exported.adapter_tensors(), copy)
 
     def write(folder: Path) -> None:
         _write_hf(engine, folder, state)
@@ -231,13 +233,13 @@ def _hf_writer(engine: FSDPEngine, copy: bool) -> Callable[[Path], None] | None:
     return lambda folder: distributed.on_rank_0(lambda: write(folder))
 
 
-def _held(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> dict[str, torch.Tensor]:
+def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> dict[str, torch.Tensor]:
     """Whole tensors in main memory of rank 0; all ranks iterate together."""
     state = {}
     for name, tensor in tensors:
         if distributed.get_rank() == 0:
-            held = tensor.cpu().contiguous()
-            state[name] = held.clone() if copy and held.data_ptr() == tensor.data_ptr() else held
+            on_host = tensor.cpu().contiguous()
+            state[name] = on_host.clone() if copy and on_host.data_ptr() == tensor.data_ptr() else on_host
     return state
 
 

@@ -34,21 +34,21 @@ from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
 from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
-from hybridrl.engine.fsdp.offload import Offload, tell_unused_policy
+from hybridrl.engine.fsdp.offload import FSDPOffload, warn_unused_policy
 from hybridrl.engine.fsdp.packing import check_attention, check_windows, keeps_rows_apart, may_pack
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of, with_attention
-from hybridrl.engine.fsdp.source import Source, check_four_bit
+from hybridrl.engine.fsdp.source import ModuleSource, check_four_bit
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
+from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
-from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
+from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout, small_tree
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
@@ -132,7 +132,7 @@ class FSDPEngine(
         if model.load_in_4bit:
             check_four_bit(model, engine, optim)
         if optim is not None:
-            check_optimizer(optim)
+            cls.check_optimizer(optim)
         if model.share_prefixes:
             check_sharing(model, engine)
         if engine.ulysses_sequence_parallel_size > 1:
@@ -176,13 +176,13 @@ class FSDPEngine(
         self.packed = self.packed and may_pack(model.path, self.config, self.compute_dtype)
         if self.packed or self.shares_prefixes is not False:
             self.work = work_of(self.config, value_model=self.model_type != "language_model")
-        source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
+        source = ModuleSource(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
             self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)
             self._sharded.fill(source.open)
             self.module = self._sharded.module
         else:
-            tell_unused_policy(engine)
+            warn_unused_policy(engine)
             self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
@@ -205,7 +205,7 @@ class FSDPEngine(
         check_windows(self.module, self.response_logits)
         if self.packed and self._sequences is None:  # ranks that share sequences find out in each pass
             self.packed = keeps_rows_apart(model.path, self.module, self.response_logits, self.compute_dtype)
-        self._offload = Offload(
+        self._offload = FSDPOffload(
             self.module,
             self._masters,
             self.optimizer,
@@ -236,17 +236,17 @@ class FSDPEngine(
         return bool(self.engine_config.optimizer_offload) or self._steps_in_main_memory
 
     def _may_fuse(self) -> bool:
-        """Whether to compute without logits where the head allows it (`use_fused_kernels`); tell why not."""
+        """Whether to compute without logits where the head allows it (`use_fused_kernels`); warn if not."""
         fused = bool(self.model_config.use_fused_kernels)
         if self.model_type == "language_model":
             return fused
         if fused:
-            self._tell_idle("a value model has no logits")
+            self._warn_idle("a value model has no logits")
         if self.engine_config.most_tokens is not None:
-            self._tell_idle("a value model has no logits", "entropy_from_logits_with_chunking")
+            self._warn_idle("a value model has no logits", "entropy_from_logits_with_chunking")
         return False
 
-    def _tell_idle(self, reason: str, setting: str = "model.use_fused_kernels") -> None:
+    def _warn_idle(self, reason: str, setting: str = "model.use_fused_kernels") -> None:
         if distributed.get_rank() == 0:
             notify(f"{self.model_config.path}: {setting} has no effect, because {reason}")
 
@@ -269,18 +269,20 @@ class FSDPEngine(
 
     # ------------------------------------------------------------------ computing
 
-    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
+    def forward_only(self, layouts: Sequence[MicroBatchLayout], request: Wanted) -> list[dict[str, torch.Tensor]]:
         self.module.eval()
-        self._fuses_all(wanted)  # before what a micro-batch sets
+        self._fuses_all(request)  # before what a micro-batch sets
         with torch.no_grad():
-            computed = [self._inferred(layout, wanted) for layout in layouts]
+            computed = [self._inferred(layout, request) for layout in layouts]
         if self._sharded:
             self._sharded.reshard()
         return computed
 
-    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
         ranks = distributed.get_world_size()
-        self._fuses_all(wanted)
+        self._fuses_all(request)
         self.module.train()
         if self._router_loss is not None:
             self._router_loss.begin(layouts, self.geometry.dp_group)
@@ -289,7 +291,7 @@ class FSDPEngine(
                 self._sharded.before_backward(last=number == len(layouts) - 1)
             with self._attention_for(layout), self._replaying(layout):  # also while layers are computed again
                 with contextlib.nullcontext() if self._router_loss is None else self._router_loss.watching():
-                    computed = self._forward(layout, wanted)
+                    computed = self._forward(layout, request)
                 loss = share_of_loss(number, computed)
                 if self._router_loss is not None:
                     loss = loss + self._router_loss.share(layout)
@@ -306,21 +308,21 @@ class FSDPEngine(
     def recorded_routing(self) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
         return self._routing.recorded()
 
-    def _replaying(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
+    def _replaying(self, layout: MicroBatchLayout) -> contextlib.AbstractContextManager[None]:
         """Within the context, tokens use the experts of the layout, if it has any."""
         if layout.experts is None:
             return contextlib.nullcontext()
         return self._routing.replayed(layout.experts.to(device.current_device(), non_blocking=True))
 
-    def _inferred(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _inferred(self, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of a micro-batch without gradients; `routed_experts` of its real tokens, in main memory."""
         with self._attention_for(layout), self._replaying(layout):
-            if ROUTED_EXPERTS not in wanted.outputs:
-                return self._forward(layout, wanted)
-            with self._routing.recorded() as chosen:
-                computed = self._forward(layout, wanted)
+            if ROUTED_EXPERTS not in request.outputs:
+                return self._forward(layout, request)
+            with self._routing.recorded() as experts_by_layer:
+                computed = self._forward(layout, request)
         assert layout.origins is not None  # checked when routing was set up
-        experts = torch.stack(chosen, dim=1).cpu()
+        experts = torch.stack(experts_by_layer, dim=1).cpu()
         return {**computed, ROUTED_EXPERTS: experts[layout.origins >= 0]}
 
     def update_metrics(self) -> dict[str, Metric]:
@@ -333,40 +335,43 @@ class FSDPEngine(
             plan.images = BatchImages(batch, self.config)
         return plan
 
-    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[MicroBatchLayout]:
         return [self._for_all_ranks(layout) for layout in super()._layouts(plan, function)]
 
-    def _for_all_ranks(self, layout: Layout) -> Layout:
+    def _for_all_ranks(self, layout: MicroBatchLayout) -> MicroBatchLayout:
         """The micro-batch with what every rank has to compute where any does."""
         return with_some_image(layout, self.config) if self._sees_images and self._sharded else layout
 
     @functools.cached_property
     def has_plain_head(self) -> bool:
-        """Whether logits are a linear layer's output or a known change of it, by a trial; tell why not. Collective."""
+        """Whether logits are a linear layer's output or a supported change of it. Collective.
+
+        A trial decides; a warning gives the reason if they are not.
+        """
         layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         reason = self._fusing.why_not(layout.to(device.current_device()))
         if reason is not None:
-            self._tell_idle(reason)
+            self._warn_idle(reason)
         return reason is None
 
-    def _fuses_all(self, wanted: Wanted) -> bool:
-        """Whether what is wanted is computed without logits; collective where it is asked first."""
+    def _fuses_all(self, request: Wanted) -> bool:
+        """Whether the request is computed without logits. The first call is collective."""
         if not self._fuses or not self.has_plain_head:
             return False
-        others = [function.other for function in self._functions(wanted)]
+        others = [function.other for function in self._functions(request)]
         return all(other is None or other.has_plain_head for other in others)
 
-    def _functions(self, wanted: Wanted) -> list[LogitsFunction]:
-        """What else than statistics of tokens is to be computed of logits."""
-        found: list[LogitsFunction] = [FullKL(self.reference)] if "ref_kl" in wanted.outputs else []
-        return found if wanted.function is None else [*found, wanted.function]
+    def _functions(self, request: Wanted) -> list[LogitsFunction]:
+        """Return the functions of logits that the request needs besides the statistics of tokens."""
+        functions: list[LogitsFunction] = [FullKL(self.reference)] if "ref_kl" in request.outputs else []
+        return functions if request.function is None else [*functions, request.function]
 
     def follows_paths(self) -> bool:
         return self._follows_paths
 
     @functools.cached_property
     def _follows_paths(self) -> bool:
-        """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; tell why not."""
+        """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; warn if not."""
         layout, _ = self._own_part(small_tree())
         with attention.trial() as problems:
             self.response_logits(layout.to(device.current_device()))
@@ -376,44 +381,44 @@ class FSDPEngine(
             )
         return not problems
 
-    def _forward(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _forward(self, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         part, owned = self._own_part(layout)
         part = part.to(device.current_device())
-        computed = self._compute(part, wanted)
+        computed = self._compute(part, request)
         if self._sequences is not None:
             computed = self._sequences.join(computed, owned)
         return part.of_rows(computed) if isinstance(part, TreeLayout) else computed
 
-    def _own_part(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
-        """This rank's tokens of a micro-batch, and which of its outputs they are."""
+    def _own_part(self, layout: MicroBatchLayout) -> tuple[MicroBatchLayout, torch.Tensor]:
+        """Return this rank's tokens of a micro-batch, and the mask of its outputs."""
         if self._sequences is None:
             return layout, torch.ones_like(layout.selected, dtype=torch.bool)
         part, owned = self._sequences.split(layout)
         return layout.part(part) if isinstance(layout, TreeLayout) else part, owned
 
-    def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _compute(self, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
-        functions = self._functions(wanted)
+        functions = self._functions(request)
 
-        def of_other(read: Callable[[FSDPEngine, Layout], Any], function: LogitsFunction) -> Any:
+        def of_other(read: Callable[[FSDPEngine, MicroBatchLayout], Any], function: LogitsFunction) -> Any:
             if function.other is None:
                 return None
             with self.without_adapter() if function.other is self else contextlib.nullcontext():
                 return read(function.other, layout)
 
-        if self._fuses_all(wanted):
+        if self._fuses_all(request):
             compared = [(function, of_other(FSDPEngine.hidden, function)) for function in functions]
-            return self._fusing.outputs(layout, wanted.temperature, wanted.outputs, compared)
+            return self._fusing.outputs(layout, request.temperature, request.outputs, compared)
         others = [of_other(FSDPEngine.response_logits, function) for function in functions]
         logits = self._logits(layout)
-        found = compute_outputs(
-            logits, layout, wanted.temperature, wanted.outputs, bool(functions), self.engine_config.most_tokens
+        outputs = compute_outputs(
+            logits, layout, request.temperature, request.outputs, bool(functions), self.engine_config.most_tokens
         )
         for function, other in zip(functions, others, strict=True):
-            found |= function(logits, layout.inputs or {}, wanted.temperature, other)
-        return found
+            outputs |= function(logits, layout.inputs or {}, request.temperature, other)
+        return outputs
 
-    def _logits(self, layout: Layout) -> torch.Tensor:
+    def _logits(self, layout: MicroBatchLayout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
 
     @property
@@ -435,7 +440,7 @@ class FSDPEngine(
         self.reference = reference
 
     @torch.no_grad()
-    def response_logits(self, layout: Layout) -> torch.Tensor:
+    def response_logits(self, layout: MicroBatchLayout) -> torch.Tensor:
         """The logits `[N, V]` of this engine's model on another engine's micro-batch, without gradient.
 
         Where ranks share sequences, `layout` has this rank's tokens.
@@ -447,13 +452,13 @@ class FSDPEngine(
         return logits
 
     @torch.no_grad()
-    def hidden(self, layout: Layout) -> Hidden:
-        """What `response_logits` would be computed from."""
+    def hidden(self, layout: MicroBatchLayout) -> Hidden:
+        """Return the inputs of the output layer from which `response_logits` would be computed."""
         with self._attention_for(layout):
-            found = self._fusing.hidden(layout, copies=self._sharded is not None)
+            hidden = self._fusing.hidden(layout, copies=self._sharded is not None)
         if self._sharded:
             self._sharded.reshard()
-        return found
+        return hidden
 
     # ------------------------------------------------------------------ stepping
 
@@ -522,7 +527,7 @@ class FSDPEngine(
         with with_attention(self.module, attention.plain_attention(config)):
             yield
 
-    def _attention_for(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
+    def _attention_for(self, layout: MicroBatchLayout) -> contextlib.AbstractContextManager[None]:
         """Within the context, the attention that this micro-batch needs."""
         if not isinstance(layout, TreeLayout):
             return contextlib.nullcontext()
@@ -562,7 +567,7 @@ class FSDPEngine(
         return ShardedLayout() if self._sharded is None else self._sharded.layout
 
     def _shard(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-        """What this rank holds of a tensor of the module."""
+        """Return this rank's box of a tensor of the module, and its elements."""
         if not isinstance(tensor, DTensor):
             return whole(tuple(tensor.shape)), tensor
         assert self._sharded is not None

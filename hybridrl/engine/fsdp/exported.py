@@ -1,4 +1,4 @@
-"""What an FSDP2 engine's module holds, as others see it: whole tensors and shards under Hugging Face names.
+"""Export of an FSDP2 engine's weights: whole tensors and shards under Hugging Face names.
 
 With an adapter, whole tensors are those of the base with the adapter merged, and a checkpoint holds the adapter alone.
 Weights of 4-bit layers are what their bytes stand for, in the dtype of the forward pass: the very values that training
@@ -88,12 +88,12 @@ class Exported:
             yield lora.file_name(name), self._whole(name, dtype)
 
     def own(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds, by the names of the module: master weights and saved buffers, or the adapter."""
+        """Return the tensors of a checkpoint by module name: master weights and saved buffers, or the adapter."""
         names = self._names if self.adapter is None else self.adapter.names
         return {name: self.tensor(name, None) for name in names}
 
     def views(self) -> dict[str, View]:
-        """Which box of the module's tensors each tensor of its checkpoint is.
+        """Map each tensor of the checkpoint to a box of one of the module's tensors.
 
         Raises:
             ModelError: one is computed from the module's tensors and is no part of them.
@@ -124,8 +124,8 @@ class Exported:
             merged = self.adapter is not None and self.adapter.parts_of(name) is not None
             layer = self._packed.get(name)
             count = tensor.numel() if layer is None else layer.out_features * layer.in_features
-            kept = torch.float32 if merged else (tensor.dtype if layer is None else self._computes_in)
-            size += count * (kept if dtype is None or name not in self.parameters else dtype).itemsize
+            own_dtype = torch.float32 if merged else (tensor.dtype if layer is None else self._computes_in)
+            size += count * (own_dtype if dtype is None or name not in self.parameters else dtype).itemsize
         return size
 
     def _whole(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:

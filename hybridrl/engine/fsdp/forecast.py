@@ -18,7 +18,7 @@ from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.fsdp.sharing import may_share
 from hybridrl.engine.logit_change import LogitChange
-from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
+from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
@@ -41,7 +41,7 @@ _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float
 
 
 def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
-    """What one of `ranks` ranks takes.
+    """Return the forecast of the memory that one of `ranks` ranks needs.
 
     Args:
         model: a `ModelConfig`.
@@ -85,11 +85,11 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         states = _states(module, stored, optim) // shards
         gradients = whole // shards
     where = device.get_device_name(), device.runs_triton(), passes.sharers, passes.most_tokens
-    known = repr((model_type, config.to_dict(), model, compute, packed, optim is None, work, where))
-    if known not in _PEAKS:
+    key = repr((model_type, config.to_dict(), model, compute, packed, optim is None, work, where))
+    if key not in _PEAKS:
         update = _of_update(module, passes, model, work.update) if optim is not None else (0, 0)
-        _PEAKS[known] = *update, 0 if work.infer is None else passes.peak(work.infer, training=False)
-    activations, logits, pass_activations = _PEAKS[known]
+        _PEAKS[key] = *update, 0 if work.infer is None else passes.peak(work.infer, training=False)
+    activations, logits, pass_activations = _PEAKS[key]
     gathered = _gathered(module, engine, compute, optim is not None) if ranks > 1 else 0
     if ranks > 1 and engine.offload_policy:  # FSDP2 keeps shards in main memory
         weights = states = gradients = 0
@@ -121,7 +121,7 @@ def _of_update(module: Any, passes: _Passes, model: Any, micro: MicroBatching | 
     """Activations of an update without logits, and what logits add to the peak."""
     assert micro is not None
     save_activations(module, model)
-    for parameter in filter(lambda one: one.requires_grad, module.parameters()):
+    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
         # Gradients are counted apart. Until it is added to the others, that of a parameter is part of the peak.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     everything = passes.peak(micro, training=True)
@@ -165,7 +165,7 @@ class _Passes:
         finally:
             _along_paths.reset(token)
 
-    def _peak_of(self, layout: Layout, training: bool) -> int:
+    def _peak_of(self, layout: MicroBatchLayout, training: bool) -> int:
         self.module.train(training)
 
         def run() -> None:
@@ -176,7 +176,7 @@ class _Passes:
         with torch.set_grad_enabled(training), _GroupedProducts():
             return peak_of(run, *self.module.parameters(), *self.module.buffers()) // self.sharers
 
-    def _layout(self, micro: MicroBatching, response: int) -> Layout:
+    def _layout(self, micro: MicroBatching, response: int) -> MicroBatchLayout:
         length = self.work.prompt + self.work.response
         most = self.work.rows * self.sharers  # ranks that share sequences have the rows of all of them
         rows = min(most, micro.size or most)
@@ -211,13 +211,13 @@ class _Passes:
         largest = max(plan.groups, key=plan.tokens)
         return plan.layout(largest), len(largest)
 
-    def _outputs(self, layout: Layout) -> list[torch.Tensor]:
+    def _outputs(self, layout: MicroBatchLayout) -> list[torch.Tensor]:
         kind = device.get_device_name()
         change = LogitChange.described(self.module.config) or LogitChange()
 
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = layer_rows(kind, device.runs_triton(), weight.shape[0], self.most_tokens)
-            found = linear_statistics.linear_token_statistics(
+            statistics = linear_statistics.linear_token_statistics(
                 hidden,
                 weight,
                 bias,
@@ -227,7 +227,7 @@ class _Passes:
                 multiplier=change.multiplier,
                 soft_cap=change.soft_cap,
             )
-            return torch.stack(list(found.values()), dim=-1)
+            return torch.stack(list(statistics.values()), dim=-1)
 
         if self.fused:
             with self.head.replaced_by(fused):
@@ -236,18 +236,18 @@ class _Passes:
         if logits.shape[-1] == 1:
             return [logits.float()]
         rows = logits_rows(kind, device.runs_triton(), len(logits), logits.shape[1], self.most_tokens)
-        found = functional.token_statistics(
+        statistics = functional.token_statistics(
             logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
         )
-        return list(found.values())
+        return list(statistics.values())
 
 
-def _on_meta(shape: Sequence[int], outputs: int) -> Layout:
+def _on_meta(shape: Sequence[int], outputs: int) -> MicroBatchLayout:
     """A micro-batch whose tensors have no values, with so many predicted tokens."""
     with torch.device("meta"):
         ids, selected = torch.zeros(*shape, dtype=torch.int64), torch.zeros(outputs, dtype=torch.int64)
         positions = torch.arange(shape[1])[None].expand(*shape)
-    return Layout(ids, positions, selected, selected, None)
+    return MicroBatchLayout(ids, positions, selected, selected, None)
 
 
 class _GroupedProducts(TorchDispatchMode):
@@ -256,10 +256,10 @@ class _GroupedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return func(*args, **(kwargs or {}))
-        left, right, offsets = args[:3]
+        first, second, offsets = args[:3]
         # A matrix has rows of all experts. Of two matrices, as for gradients of the weights, each expert has a product.
-        experts = {4: offsets.shape, 5: (), 6: left.shape[:1]}[left.dim() + right.dim()]
-        return left.new_empty((*experts, left.shape[-2], right.shape[-1]))
+        experts = {4: offsets.shape, 5: (), 6: first.shape[:1]}[first.dim() + second.dim()]
+        return first.new_empty((*experts, first.shape[-2], second.shape[-1]))
 
 
 def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool) -> int:
@@ -273,9 +273,9 @@ def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool
     ends = [] if tied else [four_bit.stored_bytes(embedding), four_bit.stored_bytes(head)]
     largest = max([*layers, *ends], default=0)
     rest = total - sum(layers) - sum(ends)
-    held = total if trains and not engine.reshard_after_forward else rest + sum(ends[1:]) + 2 * largest
+    unsharded = total if trains and not engine.reshard_after_forward else rest + sum(ends[1:]) + 2 * largest
     buffer = max(largest, rest)
-    size = min(held, total) + buffer
+    size = min(unsharded, total) + buffer
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     reduced = min(buffer // compute.itemsize, trained)  # elements
     return size + (reduced * (compute.itemsize + _REDUCED) if trains else 0)

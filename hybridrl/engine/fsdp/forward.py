@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hybridrl.algorithms.functional import rows_at_a_time, token_statistics
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import packed_row
@@ -88,14 +88,14 @@ class SelectingHead:
 def response_logits(
     module: nn.Module,
     head: SelectingHead,
-    layout: Layout,
+    layout: MicroBatchLayout,
     takes_boundaries: bool,
     sequence_group: ProcessGroup | None = None,
 ) -> torch.Tensor:
     """The head's outputs at the positions that predict the N response tokens: `[N, V]`, of a value head `[N, 1]`.
 
     Args:
-        takes_boundaries: whether the model's attention is told where packed sequences begin.
+        takes_boundaries: whether the model's attention gets the boundaries of packed sequences.
         sequence_group: the ranks that share the packed row, of which `layout` has this rank's tokens.
     """
     options: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def response_logits(
 
 def compute_outputs(
     logits: torch.Tensor,
-    layout: Layout,
+    layout: MicroBatchLayout,
     temperature: float,
     outputs: Collection[str],
     keeps_logits: bool = False,

@@ -18,7 +18,7 @@ from hybridrl.engine.chunked_function import Hidden, chunked_function
 from hybridrl.engine.fsdp.forward import SelectingHead
 from hybridrl.engine.logit_change import LogitChange, left_out
 from hybridrl.engine.logits_functions import LogitsFunction
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 
 #: functions of logits, each with what the output layer of the engine reads that it compares with
 Compared = Sequence[tuple[LogitsFunction, Hidden | None]]
@@ -46,7 +46,7 @@ class Fusing:
         self,
         module: nn.Module,
         head: SelectingHead,
-        forward: Callable[[Layout], torch.Tensor],
+        forward: Callable[[MicroBatchLayout], torch.Tensor],
         most_tokens: int | None = None,
     ) -> None:
         self._module, self._head, self._forward, self._most_tokens = module, head, forward, most_tokens
@@ -54,9 +54,9 @@ class Fusing:
         self._change: LogitChange | None = None
 
     def outputs(
-        self, layout: Layout, temperature: float, wanted: Collection[str], compared: Compared = ()
+        self, layout: MicroBatchLayout, temperature: float, requested: Collection[str], compared: Compared = ()
     ) -> dict[str, torch.Tensor]:
-        """The statistics of tokens among `wanted`, and the outputs of the functions, `[N, ...]`.
+        """Return the statistics of tokens among `requested`, and the outputs of the functions, `[N, ...]`.
 
         All that has a gradient passes through the output of the module, so that what is attached to the head (gathering
         of shards) happens before its backward pass.
@@ -71,13 +71,15 @@ class Fusing:
 
         def compute(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             hidden = Hidden(states, weight, bias, self._change)
-            found = _statistics(hidden, layout, temperature, wanted, self._most_tokens)
+            outputs = _statistics(hidden, layout, temperature, requested, self._most_tokens)
             for function, other in compared:
-                found |= chunked_function(function, hidden, layout.inputs or {}, temperature, other)
-            aside.update({name: value for name, value in found.items() if not value.is_floating_point()})
-            kept = {name: value for name, value in found.items() if name not in aside}
-            shapes.update({name: value.shape[1:] for name, value in kept.items()})
-            joined = torch.cat([value.reshape(len(value), value.shape[1:].numel()) for value in kept.values()], dim=1)
+                outputs |= chunked_function(function, hidden, layout.inputs or {}, temperature, other)
+            aside.update({name: value for name, value in outputs.items() if not value.is_floating_point()})
+            differentiable = {name: value for name, value in outputs.items() if name not in aside}
+            shapes.update({name: value.shape[1:] for name, value in differentiable.items()})
+            joined = torch.cat(
+                [value.reshape(len(value), value.shape[1:].numel()) for value in differentiable.values()], dim=1
+            )
             returned.append((joined, joined._version))
             return joined
 
@@ -88,13 +90,13 @@ class Fusing:
         if not same or output.shape != own.shape or own._version != version:
             raise ChangedOutputError
         parts = output.split([math.prod(shape) for shape in shapes.values()], dim=1)
-        found = {
+        outputs = {
             name: part.reshape(len(part), *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
-        return found | aside
+        return outputs | aside
 
-    def hidden(self, layout: Layout, copies: bool) -> Hidden:
-        """What the head would compute logits from.
+    def hidden(self, layout: MicroBatchLayout, copies: bool) -> Hidden:
+        """Return the inputs from which the head would compute logits.
 
         Args:
             copies: the output layer is there during the forward pass alone, so it is copied.
@@ -102,30 +104,30 @@ class Fusing:
         captured: list[Hidden] = []
 
         def capture(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            kept = [None if x is None else x.detach().clone() if copies else x.detach() for x in (weight, bias)]
-            assert kept[0] is not None
-            captured.append(Hidden(states, kept[0], kept[1], self._change))
+            parameters = [None if x is None else x.detach().clone() if copies else x.detach() for x in (weight, bias)]
+            assert parameters[0] is not None
+            captured.append(Hidden(states, parameters[0], parameters[1], self._change))
             return states
 
         with self._head.replaced_by(capture):
             self._forward(layout)
         return captured[0]
 
-    def _unchanged(self, compute: Callable[..., torch.Tensor], layout: Layout) -> torch.Tensor:
-        """What the model makes of `compute(hidden, weight, bias)` in place of logits, without its known change."""
-        known = contextlib.nullcontext() if self._change is None else left_out(self._module)
-        with self._head.replaced_by(compute), known:
+    def _unchanged(self, compute: Callable[..., torch.Tensor], layout: MicroBatchLayout) -> torch.Tensor:
+        """Return the model's output with `compute(hidden, weight, bias)` for logits, without its change of logits."""
+        without_change = contextlib.nullcontext() if self._change is None else left_out(self._module)
+        with self._head.replaced_by(compute), without_change:
             return self._forward(layout)
 
     @torch.no_grad()
-    def why_not(self, layout: Layout) -> str | None:
-        """Why the model has to compute logits, tried on the first token; None if it need not. Collective."""
+    def why_not(self, layout: MicroBatchLayout) -> str | None:
+        """Return why the model has to compute logits, tried on the first token; None if it need not. Collective."""
         if not self._head.is_linear:
             return "its output layer is not a plain linear layer"
         changed = "it changes its logits after its output layer"
         # Each rank has to see what happens to an output, also one whose tokens have none.
-        one = torch.zeros(1, dtype=torch.int64, device=layout.input_ids.device)
-        layout = replace(layout, selected=one, labels=one)
+        first_token = torch.zeros(1, dtype=torch.int64, device=layout.input_ids.device)
+        layout = replace(layout, selected=first_token, labels=first_token)
         if self._forward(layout).shape[-1] != self._head.width:  # it cuts off words of padding
             return changed
         self._change = None
@@ -138,7 +140,7 @@ class Fusing:
         self._change = None
         return changed
 
-    def _changes_as(self, change: LogitChange, layout: Layout) -> bool:
+    def _changes_as(self, change: LogitChange, layout: MicroBatchLayout) -> bool:
         """Whether the model does this to logits and nothing else, and nothing at all where it is left out.
 
         It is tried with an output of the layer whose values are far apart, so that a soft cap shows.
@@ -150,27 +152,27 @@ class Fusing:
             return probes[-1].clone()
 
         with self._head.replaced_by(probe):
-            found = self._forward(layout)
+            logits = self._forward(layout)
         plain, expected = self._unchanged(probe, layout), change(probes[0])
-        if found.shape != expected.shape or found.dtype != expected.dtype or not torch.equal(plain, probes[1]):
+        if logits.shape != expected.shape or logits.dtype != expected.dtype or not torch.equal(plain, probes[1]):
             return False
-        return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        return torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def _statistics(
-    hidden: Hidden, layout: Layout, temperature: float, wanted: Collection[str], most_tokens: int | None
+    hidden: Hidden, layout: MicroBatchLayout, temperature: float, requested: Collection[str], most_tokens: int | None
 ) -> dict[str, torch.Tensor]:
-    if not any(name in wanted for name in _STATISTICS):
+    if not any(name in requested for name in _STATISTICS):
         return {}
     change = hidden.change or LogitChange()
     return linear_token_statistics(
         hidden.states,
         hidden.weight,
         hidden.bias,
-        labels=layout.labels if "log_probs" in wanted else None,
+        labels=layout.labels if "log_probs" in requested else None,
         temperature=temperature,
-        entropy="entropy" in wanted,
-        sum_pi_squared="sum_pi_squared" in wanted,
+        entropy="entropy" in requested,
+        sum_pi_squared="sum_pi_squared" in requested,
         chunk_size=rows_at_a_time(hidden.states.device.type, len(hidden.weight), most_tokens),
         multiplier=change.multiplier,
         soft_cap=change.soft_cap,

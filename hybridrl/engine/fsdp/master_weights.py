@@ -23,12 +23,12 @@ class MasterWeights:
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype):
         self.module = module
-        kept = {id(p) for m in module.modules() if isinstance(m, ValueHead) for p in m.parameters()}
+        value_head_ids = {id(p) for m in module.modules() if isinstance(m, ValueHead) for p in m.parameters()}
         self.named: dict[str, nn.Parameter] = {}
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
             self.named[name] = parameter
-            if id(parameter) in kept:
+            if id(parameter) in value_head_ids:
                 continue
             master = nn.Parameter(parameter.detach().clone()) if parameter.requires_grad else None
             parameter.data = parameter.detach().to(compute_dtype)

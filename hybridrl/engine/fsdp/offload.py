@@ -5,7 +5,7 @@ page-locked for GPUs, which makes copies fast. A host copy stays valid while its
 that did not change are freed there without being copied back.
 
 Master weights and optimizer state arrive while the first micro-batches are computed. Their tensors are on the device
-from the beginning of an update; their values are there after `Offload.wait_for_state`.
+from the beginning of an update; their values are there after `FSDPOffload.wait_for_state`.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class _Offloaded:
         self._on_host = True
 
 
-class Offload:
-    """What of an engine is in main memory between its uses.
+class FSDPOffload:
+    """Offloading of an engine's weights and optimizer state to main memory between its uses.
 
     Args:
         masters: master weights that only updates need.
@@ -213,7 +213,7 @@ class Offload:
             device.empty_cache()
 
 
-def tell_unused_policy(engine: Any) -> None:
+def warn_unused_policy(engine: Any) -> None:
     """Tell that `offload_policy` of an `FSDPConfig`, which is a setting of FSDP2, has no effect on one rank."""
     if engine.offload_policy:
         notify(
@@ -261,7 +261,7 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rebuilt(tensor: torch.Tensor, replaced: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor of the same kind, made of other plain parts, which are asked for in the order of `_plain_parts`."""
+    """Return a tensor of the same kind, made of other plain parts in the order of `_plain_parts`."""
     if not is_traceable_wrapper_subclass(tensor):
         return replaced(tensor)
     names, context = tensor.__tensor_flatten__()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.errors import ModelError
 from hybridrl.models.info import config_of
@@ -57,7 +57,7 @@ class RouterLoss:
     Shares of it add up like those of the policy loss, so that its gradient does not depend on which rank computes a
     micro-batch, nor on packing or padding. A token that rows share counts as often as without sharing. The loss itself
     is no mean over tokens: it is a product of two of them. So it does depend on how the update is cut into
-    micro-batches, as in any implementation that sees one at a time: smaller ones ask for balance within fewer tokens.
+    micro-batches, as in any implementation that sees one at a time: smaller ones enforce balance within fewer tokens.
 
     Args:
         module: the model.
@@ -77,7 +77,7 @@ class RouterLoss:
         self._value: torch.Tensor | float = 0.0
         self._load: torch.Tensor | None = None
 
-    def begin(self, layouts: Sequence[Layout], group: ProcessGroup | None) -> None:
+    def begin(self, layouts: Sequence[MicroBatchLayout], group: ProcessGroup | None) -> None:
         """Count the real tokens of an update.
 
         Args:
@@ -96,7 +96,7 @@ class RouterLoss:
             yield
         self._logits = logits
 
-    def share(self, layout: Layout) -> torch.Tensor:
+    def share(self, layout: MicroBatchLayout) -> torch.Tensor:
         """The micro-batch's share of the loss, times the coefficient; 0 for a dummy."""
         rows, sequences = layout.row_counts(), self._sequences
         own = rows if sequences is None else sequences.part(rows)

@@ -1,4 +1,4 @@
-"""Which experts tokens use: recorded in one pass, replayed in another (`actor.router_replay`).
+"""Router replay: the experts of tokens are recorded in one pass and replayed in another (`actor.router_replay`).
 
 Shapes: T tokens of a micro-batch (padding included), L layers with experts, E experts, K experts per token.
 """
@@ -21,14 +21,14 @@ from hybridrl.models.routers import experts_of, routers_of, try_router, why_no_r
 
 
 def check_routing(model: Any, engine: Any) -> None:
-    """Refuse a model without routers, and settings with which tokens cannot be told apart.
+    """Refuse a model without routers, and settings that cannot be combined with replay.
 
     Args:
         model: a `ModelConfig`.
         engine: an `FSDPConfig`.
 
     Raises:
-        ModelError: the message says what is in the way.
+        ModelError: the model or a setting prevents replay; the message names it.
     """
     if model.share_prefixes:
         problem: str | None = "model.share_prefixes=True computes tokens once that rows share; set it to False"
@@ -45,19 +45,19 @@ def check_routing(model: Any, engine: Any) -> None:
         elif problem is None and getattr(config.get_text_config(), "topk_method", None) == "group_limited_greedy":
             problem = "topk_method=group_limited_greedy gives experts outside of the groups chosen now no weight"
         elif problem is None:
-            problem = _why_not_chosen_once(config)
+            problem = _why_not_one_topk(config)
     if problem is not None:
         raise ModelError(f"the experts of {model.path} cannot be recorded and replayed: {problem}")
 
 
-def _why_not_chosen_once(config: PreTrainedConfig) -> str | None:
-    """Why a model's routers do not choose by one `torch.topk`; None if they do, or if that cannot be tried."""
+def _why_not_one_topk(config: PreTrainedConfig) -> str | None:
+    """Return why a model's routers do not choose by one `torch.topk`; None if they do, or if that cannot be tried."""
     experts, top_k = experts_of(config)
     with _Choice(experts, top_k, None) as choice:
-        tried = try_router(config, 3)
-    if tried is None or len(choice.chosen) == 1:
+        trial = try_router(config, 3)
+    if trial is None or len(choice.chosen) == 1:
         return None
-    return f"its router, {type(tried[0]).__name__}, does not choose {top_k} of {experts} experts by one torch.topk"
+    return f"its router, {type(trial[0]).__name__}, does not choose {top_k} of {experts} experts by one torch.topk"
 
 
 class Routing:
@@ -75,51 +75,51 @@ class Routing:
     def __init__(self, module: nn.Module, config: PreTrainedConfig) -> None:
         self._experts, self._top_k = experts_of(config)
         self._dtype = torch.uint8 if self._experts <= 256 else torch.int16
-        self._chosen: list[torch.Tensor] | None = None
-        self._given: torch.Tensor | None = None
+        self._recorded: list[torch.Tensor] | None = None
+        self._replayed: torch.Tensor | None = None
         for layer, router in enumerate(routers_of(module)):
             router.forward = functools.partial(self._route, type(router).__name__, router.forward, layer)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[torch.Tensor]]:
         """Within the context, each layer adds the experts that it uses, integers `[T, K]`."""
-        self._chosen = []
+        self._recorded = []
         try:
-            yield self._chosen
+            yield self._recorded
         finally:
-            self._chosen = None
+            self._recorded = None
 
     @contextlib.contextmanager
     def replayed(self, experts: torch.Tensor) -> Iterator[None]:
         """Within the context, tokens use these experts, `[T, L, K]`."""
-        self._given = experts
+        self._replayed = experts
         try:
             yield
         finally:
-            self._given = None
+            self._replayed = None
 
     def _route(self, name: str, forward: Callable[..., Any], layer: int, *arguments: Any, **named: Any) -> Any:
-        if self._chosen is None and self._given is None:
+        if self._recorded is None and self._replayed is None:
             return forward(*arguments, **named)
-        given = None if self._given is None else self._given[:, layer].long()
-        with _Choice(self._experts, self._top_k, given) as choice:
+        replayed = None if self._replayed is None else self._replayed[:, layer].long()
+        with _Choice(self._experts, self._top_k, replayed) as choice:
             output = forward(*arguments, **named)
         if len(choice.chosen) != 1:
             raise ModelError(
                 f"{name} does not choose {self._top_k} of {self._experts} experts by one torch.topk, so its choice "
                 "cannot be recorded and replayed; set actor_rollout_ref.actor.router_replay.mode=disabled"
             )
-        if self._chosen is not None:
-            self._chosen.append(choice.chosen[0].to(self._dtype))
+        if self._recorded is not None:
+            self._recorded.append(choice.chosen[0].to(self._dtype))
         return output
 
 
 class _Choice(TorchFunctionMode):
     """Records the result of `topk` over all experts, and puts given experts in its place."""
 
-    def __init__(self, experts: int, top_k: int, given: torch.Tensor | None) -> None:
+    def __init__(self, experts: int, top_k: int, replayed: torch.Tensor | None) -> None:
         super().__init__()
-        self._experts, self._top_k, self._given = experts, top_k, given
+        self._experts, self._top_k, self._replayed = experts, top_k, replayed
         self.chosen: list[torch.Tensor] = []
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
@@ -129,12 +129,12 @@ class _Choice(TorchFunctionMode):
         scores: torch.Tensor = arguments[0] if arguments else (named or {})["input"]
         if scores.ndim != 2 or scores.shape[-1] != self._experts or result.indices.shape[-1] != self._top_k:
             return result
-        if self._given is not None:
-            if self._given.shape != result.indices.shape:
+        if self._replayed is not None:
+            if self._replayed.shape != result.indices.shape:
                 raise ModelError(
-                    f"routed_experts has {list(self._given.shape)} experts for a layer's tokens, whose router chooses "
-                    f"{list(result.indices.shape)}"
+                    f"routed_experts has {list(self._replayed.shape)} experts for a layer's tokens, whose router "
+                    f"chooses {list(result.indices.shape)}"
                 )
-            result = torch.return_types.topk((scores.gather(-1, self._given), self._given))
+            result = torch.return_types.topk((scores.gather(-1, self._replayed), self._replayed))
         self.chosen.append(result.indices)
         return result

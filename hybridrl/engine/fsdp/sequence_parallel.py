@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.engine.train_engine import Geometry
 from hybridrl.errors import ModelError
@@ -33,15 +33,15 @@ def check_sequence_parallel(size: int, ranks: int, model: Any, config: PreTraine
         ModelError: it names the key at fault and the values that fit.
     """
     if ranks % size:
-        fitting = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
+        fitting = ", ".join(str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0)
         raise ModelError(f"{KEY}={size} does not divide the {ranks} ranks; sizes that fit: {fitting}")
     if not model.use_remove_padding:
         raise ModelError(f"{KEY}={size} splits packed rows: it needs model.use_remove_padding=True, which is False")
-    chosen = model.override_config.get("attn_implementation", attention.VARLEN)
-    if chosen != attention.VARLEN:
+    implementation = model.override_config.get("attn_implementation", attention.VARLEN)
+    if implementation != attention.VARLEN:
         raise ModelError(
             f"{KEY}={size} needs the attention that exchanges heads, {attention.VARLEN}, and "
-            f"model.override_config.attn_implementation is {chosen}; remove it"
+            f"model.override_config.attn_implementation is {implementation}; remove it"
         )
     reason = attention.why_not_packed(config) or attention.why_not_varlen(config)
     if reason is not None:
@@ -66,8 +66,8 @@ class SequenceParallel:
         self.size, self.rank = size, rank % size
         self.geometry = Geometry(rank // size, world // size, dp_group, cp_rank=self.rank, cp_size=size)
 
-    def split(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
-        """This rank's tokens of a micro-batch of one row, and which of the N outputs they are, `[N]`.
+    def split(self, layout: MicroBatchLayout) -> tuple[MicroBatchLayout, torch.Tensor]:
+        """Return this rank's tokens of a micro-batch of one row, and the mask of the N outputs that are theirs, `[N]`.
 
         The row is padded to a multiple of the ranks by a sequence of its own. The boundaries stay those of the whole
         row.
@@ -77,13 +77,13 @@ class SequenceParallel:
         begin, end = self._place(length)
         owned = (layout.selected >= begin) & (layout.selected < end)
         lengths = layout.lengths or [length]
-        part = Layout(
+        part = MicroBatchLayout(
             input_ids=pad(layout.input_ids, [0, missing])[:, begin:end],
             position_ids=pad(layout.position_ids, [0, missing])[..., begin:end],
             selected=layout.selected[owned] - begin,
             labels=layout.labels[owned],
             lengths=[*lengths, missing] if missing else lengths,
-            inputs=None if layout.inputs is None else {name: one[owned] for name, one in layout.inputs.items()},
+            inputs=None if layout.inputs is None else {name: tensor[owned] for name, tensor in layout.inputs.items()},
         )
         return part, owned
 
@@ -93,12 +93,12 @@ class SequenceParallel:
         return pad(flat, [0, -len(flat) % self.size])[begin:end]
 
     def _place(self, length: int) -> tuple[int, int]:
-        """Where this rank's tokens of a row begin and end."""
+        """Return the begin and the end of this rank's tokens in a row."""
         own = -(-length // self.size)
         return self.rank * own, (self.rank + 1) * own
 
     def join(self, computed: dict[str, torch.Tensor], owned: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All N outputs on every rank, from those that each computed."""
+        """Gather all N outputs on every rank."""
         names = sorted(computed)
         # A row for each number of a token. Integers are tokens of a vocabulary, which float32 holds exactly.
         parts = [computed[name].flatten(1).T if computed[name].dim() > 1 else computed[name][None] for name in names]

@@ -27,7 +27,7 @@ class Weights(Protocol):
     """Weights that are read one after the other, such as `StoredWeights`."""
 
     def specs(self) -> Specs:
-        """What `tensors` yields, without reading it."""
+        """Return the specs of the tensors that `tensors` yields, without reading them."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, by its name in the module that is filled."""
@@ -176,12 +176,12 @@ class ShardedModule:
 
     @property
     def layout(self) -> ShardedLayout:
-        """How the parameters lie on all ranks."""
+        """Return the layout of the parameters on all ranks."""
         return ShardedLayout(self.mesh.size(-1), self.mesh.size(0) if self.replicated else 1)
 
     @property
     def replica(self) -> int:
-        """Which of the replicas this rank's shards belong to."""
+        """Number of the replica that this rank's shards belong to."""
         return int(self.mesh.get_local_rank(0)) if self.replicated else 0
 
     def box(self, tensor: DTensor) -> Box:
@@ -212,9 +212,9 @@ class ShardedModule:
         policy = getattr(engine, "wrap_policy", None)
         least = getattr(policy, "min_num_params", 0) or 0
         if least:
-            found: list[Any] = []
-            _collect_by_size(module, least, found, {id(part) for part in apart})
-            return [unit for unit in found if unit is not module]
+            selected: list[Any] = []
+            _collect_by_size(module, least, selected, {id(part) for part in apart})
+            return [unit for unit in selected if unit is not module]
         classes = decoder_layer_classes(module, getattr(policy, "transformer_layer_cls_to_wrap", None))
         units = [m for m in module.modules() if type(m).__name__ in classes]
         if not units:
@@ -230,16 +230,16 @@ def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: s
     """Append modules with at least `least` parameters outside of units below them; return how many remain."""
     if id(module) in skipped:
         return 0
-    left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    left += sum(_collect_by_size(child, least, units, skipped) for child in module.children())
-    if left < least or isinstance(module, nn.ModuleList):
-        return left
+    remaining = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    remaining += sum(_collect_by_size(child, least, units, skipped) for child in module.children())
+    if remaining < least or isinstance(module, nn.ModuleList):
+        return remaining
     units.append(module)
     return 0
 
 
 def _announced(source: Weights | None) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """On every rank the name of the next tensor, in the order in which rank 0 reads them, and there its value.
+    """Yield on every rank the name of the next tensor in rank 0's order, and on rank 0 its value.
 
     Raises:
         ModelError: on every rank, if rank 0 cannot read one.

@@ -34,9 +34,9 @@ def check_sharing(model: Any, engine: Any) -> None:
 
 
 def sharing_of(model: Any, engine: Any, config: PreTrainedConfig) -> bool | None:
-    """`MicroBatchedEngine.shares_prefixes` of these settings and this model.
+    """Return `MicroBatchedEngine.shares_prefixes` for these settings and this model.
 
-    Where `share_prefixes=True` asks for what the model cannot do, a notice says why.
+    A notice gives the reason if `share_prefixes=True` is set and the model does not support it.
 
     Args:
         model: a `ModelConfig`.
@@ -46,17 +46,17 @@ def sharing_of(model: Any, engine: Any, config: PreTrainedConfig) -> bool | None
     Raises:
         ModelError: see `check_sharing`.
     """
-    asked: bool | None = model.share_prefixes
-    if asked is False:
+    setting: bool | None = model.share_prefixes
+    if setting is False:
         return False
-    if asked:
+    if setting:
         check_sharing(model, engine)
     elif not may_share(model, engine, config):
         return False
     reason = tree_attention.why_not_shared(config)
-    if reason and asked and distributed.get_rank() == 0:
+    if reason and setting and distributed.get_rank() == 0:
         notify(f"{model.path}: model.share_prefixes has no effect, because {reason}")
-    return False if reason else asked
+    return False if reason else setting
 
 
 def may_share(model: Any, engine: Any, config: PreTrainedConfig) -> bool:
@@ -71,9 +71,12 @@ def may_share(model: Any, engine: Any, config: PreTrainedConfig) -> bool:
 
 def _why_not(model: Any, engine: Any) -> str | None:
     """The setting that is in the way, and what to change; None if there is none."""
-    chosen = model.override_config.get("attn_implementation")
-    if chosen is not None:
-        return f"model.override_config.attn_implementation={chosen}: it has an attention of its own; leave that out"
+    implementation = model.override_config.get("attn_implementation")
+    if implementation is not None:
+        return (
+            f"model.override_config.attn_implementation={implementation}: it has an attention of its own; "
+            "leave that out"
+        )
     if not model.use_remove_padding:
         return "model.use_remove_padding=False: it computes no padding; leave that at True"
     if engine.use_torch_compile:
@@ -89,11 +92,11 @@ def with_attention(module: nn.Module, name: str) -> Iterator[None]:
         config = getattr(part, "config", None)
         if isinstance(config, PreTrainedConfig):
             configs[id(config)] = config
-    chosen = {key: config._attn_implementation for key, config in configs.items()}
+    originals = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
         config._attn_implementation = name
     try:
         yield
     finally:
         for key, config in configs.items():
-            config._attn_implementation = chosen[key]
+            config._attn_implementation = originals[key]

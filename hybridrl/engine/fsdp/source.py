@@ -1,4 +1,4 @@
-"""Where the module of an FSDP2 engine comes from: the model's files, with LoRA an adapter next to them.
+"""Source of an FSDP2 engine's module: the model's files, with LoRA an adapter next to them.
 
 With `model.load_in_4bit` the frozen layers become 4-bit layers (`hybridrl.models.four_bit`). Their weights are packed
 one at a time as they are read, so that no rank ever holds the base in 16 bits.
@@ -75,7 +75,7 @@ class PackedWeights:
             yield name, tensor
 
 
-class Source:
+class ModuleSource:
     """Builds a module without weights, or with them.
 
     Args:

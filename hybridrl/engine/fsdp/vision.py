@@ -45,7 +45,7 @@ def check_vision(model: Any, engine: Any) -> None:
 
 
 def prepare_vision(module: nn.Module, engine: Any) -> None:
-    """Place images by position, and freeze the vision tower where `freeze_vision_tower` says so."""
+    """Place images by position, and freeze the vision tower if `freeze_vision_tower` is set."""
     place_images_by_position(module)
     if engine.freeze_vision_tower:
         vision_tower(module).requires_grad_(False)

@@ -27,7 +27,7 @@ class AttentionVariables:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Within the context, the environment has this engine's values, and what is written there becomes them."""
+        """Within the context, the environment has this engine's values; changes to them are kept for the engine."""
         before = _read()
         _write(self._values)
         try:

@@ -69,7 +69,7 @@ _DDP_FIELDS = "overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_b
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What is known of a model before it is built.
+    """Description of a model before it is built.
 
     Attributes:
         family: how its architecture is built.
@@ -138,29 +138,29 @@ def blueprint(
     Raises:
         ModelError: a field is unknown or belongs to the architecture, or the engine cannot honour it.
     """
-    facts, given = family.transformer_kwargs(hf_config), dict(overrides)
-    granularity, modules = given.get("recompute_granularity"), given.get("recompute_modules")
+    facts, settings = family.transformer_kwargs(hf_config), dict(overrides)
+    granularity, modules = settings.get("recompute_granularity"), settings.get("recompute_modules")
     if granularity != "selective" and list(modules or ["core_attn"]) != ["core_attn"]:
         raise ModelError(
             f"{_KEY}.recompute_modules={modules} has an effect with recompute_granularity=selective only, and it "
             f"is {granularity}; set it to selective, or remove recompute_modules"
         )
     if recompute and granularity is None:
-        given["recompute_granularity"] = "full"
+        settings["recompute_granularity"] = "full"
         for name, default in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
-            given[name] = given.get(name) or default
-        given.pop("recompute_modules", None)
-    found = _checked_overrides(facts, given, here)
-    decided = {name: found.pop(name) for name in _DECIDED if name in found}
-    return Blueprint(family, hf_config, model_type, {**facts, **found}, decided, here)
+            settings[name] = settings.get(name) or default
+        settings.pop("recompute_modules", None)
+    checked = _checked_overrides(facts, settings, here)
+    decided = {name: checked.pop(name) for name in _DECIDED if name in checked}
+    return Blueprint(family, hf_config, model_type, {**facts, **checked}, decided, here)
 
 
 def _checked_overrides(facts: Mapping[str, Any], overrides: Mapping[str, Any], here: bool) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(_config_class(facts)) if field.init}
+    fields = {field.name for field in dataclasses.fields(_config_class(facts)) if field.init}
     for name, value in overrides.items():
-        if name not in known:
+        if name not in fields:
             kind = _config_class(facts).__name__
-            raise ModelError(f"{_KEY}.{name}: Megatron-core's {kind} has no such field{nearest(name, sorted(known))}")
+            raise ModelError(f"{_KEY}.{name}: Megatron-core's {kind} has no such field{nearest(name, sorted(fields))}")
         if name in _UNSUPPORTED and value not in (None, False, 0, "none"):
             raise ModelError(f"{_KEY}.{name}={value!r} is not supported: {_UNSUPPORTED[name]}; remove it")
         if name in facts and name not in (*_DECIDED, *_FREE, *_UNSUPPORTED) and _plain(value) != _plain(facts[name]):
@@ -168,20 +168,20 @@ def _checked_overrides(facts: Mapping[str, Any], overrides: Mapping[str, Any], h
                 f"{_KEY}.{name}={value!r} is not the model's {facts[name]!r}, which follows from config.json; remove "
                 "it, or change the model with model.override_config and the names of config.json"
             )
-    found = {name: value for name, value in overrides.items() if value is not None or _may_be_none(facts, name)}
+    usable = {name: value for name, value in overrides.items() if value is not None or _may_be_none(facts, name)}
     if not has_transformer_engine():
         if here:
-            _check_without_engine(found)
-        elif modules := found.get("recompute_modules"):
-            found["recompute_modules"] = [name for name in modules if name not in _RECOMPUTED_BY_ENGINE]
-    if isinstance(found.get("attention_backend"), str):
+            _check_without_engine(usable)
+        elif modules := usable.get("recompute_modules"):
+            usable["recompute_modules"] = [name for name in modules if name not in _RECOMPUTED_BY_ENGINE]
+    if isinstance(usable.get("attention_backend"), str):
         from megatron.core.transformer.enums import AttnBackend
 
-        name = found["attention_backend"]
+        name = usable["attention_backend"]
         if name not in AttnBackend.__members__:
             raise ModelError(f"{_KEY}.attention_backend={name!r}: use one of {', '.join(AttnBackend.__members__)}")
-        found["attention_backend"] = AttnBackend[name]
-    return found
+        usable["attention_backend"] = AttnBackend[name]
+    return usable
 
 
 def _may_be_none(facts: Mapping[str, Any], name: str) -> bool:
@@ -190,7 +190,7 @@ def _may_be_none(facts: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_without_engine(overrides: Mapping[str, Any]) -> None:
-    """Refuse what only Transformer Engine does if results depend on it, and tell what else has no effect."""
+    """Refuse settings that only Transformer Engine supports if results depend on them, and warn of the others."""
     needing = [name for name in overrides.get("recompute_modules") or () if name in _RECOMPUTED_BY_ENGINE]
     if needing:
         raise ModelError(
@@ -236,6 +236,13 @@ def _config_class(facts: Mapping[str, Any]) -> Any:
     return MLATransformerConfig if facts.get("multi_latent_attention") else TransformerConfig
 
 
+def transformer_fields() -> set[str]:
+    """Names that `megatron.override_transformer_config` may have, for some model."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return {field.name for field in dataclasses.fields(MLATransformerConfig) if field.init}
+
+
 def has_transformer_engine() -> bool:
     """Whether layers of Transformer Engine can be built."""
     return device.is_gpu() and importlib.util.find_spec("transformer_engine") is not None
@@ -269,7 +276,7 @@ def transformer_config(plan: Blueprint, sizes: ParallelSizes, sequence_parallel:
         # Weights are loaded right after, so nothing is drawn at random.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         "calculate_per_token_loss": True,  # gradients are summed, not averaged: the loss is normalised already
-        # Interleaved stages exchange tensors of one shape: with two stages, the messages that tell shapes get mixed.
+        # Interleaved stages exchange tensors of one shape: with two stages, the messages with the shapes get mixed.
         "variable_seq_lengths": not interleaved,
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
@@ -397,12 +404,12 @@ def _replace_modules(spec: Any) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     replaced = {WrappedTorchNorm: RMSNorm, DotProductAttention: CausalAttention}
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def visit(part: Any) -> None:
-        if id(part) in seen:
+        if id(part) in visited:
             return
-        seen.add(id(part))
+        visited.add(id(part))
         if isinstance(part, (list, tuple)):
             for item in part:
                 visit(item)

@@ -15,7 +15,7 @@ import torch
 
 from hybridrl.engine import saved_parts
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
-from hybridrl.engine.megatron.mapping import Entry
+from hybridrl.engine.megatron.mapping import LocalTensor
 from hybridrl.engine.optim.low_bit import CODES, SCALE
 from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range
 from hybridrl.engine.saved_parts import SEPARATOR
@@ -82,12 +82,14 @@ def _finish_hf(engine: MegatronEngine, files: ModelFiles, folder: Path) -> None:
     saved_parts.save_tokenizer(engine.model_config, folder)
 
 
-def _entries(engine: MegatronEngine) -> dict[tuple[int, str], Entry]:
+def _entries(engine: MegatronEngine) -> dict[tuple[int, str], LocalTensor]:
     """This rank's parameters and buffers, by the number of their chunk and their name in it."""
     return {(engine.chunks.index(entry.chunk), entry.name): entry for entry in engine.weight_map.entries}
 
 
-def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+def _views(
+    entry: LocalTensor, shard: Shard, flat: torch.Tensor
+) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
     """Split the range of a flattened parameter that a rank updates by the Hugging Face tensors that it belongs to.
 
     Args:
@@ -101,8 +103,8 @@ def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str
     for own, at in boxes_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
         values = flat[at : at + own.elements].view(own.extents)
         for piece in entry.pieces:
-            held = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
-            common = own.intersect(held)
+            piece_box = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
+            common = own.intersect(piece_box)
             if common is None:
                 continue
             shift = [b - a for a, b in zip(piece.at, piece.box.start, strict=True)]
@@ -114,12 +116,12 @@ def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str
 
 
 def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
-    """What this rank writes of the weights: its ranges of the master weights, and what has none."""
+    """Yield the weights that this rank writes: its ranges of the master weights, and tensors without master weights."""
     engine._exporter.shapes()  # all ranks together; some ask for nothing below
     entries = _entries(engine)
     covered: set[tuple[int, str]] = set()
     for shard in [] if engine.optimizer is None else engine.optimizer.shards:
-        if shard.counted:
+        if shard.is_primary:
             flat = engine.readable(shard.master.detach())
             for part in _views(entries[shard.chunk, shard.name], shard, flat):
                 yield SavedBox(*part)
@@ -138,7 +140,7 @@ def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
     assert engine.optimizer is not None
     entries = _entries(engine)
     for shard in engine.optimizer.shards:
-        if not shard.counted:
+        if not shard.is_primary:
             continue
         entry = entries[shard.chunk, shard.name]
         for key, item in sorted(engine.optimizer.optimizer.state.get(shard.master, {}).items()):

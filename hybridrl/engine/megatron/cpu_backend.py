@@ -68,7 +68,7 @@ class _Stream:
 
 
 class _Namespace(types.ModuleType):
-    """What rewritten modules see in place of `torch.cuda`; names that it lacks are those of `torch.cuda`."""
+    """Namespace that rewritten modules use in place of `torch.cuda`; names that it lacks are those of `torch.cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -189,7 +189,7 @@ def _uneven_parts(module: Any) -> None:
         padded = part.new_zeros(longest, *part.shape[1:])
         padded[: len(part)] = part
         parts = gather(padded, group).split(longest)
-        return torch.cat([one[:size] for one, size in zip(parts, sizes, strict=True)])
+        return torch.cat([padded_part[:size] for padded_part, size in zip(parts, sizes, strict=True)])
 
     def scattered(whole: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *rest: Any) -> torch.Tensor:
         if sizes is None or max(sizes) == min(sizes):

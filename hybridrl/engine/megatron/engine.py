@@ -26,13 +26,12 @@ from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_firs
 from hybridrl.engine.megatron.forecast import forecast
 from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_packed
 from hybridrl.engine.megatron.mapping import WeightMap
-from hybridrl.engine.megatron.offload import DiscardedStorages, Offload, OffloadedStorages
+from hybridrl.engine.megatron.offload import DiscardedStorages, MegatronOffload, OffloadedStorages
 from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout
-from hybridrl.engine.optim.optimizer import check_optimizer
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
@@ -94,7 +93,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         build.transformer_config(plan, sizes, engine.sequence_parallel, build.dtype_of(engine))
         build.check_ddp_overrides(engine.override_ddp_config)
         if optim is not None:
-            check_optimizer(usable_settings(optim))
+            cls.check_optimizer(optim)
+
+    @classmethod
+    def check_optimizer(cls, optim: Any) -> None:
+        super().check_optimizer(usable_settings(optim))
 
     @classmethod
     def forecast(
@@ -112,7 +115,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         import_parallel_state()
         self.dtype = build.dtype_of(engine)
         if distributed.get_rank() == 0:
-            _tell_without_effect(model)
+            _warn_without_effect(model)
         trains = self.optim_config is not None
         plan = build.plan_of(model, engine, self.model_type, trains)
         self.config = plan.hf_config
@@ -162,7 +165,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         return Schedule(self.state, settings, arranger, outputs)
 
     def _may_pack(self) -> bool:
-        """Whether attention can keep the sequences of a packed row apart; on a GPU, tell why not."""
+        """Whether attention can keep the sequences of a packed row apart; on a GPU, warn if not."""
         reason = why_not_packed(self.sizes, self.dtype, self.config) if device.is_gpu() else None
         if reason and distributed.get_rank() == 0:
             notify(
@@ -171,7 +174,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             )
         return reason is None
 
-    def _make_offload(self) -> Offload:
+    def _make_offload(self) -> MegatronOffload:
         engine, optimizer = self.engine_config, self.optimizer
         parameters = states = gradients = None
         if engine.param_offload:
@@ -180,7 +183,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             states = OffloadedStorages(lambda: [*optimizer.separate_masters(), *optimizer.state_tensors()])
         if optimizer is not None and engine.grad_offload:
             gradients = DiscardedStorages(optimizer.gradient_buffers)
-        return Offload(parameters, gradients, states)
+        return MegatronOffload(parameters, gradients, states)
 
     @property
     def geometry(self) -> Geometry:
@@ -192,32 +195,38 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     # ------------------------------------------------------------------ computing
 
-    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]] | None:
-        comparison = self._comparison(layouts, wanted)
+    def forward_only(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+    ) -> list[dict[str, torch.Tensor]] | None:
+        comparison = self._comparison(layouts, request)
         with self.activate():
-            return self._schedule.forward_only(self.chunks, layouts, wanted, comparison)
+            return self._schedule.forward_only(self.chunks, layouts, request, comparison)
 
-    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
-        comparison = self._comparison(layouts, wanted)
+    def forward_backward(
+        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
+        comparison = self._comparison(layouts, request)
         self._set_mode(training=True)
         with self.activate():
-            self._schedule.forward_backward(self._wrapped, layouts, wanted, share_of_loss, comparison)
+            self._schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
         self._set_mode(training=False)
 
-    def _comparison(self, layouts: Sequence[Layout], wanted: Wanted) -> Comparison:
+    def _comparison(self, layouts: Sequence[MicroBatchLayout], request: Wanted) -> Comparison:
         """The functions of logits among the outputs. The engines that they compare with read the micro-batches here.
 
         Of those, the hidden states of all response tokens of the call are kept on the last stage, and no logits.
         """
-        functions = [] if wanted.function is None else [wanted.function]
-        if "ref_kl" in wanted.outputs:
+        functions = [] if request.function is None else [request.function]
+        if "ref_kl" in request.outputs:
             if self.reference is None:
                 raise RuntimeError("ref_kl needs a reference policy; call compare_with first")
             functions.append(FullKL(self.reference))
-        return Comparison([(one, None if one.other is None else one.other.hidden(layouts)) for one in functions])
+        return Comparison(
+            [(function, None if function.other is None else function.other.hidden(layouts)) for function in functions]
+        )
 
-    def hidden(self, layouts: Sequence[Layout]) -> list[Hidden] | None:
-        """What this engine's logits of another engine's micro-batches are computed from; None on early stages."""
+    def hidden(self, layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
+        """Return the inputs of this engine's output layer for another engine's micro-batches; None on early stages."""
         with self.activate():
             return self._schedule.hidden(self.chunks, layouts)
 
@@ -258,11 +267,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     def nonfinite_gradients(self) -> list[str]:
         assert self.optimizer is not None
-        found = set(self.optimizer.nonfinite_gradients())
+        nonfinite = set(self.optimizer.nonfinite_gradients())
         return [
             piece.name
             for entry in self.weight_map.entries
-            if (self.chunks.index(entry.chunk), entry.name) in found
+            if (self.chunks.index(entry.chunk), entry.name) in nonfinite
             for piece in entry.pieces
         ]
 
@@ -357,11 +366,11 @@ def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: s
     if not isinstance(other, MegatronEngine):
         raise ModelError(f"{what} compares both models on the same micro-batches, so both need strategy=megatron")
     for name in ("tp", "pp", "vpp", "cp"):
-        own, found = getattr(engine.sizes, name), getattr(other.sizes, name)
-        if own != found:
+        own, theirs = getattr(engine.sizes, name), getattr(other.sizes, name)
+        if own != theirs:
             raise ModelError(
                 f"{what} compares both models where the output layer is, so both need the same {KEYS[name]}: {where} "
-                f"has {found} and actor_rollout_ref.actor.megatron {own}"
+                f"has {theirs} and actor_rollout_ref.actor.megatron {own}"
             )
     if engine.packed != other.packed or engine.vocabulary != other.vocabulary:
         raise ModelError(
@@ -372,13 +381,7 @@ def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: s
     other._check_chunks(what)
 
 
-def _tell_without_effect(model: Any) -> None:
-    """Name the settings of a model that Megatron-core does not read."""
-    names = ("share_prefixes", "enable_activation_offload", "use_liger")
-    keys = [f"model.{name}" for name in names if getattr(model, name)]
-    if model.tiled_mlp.enabled:
-        keys.append("model.tiled_mlp.enabled")
+def _warn_without_effect(model: Any) -> None:
+    """Name the entry of a model's configuration that Megatron-core does not read."""
     if "attn_implementation" in model.override_config:
-        keys.append("model.override_config.attn_implementation")
-    for key in keys:
-        notify(f"{model.path}: {key} has no effect on Megatron-core")
+        notify(f"{model.path}: model.override_config.attn_implementation has no effect on Megatron-core")

@@ -96,20 +96,20 @@ def load_dist_checkpoint(weights: WeightMap, folder: Path) -> None:
 
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
-        wanted: dict[str, Any] = {}
+        state_dicts: dict[str, Any] = {}
         for number, chunk in enumerate(weights.chunks):
             own = chunk.sharded_state_dict()  # type: ignore[operator]
             if weights.model_type == "value_model" and not _has_value_head(stored):
                 own = {name: item for name, item in own.items() if not name.startswith("output_layer.")}
-            wanted[f"chunk{number}"] = own
-        found = dist_checkpointing.load(wanted, str(folder))
+            state_dicts[f"chunk{number}"] = own
+        loaded = dist_checkpointing.load(state_dicts, str(folder))
     except (Exception, CheckpointException) as error:  # they raise anything for a checkpoint that does not fit
         raise ModelError(
             f"{folder} cannot be loaded as a distributed checkpoint of this model: {_reason(error)}; "
             "model.path names its Hugging Face configuration, which must be that of the checkpoint"
         ) from error
     for number, chunk in enumerate(weights.chunks):
-        chunk.load_state_dict(found[f"chunk{number}"], strict=False)
+        chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
     for entry in weights.entries:
         covered = sum(piece.box.elements for piece in entry.pieces)
         starts_at_zero = entry.may_be_absent and not _has_value_head(stored)
@@ -121,7 +121,7 @@ def load_dist_checkpoint(weights: WeightMap, folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong on the first rank that says so; PyTorch's own message has the tracebacks of all ranks."""
+    """Return the error of the first rank that failed; PyTorch's own message has the tracebacks of all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}"

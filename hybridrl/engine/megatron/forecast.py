@@ -18,7 +18,7 @@ from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usab
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
 from hybridrl.engine.megatron.schedule import Comparison
 from hybridrl.engine.micro_batched import OUTPUTS, Wanted
-from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
+from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models import loading
@@ -30,8 +30,8 @@ _DISPATCHER = "alltoall"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What is known of the device that the model will be on.
+class ForecastDevice:
+    """Properties of the device that the model will be on.
 
     Attributes:
         kind: `cuda` or `cpu`.
@@ -47,8 +47,8 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to compute: the arguments of `Engine.forecast`, with a dtype that does not depend on the device."""
+class ForecastRequest:
+    """Request to the forecast process: arguments of `Engine.forecast`, with a dtype independent of the device."""
 
     model_type: str
     model: Any
@@ -56,22 +56,22 @@ class Request:
     optim: Any
     ranks: int
     work: Workload
-    target: Target
+    target: ForecastDevice
 
 
 def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast | None:
-    """What one of `ranks` ranks takes: the one of the pipeline stage that takes the most.
+    """Return the forecast of one of `ranks` ranks: a rank of the pipeline stage that takes the most memory.
 
     It is computed in another process; see `compute`.
 
     Raises:
         ModelError: the model, its layout or a setting cannot be used.
     """
-    found: Forecast | None = forecast_process.call(request_for(model_type, model, engine, optim, ranks, work))
-    return found
+    largest_stage: Forecast | None = forecast_process.call(request_for(model_type, model, engine, optim, ranks, work))
+    return largest_stage
 
 
-def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Request:
+def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> ForecastRequest:
     """The request of a process with a device of the kind that the model will be on."""
     dtype = build.dtype_of(engine)
     packed = bool(model.use_remove_padding) and device.is_gpu()
@@ -80,12 +80,12 @@ def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int
             model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
         )
         packed = why_not_packed(ParallelSizes.of(engine), dtype, config) is None
-    target = Target(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
+    target = ForecastDevice(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
     engine = replace(engine, dtype=str(dtype).removeprefix("torch."))
-    return Request(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
+    return ForecastRequest(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
 
 
-def compute(request: Request) -> Forecast | None:
+def compute(request: ForecastRequest) -> Forecast | None:
     """The forecast, in a process without a process group and without a GPU.
 
     Returns:
@@ -102,10 +102,10 @@ def compute(request: Request) -> Forecast | None:
     sizes.check(request.ranks, plan.facts)
     if plan.facts.get("moe_token_dispatcher_type", _DISPATCHER) != _DISPATCHER:
         return None
-    found = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.facts)]
-    peaks = [one.update if trains else one.without_gradients for one in found]
-    largest = found[peaks.index(max(peaks))]
-    without_gradients = max(one.without_gradients for one in found)
+    forecasts = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.facts)]
+    peaks = [of_stage.update if trains else of_stage.without_gradients for of_stage in forecasts]
+    largest = forecasts[peaks.index(max(peaks))]
+    without_gradients = max(of_stage.without_gradients for of_stage in forecasts)
     module = KINDS[request.model_type].build(plan.hf_config, build.dtype_of(request.engine), model.trust_remote_code)
     return replace(
         largest,
@@ -127,7 +127,7 @@ def _largest_stages(sizes: ParallelSizes, facts: Any) -> list[int]:
 class _Stage:
     """One rank of a pipeline stage."""
 
-    def __init__(self, request: Request, plan: build.Blueprint, sizes: ParallelSizes, stage: int) -> None:
+    def __init__(self, request: ForecastRequest, plan: build.Blueprint, sizes: ParallelSizes, stage: int) -> None:
         self._request, self._plan, self._sizes, self._stage = request, plan, sizes, stage
         self._kind = request.target.kind
 
@@ -142,8 +142,8 @@ class _Stage:
                 activations, logits = self._of_update() if request.optim is not None else (0, 0)
                 inferred = 0 if request.work.infer is None else self._peak(request.work.infer, training=False)
             masters, states, copied = self._of_optimizer()
-        engine, gradients = request.engine, sum(one.nbytes for one in self._gradients)
-        weights = sum(one.nbytes() for one in {p.untyped_storage() for p in self._parameters})
+        engine, gradients = request.engine, sum(gradient.nbytes for gradient in self._gradients)
+        weights = sum(storage.nbytes() for storage in {p.untyped_storage() for p in self._parameters})
         return Forecast(
             parameters=0,
             weights=weights,
@@ -172,7 +172,7 @@ class _Stage:
         settings = request.engine
         config = build.transformer_config(self._plan, self._sizes, settings.sequence_parallel, build.dtype_of(settings))
         config.deallocate_pipeline_outputs = self._kind == "cuda"
-        config.variable_seq_lengths = False  # which stages would tell each other
+        config.variable_seq_lengths = False  # else stages would send their shapes to each other
         if target.engine:
             config.bias_activation_fusion = self._plan.facts.get("bias_activation_fusion", True)
         self._chunks = build.build_chunks(self._plan, config, state)
@@ -184,7 +184,7 @@ class _Stage:
             for chunk in self._chunks:
                 chunk.requires_grad_(False)
         prepare(self._chunks, self._kind == "cuda", target.engine)
-        self._parameters = [one for chunk in self._chunks for one in chunk.parameters()]
+        self._parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         self._gradients = gradient_buffers(self._wrapped)
         outputs, split = None, config.sequence_parallel
         if self._chunks[-1].post_process:
@@ -211,7 +211,7 @@ class _Stage:
         work, outputs = self._request.work, OUTPUTS[self._plan.model_type]
         if self._plan.model_type == "language_model":
             outputs = ("log_probs", "entropy") if work.entropy else ("log_probs",)
-        wanted, comparison = Wanted(outputs, 1.0), Comparison()
+        request, comparison = Wanted(outputs, 1.0), Comparison()
         layouts = self._layouts(micro, work.response if response is None else response, training)
         self._set_chunk_size(len(layouts[0].selected))
         for chunk in self._chunks:
@@ -219,20 +219,20 @@ class _Stage:
 
         def run() -> None:
             if training:
-                self._schedule.forward_backward(self._wrapped, layouts, wanted, _sum_of, comparison)
+                self._schedule.forward_backward(self._wrapped, layouts, request, _sum_of, comparison)
             else:
-                self._schedule.forward_only(self._chunks, layouts, wanted, comparison)
+                self._schedule.forward_only(self._chunks, layouts, request, comparison)
 
         try:
-            buffers = [one for chunk in self._chunks for one in chunk.buffers()]
+            buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers()]
             return peak_of(run, *self._parameters, *buffers, *self._gradients)
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
             self._state.release_buffers()
 
-    def _layouts(self, micro: MicroBatching, response: int, training: bool) -> list[Layout]:
-        """So many of the largest micro-batch that a rank has as many at once as it ever has."""
+    def _layouts(self, micro: MicroBatching, response: int, training: bool) -> list[MicroBatchLayout]:
+        """Return copies of the largest micro-batch, as many as a rank holds at most at once."""
         work, sizes, packed = self._request.work, self._sizes, self._request.target.packed
         length = work.prompt + work.response
         shard = work.rows * sizes.tp * sizes.pp * sizes.cp  # rows of all ranks with the same part of a batch
@@ -254,7 +254,7 @@ class _Stage:
         labels, lengths = torch.zeros_like(selected), [length] * rows if packed else None
         if packed:
             ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
-        return [Layout(ids, positions, selected, labels, lengths)] * count
+        return [MicroBatchLayout(ids, positions, selected, labels, lengths)] * count
 
     def _set_chunk_size(self, tokens: int) -> None:
         outputs = self._schedule.outputs
@@ -273,10 +273,10 @@ class _Stage:
             return 0, 0, 0
         shards = list(shards_of(self._wrapped, self._state, self._request.engine.use_distributed_optimizer))
         masters = [shard.master for shard in shards]
-        separate = sum(one.master.nbytes for one in shards if one.master.dtype != one.parameter.dtype)
-        copied = sum(one.master.nbytes for one in shards if one.gradient.dtype != one.master.dtype)
+        separate = sum(shard.master.nbytes for shard in shards if shard.master.dtype != shard.parameter.dtype)
+        copied = sum(shard.master.nbytes for shard in shards if shard.gradient.dtype != shard.master.dtype)
         return separate, state_bytes(masters, usable_settings(self._request.optim)), copied
 
 
-def _sum_of(_: int, found: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([part.sum() for part in found.values()]).sum()
+def _sum_of(_: int, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.sum() for part in outputs.values()]).sum()

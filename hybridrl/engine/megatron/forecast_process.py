@@ -1,4 +1,4 @@
-"""A process that computes forecasts of Megatron engines, and ends when nobody has asked for some time.
+"""A process that computes forecasts of Megatron engines, and ends after some time without requests.
 
 It sees no GPU, so it takes nothing of a device's memory, and it has no process group, so it can be any rank of any
 layout.
@@ -47,10 +47,10 @@ class _Process:
         assert process.stdin is not None and process.stdout is not None
         pickle.dump(request, process.stdin)
         process.stdin.flush()
-        found, error = pickle.load(process.stdout)
+        forecast, error = pickle.load(process.stdout)
         if error is not None:
             raise error
-        return found
+        return forecast
 
     def close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -63,10 +63,10 @@ atexit.register(_process.close)
 
 
 def call(request: Any) -> Any:
-    """What `hybridrl.engine.megatron.forecast.compute` returns for a request, or raises.
+    """Return the result of `hybridrl.engine.megatron.forecast.compute` for a request, or raise its error.
 
     Raises:
-        RuntimeError: something else than an error of a setting; the message has its traceback.
+        RuntimeError: the process failed with an error that is no `UserError`; the message has its traceback.
     """
     return _process.call(request)
 
@@ -88,15 +88,15 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             request = pickle.load(requests)
         except EOFError:
             return
-        found: Any = None
+        forecast: Any = None
         problem: Exception | None = None
         try:
-            found = compute(request)
+            forecast = compute(request)
         except UserError as error:
             problem = error
         except Exception:
             problem = RuntimeError(traceback.format_exc())
-        pickle.dump((found, problem), answers)
+        pickle.dump((forecast, problem), answers)
         answers.flush()
 
 

@@ -19,13 +19,13 @@ from hybridrl.engine.megatron.mapping import padded_vocabulary
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.engine.megatron.vocabulary import (
     STATISTICS,
-    Part,
+    VocabularyShard,
     parallel_linear_statistics,
     parallel_statistics,
 )
 from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.engine.micro_batched import Wanted
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.models import attention
 from hybridrl.utils import device
@@ -56,7 +56,7 @@ class RankLayout:
     inputs: Mapping[str, torch.Tensor]
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of `[N, ...]`, the response tokens that this rank predicts."""
+        """Select from `[N, ...]` the response tokens that this rank predicts."""
         return tensor if self.owned is None else tensor[self.owned]
 
 
@@ -75,16 +75,16 @@ class Arranger:
 
     @property
     def _row_multiple(self) -> int:
-        """What the number of tokens of a row has to be a multiple of."""
+        """Return the number of which the length of a row has to be a multiple, in tokens."""
         sizes = self.state.sizes
         return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self.sequence_parallel else 1)
 
-    def shape(self, layouts: Sequence[Layout]) -> tuple[int, int]:
+    def shape(self, layouts: Sequence[MicroBatchLayout]) -> tuple[int, int]:
         """The smallest `(b, W)` that every micro-batch can be padded to."""
         rows = max(layout.input_ids.shape[0] for layout in layouts)
         return rows, max(sum(self._padded_lengths(layout)) for layout in layouts)
 
-    def arrange(self, layout: Layout, shape: tuple[int, int] | None = None) -> RankLayout:
+    def arrange(self, layout: MicroBatchLayout, shape: tuple[int, int] | None = None) -> RankLayout:
         """This rank's part of a micro-batch.
 
         Args:
@@ -107,13 +107,13 @@ class Arranger:
         row, column = layout.selected // sum(real), layout.selected % sum(real)
         selected, owned = row * width + columns[column], None
         if self.state.sizes.cp > 1:
-            kept = self._own_columns(lengths)
-            ids, positions = ids[:, kept], positions[kept]
+            own_columns = self._own_columns(lengths)
+            ids, positions = ids[:, own_columns], positions[own_columns]
             place = torch.full((width,), -1)
-            place[kept] = torch.arange(len(kept))
+            place[own_columns] = torch.arange(len(own_columns))
             local = place[columns[column]]
             owned = local >= 0
-            selected = (row * len(kept) + local)[owned]
+            selected = (row * len(own_columns) + local)[owned]
         here = device.current_device()
         return RankLayout(
             ids.to(here),
@@ -125,11 +125,11 @@ class Arranger:
             {name: tensor.to(here) for name, tensor in (layout.inputs or {}).items()},
         )
 
-    def _real_lengths(self, layout: Layout) -> list[int]:
+    def _real_lengths(self, layout: MicroBatchLayout) -> list[int]:
         return [layout.input_ids.shape[1]] if layout.lengths is None else layout.lengths
 
-    def _padded_lengths(self, layout: Layout, width: int | None = None) -> list[int]:
-        """Of each sequence of a row, and of a further one of padding if the row needs it."""
+    def _padded_lengths(self, layout: MicroBatchLayout, width: int | None = None) -> list[int]:
+        """Return the padded length of each sequence of a row, and of a sequence of padding if the row needs one."""
         sizes, multiple = self.state.sizes, self._row_multiple
         each = 2 * sizes.cp if sizes.cp > 1 else 1
         lengths = [_up(length, each) for length in self._real_lengths(layout)]
@@ -157,10 +157,10 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _check_positions(layout: Layout) -> None:
+def _check_positions(layout: MicroBatchLayout) -> None:
     lengths = layout.lengths or [layout.input_ids.shape[1]]
-    counted = torch.cat([torch.arange(length) for length in lengths])
-    if layout.attention_mask is not None or not bool((layout.position_ids == counted).all()):
+    expected = torch.cat([torch.arange(length) for length in lengths])
+    if layout.attention_mask is not None or not bool((layout.position_ids == expected).all()):
         raise ValueError(
             "position_ids do not count the tokens of each sequence from 0; strategy=megatron computes no other "
             "positions. Leave position_ids out, or use strategy=fsdp2"
@@ -168,7 +168,7 @@ def _check_positions(layout: Layout) -> None:
 
 
 def packed_parameters(layout: RankLayout, where: torch.device | None = None) -> Any:
-    """What tells Megatron-core's attention and rotary positions where packed sequences begin; None if aligned.
+    """Return Megatron-core's `PackedSeqParams`, the boundaries of packed sequences; None for aligned rows.
 
     Args:
         where: the device of the boundaries; None: that of the tokens.
@@ -185,7 +185,7 @@ def packed_parameters(layout: RankLayout, where: torch.device | None = None) -> 
 
 
 def why_not_fused(chunk: Any) -> str | None:
-    """Why log-probabilities have to be computed from whole logits of the model's last chunk; None if they need not."""
+    """Return why log-probabilities need whole logits of the model's last chunk; None if they do not."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     head = chunk.output_layer
@@ -197,7 +197,7 @@ def why_not_fused(chunk: Any) -> str | None:
 
 
 def why_not_packed(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedConfig) -> str | None:
-    """Why attention on this process's GPU cannot keep the sequences of a packed row apart; None if it can."""
+    """Return why attention on this process's GPU cannot keep the sequences of a packed row apart; None if it can."""
     if build.has_transformer_engine():
         return (
             f"the kernels of Transformer Engine do not compute packed sequences in {dtype}"
@@ -214,7 +214,7 @@ def why_not_packed(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedC
 
 @dataclass(slots=True)
 class Outputs:
-    """What the last stage computes from its hidden states.
+    """Outputs that the last stage computes from its hidden states.
 
     Only positions that predict a response token pass through the output layer: a hook of it picks them. With sequence
     parallelism they are gathered before.
@@ -230,7 +230,7 @@ class Outputs:
 
     chunk: nn.Module
     state: ParallelState
-    part: Part
+    part: VocabularyShard
     sequence_parallel: bool
     why_whole: str | None
     fused: bool = False
@@ -251,7 +251,7 @@ class Outputs:
         most_tokens: int | None,
     ) -> Outputs:
         """The outputs of the last chunk of a model; `fused` has an effect where logits can be computed by chunks."""
-        part = Part.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
+        part = VocabularyShard.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
         language = plan.model_type == "language_model"
         reason = why_not_fused(chunk) if language else "a value model has no logits"
         return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None, most_tokens)
@@ -265,12 +265,12 @@ class Outputs:
             self._head, head.forward = head.forward, self._forward
 
     @contextlib.contextmanager
-    def selecting(self, layout: RankLayout, wanted: Wanted) -> Iterator[None]:
+    def selecting(self, layout: RankLayout, request: Wanted) -> Iterator[None]:
         """Within the context, the model computes the selected positions only.
 
         It returns logits `[1, n, V / tp]`, values, or hidden states `[1, n, H]`; `compute` makes outputs of them.
         """
-        self._current = layout, wanted
+        self._current = layout, request
         try:
             yield
         finally:
@@ -287,9 +287,9 @@ class Outputs:
         rows = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         return rows.index_select(0, self._current[0].selected)[:, None], *arguments[1:]
 
-    def _reads_hidden(self, wanted: Wanted) -> bool:
+    def _reads_hidden(self, request: Wanted) -> bool:
         """Whether the outputs are computed from hidden states, and not from logits of all tokens."""
-        return self.why_whole is None and (self.fused or not set(wanted.outputs) <= {*STATISTICS, "values"})
+        return self.why_whole is None and (self.fused or not set(request.outputs) <= {*STATISTICS, "values"})
 
     def _forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
@@ -304,12 +304,12 @@ class Outputs:
         return hidden, None
 
     def hidden(self, output: torch.Tensor) -> Hidden:
-        """What the model returned for outputs that are computed from hidden states, of this rank's tokens."""
+        """Wrap the hidden states of this rank's tokens that the model returned in place of logits."""
         assert self._weight is not None
         return Hidden(output.reshape(-1, output.shape[-1]), self._weight)
 
     def compute(
-        self, output: torch.Tensor, layout: RankLayout, wanted: Wanted, compared: Compared
+        self, output: torch.Tensor, layout: RankLayout, request: Wanted, compared: Compared
     ) -> dict[str, torch.Tensor]:
         """The outputs of all N response tokens, `[N, ...]`; the same on every rank that holds the last stage.
 
@@ -317,26 +317,26 @@ class Outputs:
             output: what the model returned.
             compared: the functions of logits among the outputs, each with what it compares this micro-batch with.
         """
-        names = [name for name in STATISTICS if name in wanted.outputs]
-        labels, temperature = layout.own(layout.labels), wanted.temperature
-        found: dict[str, torch.Tensor] = {}
-        if "values" in wanted.outputs:
-            found["values"] = output.reshape(-1).float()
-        elif self._reads_hidden(wanted):
+        names = [name for name in STATISTICS if name in request.outputs]
+        labels, temperature = layout.own(layout.labels), request.temperature
+        outputs: dict[str, torch.Tensor] = {}
+        if "values" in request.outputs:
+            outputs["values"] = output.reshape(-1).float()
+        elif self._reads_hidden(request):
             hidden = self.hidden(output)
             if names:
                 options = temperature, names, self.part, self.chunk_size, self.most_tokens
-                found = parallel_linear_statistics(hidden.states, hidden.weight, labels, *options)
+                outputs = parallel_linear_statistics(hidden.states, hidden.weight, labels, *options)
             for function, other in compared:
                 inputs = {name: layout.own(layout.inputs[name]) for name in function.fields}
-                found |= chunked_function(function, hidden, inputs, temperature, other, SharedVocabulary(self.part))
+                outputs |= chunked_function(function, hidden, inputs, temperature, other, SharedVocabulary(self.part))
         else:
             logits = output.reshape(-1, output.shape[-1])
             options = temperature, names, self.part, self.chunk_size, self.most_tokens
-            found = parallel_statistics(logits, labels, *options)
+            outputs = parallel_statistics(logits, labels, *options)
         if layout.owned is None:
-            return found
-        return {name: self._over_context(own, layout.owned) for name, own in found.items()}
+            return outputs
+        return {name: self._over_context(own, layout.owned) for name, own in outputs.items()}
 
     def _over_context(self, own: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
         """The outputs of all response tokens from those that each context-parallel rank predicts."""

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from hybridrl.engine.capabilities import WeightShard
-from hybridrl.engine.megatron.mapping import Entry, Piece, WeightMap
-from hybridrl.engine.saved_boxes import Source
+from hybridrl.engine.megatron.mapping import LocalTensor, Piece, WeightMap
+from hybridrl.engine.saved_boxes import TensorSource
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, count, whole
 from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights, checked_source
@@ -52,7 +52,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class InMemory(Source):
+class InMemory(TensorSource):
     """A state dict, or files of PyTorch's format that are mapped into memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], where: str = "the state dict") -> None:
@@ -70,8 +70,8 @@ class InMemory(Source):
         return self._tensors[name][box.within(whole(self.shape(name)))]
 
 
-class SafetensorsFiles(Source):
-    """The safetensors files of a folder. Only what is asked for is read."""
+class SafetensorsFiles(TensorSource):
+    """Safetensors files of a folder. Tensors are read on demand."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -97,7 +97,7 @@ class SafetensorsFiles(Source):
         return self._file_of[name].get_slice(name)[box.within(whole(self.shape(name)))]
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Path) -> TensorSource:
     """Open the weights of a model directory, or of a model on the hub.
 
     Raises:
@@ -120,7 +120,7 @@ def open_source(path: str | Path) -> Source:
     return InMemory(tensors, str(source))
 
 
-def load_hf(weights: WeightMap, source: Source) -> None:
+def load_hf(weights: WeightMap, source: TensorSource) -> None:
     """Fill this rank's parameters from a checkpoint. Rows that pad the vocabulary become 0.
 
     Raises:
@@ -138,7 +138,7 @@ def load_hf(weights: WeightMap, source: Source) -> None:
     _check_tied(weights, reader)
 
 
-def load_masters(weights: WeightMap, source: Source, shards: Iterable[Shard]) -> None:
+def load_masters(weights: WeightMap, source: TensorSource, shards: Iterable[Shard]) -> None:
     """Fill master weights that have more digits than the parameters, which were loaded from the same checkpoint."""
     reader = _Reader(source)
     entries = {(weights.chunks.index(entry.chunk), entry.name): entry for entry in weights.entries}
@@ -155,7 +155,7 @@ def load_masters(weights: WeightMap, source: Source, shards: Iterable[Shard]) ->
 class _Reader:
     """Reads boxes by the names of the table from checkpoints that have them in other forms."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         self.source = source
         self.names = frozenset(source.names)
 
@@ -163,12 +163,12 @@ class _Reader:
         return self._find(name) is not None
 
     def read(self, piece: Piece) -> torch.Tensor:
-        found = self._find(piece.name)
-        if found is None:
+        location = self._find(piece.name)
+        if location is None:
             raise ModelError(
                 f"{self.source.where} has no {piece.name}; config.json and the weight files belong to different models"
             )
-        name, offset, dims = found
+        name, offset, dims = location
         shape = self.source.shape(name)
         start = (*offset, *piece.box.start)
         stop = (*(at + 1 for at in offset), *piece.box.stop)
@@ -198,7 +198,7 @@ class _Reader:
         return None
 
 
-def _fill(entry: Entry, reader: _Reader) -> None:
+def _fill(entry: LocalTensor, reader: _Reader) -> None:
     tensor = entry.tensor.detach()
     if sum(piece.box.elements for piece in entry.pieces) < tensor.numel():
         tensor.zero_()
@@ -206,20 +206,20 @@ def _fill(entry: Entry, reader: _Reader) -> None:
         piece.of(tensor).copy_(reader.read(piece))
 
 
-def _check_unused(weights: WeightMap, source: Source) -> None:
+def _check_unused(weights: WeightMap, source: TensorSource) -> None:
     """Refuse a checkpoint that has tensors which the table does not name, of this rank's layers or outside the layers.
 
     The heads of both kinds of model may be there: a value model may start from a language model, and the reverse.
     """
-    held = {piece.name for entry in weights.entries for piece in entry.pieces}
-    layers = {found.group("layer") for name in held if (found := _LAYER.match(name)) is not None}
+    own_names = {piece.name for entry in weights.entries for piece in entry.pieces}
+    layers = {match.group("layer") for name in own_names if (match := _LAYER.match(name)) is not None}
     heads = {f"{HEAD_NAME}.weight", f"{HEAD_NAME}.bias", *weights.output_names}
 
     def is_known(name: str) -> bool:
         of_layer = _LAYER.match(name)
         if of_layer is not None and of_layer.group("layer") not in layers:
             return int(of_layer.group("layer")) < weights.layers or is_further(name, weights.config)  # another rank's
-        return name in heads or weights.names(name) or _is_fused(name, held)
+        return name in heads or weights.names(name) or _is_fused(name, own_names)
 
     surplus = sorted(
         name
@@ -253,10 +253,12 @@ def _check_tied(weights: WeightMap, reader: _Reader) -> None:
                     )
 
 
-def _is_fused(name: str, held: Iterable[str]) -> bool:
-    """Whether a tensor has all experts of a layer of which `held` names some."""
+def _is_fused(name: str, names: Iterable[str]) -> bool:
+    """Whether a tensor has all experts of a layer of which `names` has some."""
     start, _, last = name.rpartition(".experts.")
-    return last in {fused for fused, _ in _FUSED.values()} and any(one.startswith(f"{start}.experts.") for one in held)
+    return last in {fused for fused, _ in _FUSED.values()} and any(
+        other.startswith(f"{start}.experts.") for other in names
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +300,8 @@ class Exporter:
             False: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
             True: parallel_state.get_expert_data_parallel_rank() == 0,
         }
-        self._known: dict[str, _Whole] | None = None
-        self._local: dict[tuple[str, Box], tuple[Entry, Piece]] = {}
+        self._specs: dict[str, _Whole] | None = None
+        self._local: dict[tuple[str, Box], tuple[LocalTensor, Piece]] = {}
         for entry in weights.entries:
             for piece in entry.pieces:
                 self._local[piece.name, piece.box] = (entry, piece)
@@ -316,36 +318,36 @@ class Exporter:
         bucket: list[str] = []
         kind: tuple[torch.dtype, bool] | None = None
         size = 0
-        for name, one in self._catalogue().items():
-            this = (_exported(one, dtype), one.of_expert)
+        for name, spec in self._catalogue().items():
+            this = (_exported(spec, dtype), spec.of_expert)
             if kind is not None and (size >= BUCKET_BYTES or this != kind):
                 yield from self._gather(bucket, *kind, readable)
                 bucket, size = [], 0
             kind = this
             bucket.append(name)
-            size += prod(one.shape) * this[0].itemsize
+            size += prod(spec.shape) * this[0].itemsize
         if kind is not None:
             yield from self._gather(bucket, *kind, readable)
 
     def bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of everything that `export` yields. All ranks call it together."""
-        return sum(prod(one.shape) * _exported(one, dtype).itemsize for one in self._catalogue().values())
+        return sum(prod(spec.shape) * _exported(spec, dtype).itemsize for spec in self._catalogue().values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, by Hugging Face name. All ranks call it together."""
-        return {name: one.shape for name, one in self._catalogue().items()}
+        return {name: spec.shape for name, spec in self._catalogue().items()}
 
-    def is_first(self, entry: Entry, piece: Piece) -> bool:
+    def is_first(self, entry: LocalTensor, piece: Piece) -> bool:
         """Whether this rank is the first of those that hold a piece. All ranks called `shapes` before."""
         here = dist.get_rank(self._groups[entry.of_expert])
         return self._is_first[entry.of_expert] and piece.box in self._catalogue()[piece.name].boxes.get(here, ())
 
     def _catalogue(self) -> dict[str, _Whole]:
         """Every tensor of the model, in an order that is the same on all ranks."""
-        if self._known is None:
-            found = {**self._of_group(False), **self._of_group(True)}
-            self._known = dict(sorted(found.items(), key=lambda item: _natural(item[0])))
-        return self._known
+        if self._specs is None:
+            specs = {**self._of_group(False), **self._of_group(True)}
+            self._specs = dict(sorted(specs.items(), key=lambda item: _natural(item[0])))
+        return self._specs
 
     def _of_group(self, of_expert: bool) -> dict[str, _Whole]:
         group = self._groups[of_expert]
@@ -362,7 +364,7 @@ class Exporter:
             for name, shape, dtype, is_buffer, box in theirs:
                 facts[name] = (shape, dtype, is_buffer)
                 boxes[name].setdefault(box, rank)
-        found = {}
+        specs = {}
         for name, owners in boxes.items():
             shape, dtype, is_buffer = facts[name]
             if count(owners) != prod(shape):
@@ -370,8 +372,8 @@ class Exporter:
             by_rank: dict[int, tuple[Box, ...]] = {}
             for box, rank in owners.items():
                 by_rank[rank] = (*by_rank.get(rank, ()), box)
-            found[name] = _Whole(shape, dtype, is_buffer, of_expert, by_rank)
-        return found
+            specs[name] = _Whole(shape, dtype, is_buffer, of_expert, by_rank)
+        return specs
 
     def _gather(
         self, names: Sequence[str], dtype: torch.dtype, of_expert: bool, readable: Readable
@@ -395,22 +397,22 @@ class Exporter:
             work.wait()
         read = dict.fromkeys(senders, 0)
         for name in names:
-            one = catalogue[name]
-            made = torch.empty(one.shape, dtype=dtype, device=here)
-            for rank, boxes in one.boxes.items():
+            spec = catalogue[name]
+            tensor = torch.empty(spec.shape, dtype=dtype, device=here)
+            for rank, boxes in spec.boxes.items():
                 for box in boxes:
-                    view = made[box.within(whole(one.shape))]
+                    view = tensor[box.within(whole(spec.shape))]
                     view.copy_(flat[rank][read[rank] : read[rank] + box.elements].view(view.shape))
                     read[rank] += box.elements
-            yield name, made
+            yield name, tensor
 
     def _view(self, name: str, box: Box, readable: Readable) -> torch.Tensor:
         entry, piece = self._local[name, box]
         return piece.of(readable(entry.tensor.detach()))
 
 
-def _exported(one: _Whole, dtype: torch.dtype | None) -> torch.dtype:
-    return one.dtype if dtype is None or one.is_buffer else dtype
+def _exported(spec: _Whole, dtype: torch.dtype | None) -> torch.dtype:
+    return spec.dtype if dtype is None or spec.is_buffer else dtype
 
 
 def _natural(name: str) -> list[Any]:

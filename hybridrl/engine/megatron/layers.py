@@ -130,11 +130,11 @@ class CausalAttention(nn.Module):
         """All tensors `[S, b, heads, D]`; `positions` are those of the queries, None if they count from 0."""
         length, mask = key.shape[0], None
         if positions is not None or 0 < self.window < length:
-            seen = torch.arange(length, device=query.device)
-            last = seen[:, None] if positions is None else positions[:, None]
-            mask = seen <= last
+            key_positions = torch.arange(length, device=query.device)
+            last = key_positions[:, None] if positions is None else positions[:, None]
+            mask = key_positions <= last
             if self.window:
-                mask &= seen > last - self.window
+                mask &= key_positions > last - self.window
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         return self._kernel(q, k, v, mask).permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 

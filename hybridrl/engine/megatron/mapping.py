@@ -79,7 +79,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a kind is told about a local parameter.
+    """Description of a local parameter, for a `Kind`.
 
     Attributes:
         name: its name, for errors.
@@ -98,7 +98,7 @@ class Local:
 
 
 class Kind(ABC):
-    """How one of Megatron's parameters is made of Hugging Face tensors.
+    """Rule by which one of Megatron's parameters is made of Hugging Face tensors.
 
     Args:
         names: the Hugging Face names. `{layer}` and `{expert}` stand for the numbers in the whole model.
@@ -203,16 +203,16 @@ class QueryKeyValue(Kind):
                 f"tensor_model_parallel_size={local.ranks} does not divide the model's {groups} KV heads "
                 f"(num_key_value_heads); use one of {fit}"
             )
-        found, row, rest = [], 0, local.shape[1:]
+        pieces, row, rest = [], 0, local.shape[1:]
         for group in range(local.rank * groups // local.ranks, (local.rank + 1) * groups // local.ranks):
             for name, per_group in zip(names, (heads // groups, 1, 1), strict=True):
                 rows = per_group * width
                 box = Box((group * rows, *(0 for _ in rest)), ((group + 1) * rows, *rest))
-                found.append(Piece(name, (groups * rows, *rest), box, (row, *(0 for _ in rest))))
+                pieces.append(Piece(name, (groups * rows, *rest), box, (row, *(0 for _ in rest))))
                 row += rows
         if row != local.shape[0]:
             raise ModelError(f"{local.name} has {local.shape[0]} rows, and the model's heads make {row}")
-        return found
+        return pieces
 
 
 class Stacked(Kind):
@@ -228,7 +228,7 @@ class Stacked(Kind):
 
 
 class Family(ABC):
-    """How the models of one architecture are built with Megatron-core, and where their weights are.
+    """Rules to build the models of one architecture with Megatron-core, and to find their weights.
 
     Attributes:
         rules: Megatron's parameter names (of its local layers) and the kind of each. `{layer}` and `{expert}` stand
@@ -341,7 +341,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LocalTensor:
     """A parameter, or a saved buffer, of this rank.
 
     Attributes:
@@ -362,19 +362,19 @@ class Entry:
     def tensor(self) -> torch.Tensor:
         """The parameter or buffer itself."""
         module, _, last = self.name.rpartition(".")
-        found = getattr(self.chunk.get_submodule(module), last)
-        assert isinstance(found, torch.Tensor)
-        return found
+        tensor = getattr(self.chunk.get_submodule(module), last)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
 
 class WeightMap:
-    """Which parts of which Hugging Face tensors each parameter of this rank holds.
+    """Map from each parameter of this rank to the parts of Hugging Face tensors that it holds.
 
     Args:
         family: the model's family.
         config: its Hugging Face configuration.
         chunks: this rank's parts of the model, one per virtual pipeline stage.
-        ranks: this rank's place; None: what Megatron's parallel state says.
+        ranks: this rank's place; None: from Megatron's parallel state.
         model_type: `language_model` or `value_model`, whose head stands in place of the vocabulary's.
 
     Attributes:
@@ -382,7 +382,7 @@ class WeightMap:
         embedding_names, output_names: Hugging Face names of the embedding and of a language model's output layer.
 
     Raises:
-        ModelError: a parameter has no rule, or cannot be cut as the layout asks.
+        ModelError: a parameter has no rule, or cannot be cut as the layout requires.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class WeightMap:
             table[_OUTPUT] = table[_EMBEDDING]
         return table
 
-    def _entries(self, chunk: nn.Module) -> Iterator[Entry]:
+    def _entries(self, chunk: nn.Module) -> Iterator[LocalTensor]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
         buffers = dict(chunk.named_buffers())
         for name in chunk.state_dict(keep_vars=True):
@@ -435,11 +435,11 @@ class WeightMap:
                     continue  # extra state of a module (Transformer Engine's)
             yield self._entry(chunk, name, tensor, numbers)
 
-    def _entry(self, chunk: nn.Module, name: str, tensor: torch.Tensor, numbers: Sequence[int]) -> Entry:
-        of_whole = _LAYER.sub(lambda found: str(numbers[int(found.group())]), local_layers_name(name))
+    def _entry(self, chunk: nn.Module, name: str, tensor: torch.Tensor, numbers: Sequence[int]) -> LocalTensor:
+        of_whole = _LAYER.sub(lambda match: str(numbers[int(match.group())]), local_layers_name(name))
         first = self.ranks.expert * int(self._facts.get("num_moe_experts") or 0) // self.ranks.experts
-        of_whole, of_expert = _EXPERT.subn(lambda found: str(first + int(found.group())), of_whole)
-        matches = ((found, kind) for pattern, kind in self._rules if (found := pattern.match(of_whole)) is not None)
+        of_whole, of_expert = _EXPERT.subn(lambda match: str(first + int(match.group())), of_whole)
+        matches = ((match, kind) for pattern, kind in self._rules if (match := pattern.match(of_whole)) is not None)
         matched, kind = next(matches, (None, None))
         if matched is None or kind is None:
             raise ModelError(
@@ -455,4 +455,4 @@ class WeightMap:
         covered = sum(piece.box.elements for piece in pieces)
         if covered != tensor.numel() and not isinstance(kind, Vocabulary):
             raise ModelError(f"{of_whole}: its rule covers {covered} of its {tensor.numel()} elements")
-        return Entry(chunk, name, pieces, bool(of_expert), kind.may_be_absent)
+        return LocalTensor(chunk, name, pieces, bool(of_expert), kind.may_be_absent)

@@ -2,10 +2,10 @@
 
 Megatron-core's parameters and gradients are views of flat buffers, and master weights may be views of parameters. So
 not tensors are replaced here, but the memory of their storages is released, and every view is valid again after it
-was allocated anew.
+was allocated again.
 
 Master weights and optimizer state arrive while the first micro-batches are computed. Their memory is there from the
-beginning of an update, their values after `Offload.wait_for_state`.
+beginning of an update, their values after `MegatronOffload.wait_for_state`.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class DiscardedStorages:
                 _bytes_of(storage).zero_()
 
 
-class Offload:
-    """What of an engine leaves the device between its uses.
+class MegatronOffload:
+    """Offloading of an engine's weights, gradients and optimizer state between its uses.
 
     Args:
         parameters: None if they stay.
@@ -175,9 +175,9 @@ class Offload:
         """The tensor itself, or its copy in main memory while it is unloaded."""
         self.wait_for_state()
         for group in (self._parameters, self._states):
-            found = None if group is None else group.readable(tensor)
-            if found is not None:
-                return found
+            host_copy = None if group is None else group.readable(tensor)
+            if host_copy is not None:
+                return host_copy
         return tensor
 
     @property

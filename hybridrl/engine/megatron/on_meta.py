@@ -21,7 +21,7 @@ from hybridrl.engine.forecast import fused_attention
 from hybridrl.engine.megatron.forward import Arranger, RankLayout, packed_parameters
 from hybridrl.engine.megatron.layers import CausalAttention
 from hybridrl.engine.megatron.schedule import Schedule
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.utils import device
 
 META = torch.device("meta")
@@ -76,7 +76,7 @@ class _Placed(TorchFunctionMode):
 
 
 class _Unsent(TorchDispatchMode):
-    """Collectives return at once, and the tokens that go to experts are as many as values would tell."""
+    """Mode in which collectives return at once, and experts get as many tokens as with real values."""
 
     def __init__(self, experts_per_token: int) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ class _Unsent(TorchDispatchMode):
         if func.namespace == "c10d":
             from torch._C._distributed_c10d import FakeWork
 
-            returned = [str(one.type) for one in func._schema.returns]
-            found = tuple(FakeWork().boxed() if "Work" in kind else args[0] for kind in returned)
-            return found[0] if len(found) == 1 else found
+            returned = [str(value.type) for value in func._schema.returns]
+            results = tuple(FakeWork().boxed() if "Work" in kind else args[0] for kind in returned)
+            return results[0] if len(results) == 1 else results
         if func is torch.ops.aten.masked_select.default and args[0].device == META:
             # The mask of a router: for each of the experts, whether a token goes there.
             return args[0].new_empty(args[1].shape[-1] * self._experts_per_token)
@@ -132,7 +132,7 @@ def prepare(chunks: Sequence[nn.Module], kernels: bool, engine: bool) -> None:
         engine: as the layers of Transformer Engine do: keys and values of other ranks come in turn, and all experts of
             a rank are one product.
     """
-    for module in (one for chunk in chunks for one in chunk.modules()):
+    for module in (part for chunk in chunks for part in chunk.modules()):
         if type(module) is CausalAttention:
             module.__class__ = _Attention
             attention: Any = module
@@ -190,10 +190,10 @@ class MetaLayout(RankLayout):
 class MetaArranger(Arranger):
     """Arranges micro-batches in main memory, and puts them on the meta device."""
 
-    def arrange(self, layout: Layout, shape: tuple[int, int] | None = None) -> RankLayout:
-        found = super().arrange(layout, shape)
+    def arrange(self, layout: MicroBatchLayout, shape: tuple[int, int] | None = None) -> RankLayout:
+        arranged = super().arrange(layout, shape)
         names = ("input_ids", "position_ids", "lengths", "selected", "labels", "owned", "inputs")
-        return MetaLayout(**{name: getattr(found, name) for name in names})
+        return MetaLayout(**{name: getattr(arranged, name) for name in names})
 
 
 class MetaSchedule(Schedule):

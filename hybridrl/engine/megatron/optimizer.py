@@ -48,14 +48,14 @@ def usable_settings(optim: Any) -> Any:
             "updates parts of parameters, so the update of an element may depend on that element alone; choose one "
             f"of torch.optim: {', '.join(_ELEMENTWISE)}"
         )
-    given = dict(optim.override_optimizer_config or {})
+    overrides = dict(optim.override_optimizer_config or {})
     for name, remedy in _OF_MEGATRONS_OPTIMIZER.items():
-        if value := given.pop(name, None):
+        if value := overrides.pop(name, None):
             raise ModelError(
                 f"optim.override_optimizer_config.{name}={value!r} is a setting of Megatron-core's own optimizer, and "
                 f"strategy=megatron uses torch.optim.{optim.optimizer}: {remedy}"
             )
-    return replace(optim, override_optimizer_config=given)
+    return replace(optim, override_optimizer_config=overrides)
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Shard:
         parameter: this rank's part of it, as the model computes with it.
         start, stop: the range in the flattened parameter.
         master: its values in float32; those of the parameter itself if that is float32.
-        counted: whether this rank's range counts in norms, of which other ranks may hold copies.
+        is_primary: whether norms and checkpoints take this copy of the range; False for the copies on other ranks.
     """
 
     chunk: int
@@ -77,7 +77,7 @@ class Shard:
     start: int
     stop: int
     master: nn.Parameter
-    counted: bool
+    is_primary: bool
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -118,11 +118,11 @@ class ShardedOptimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm over all parameters of all ranks; each element counts once."""
-        counted = [shard.gradient for shard in self.shards if shard.counted]
+        gradients = [shard.gradient for shard in self.shards if shard.is_primary]
         device = self.shards[0].gradient.device
         square = torch.zeros((), dtype=torch.float64, device=device)
-        if counted:
-            square += torch.nn.utils.get_total_norm(counted).to(torch.float64).square()
+        if gradients:
+            square += torch.nn.utils.get_total_norm(gradients).to(torch.float64).square()
         dist.all_reduce(square)
         return square.sqrt().float()
 
@@ -191,8 +191,8 @@ def shards_of(wrapped: Sequence[Any], state: ParallelState, distributed: bool) -
                         if distributed:
                             bounds = _own_range(parameter, bucket, buffer)
                         if bounds is not None:
-                            counted = _counts(parameter, expert, buffer.data_parallel_group, state, distributed)
-                            yield _make_shard(number, names[id(parameter)], parameter, *bounds, counted)
+                            is_primary = _is_primary(parameter, expert, buffer.data_parallel_group, state, distributed)
+                            yield _make_shard(number, names[id(parameter)], parameter, *bounds, is_primary)
 
 
 def gradient_buffers(wrapped: Sequence[Any]) -> list[torch.Tensor]:
@@ -210,7 +210,7 @@ def _own_range(parameter: nn.Parameter, bucket: Any, buffer: Any) -> tuple[int, 
     return (start - begin, stop - begin) if start < stop else None
 
 
-def _counts(parameter: Any, expert: bool, group: Any, state: ParallelState, distributed: bool) -> bool:
+def _is_primary(parameter: Any, expert: bool, group: Any, state: ParallelState, distributed: bool) -> bool:
     if getattr(parameter, "shared", False):  # the last stage's copy of the first stage's embedding
         return False
     if not distributed and group.rank() > 0:
@@ -218,7 +218,7 @@ def _counts(parameter: Any, expert: bool, group: Any, state: ParallelState, dist
     return expert or bool(getattr(parameter, "tensor_model_parallel", False)) or state.tp_rank == 0
 
 
-def _make_shard(chunk: int, name: str, parameter: nn.Parameter, start: int, stop: int, counted: bool) -> Shard:
+def _make_shard(chunk: int, name: str, parameter: nn.Parameter, start: int, stop: int, is_primary: bool) -> Shard:
     values = parameter.detach().view(-1)[start:stop]
     master = values if parameter.dtype == torch.float32 else values.float()
-    return Shard(chunk, name, parameter, start, stop, nn.Parameter(master), counted)
+    return Shard(chunk, name, parameter, start, stop, nn.Parameter(master), is_primary)

@@ -1,4 +1,4 @@
-"""How the ranks of an engine share its model, and Megatron-core's global state for one such layout.
+"""Parallel layout of an engine's model over its ranks, and Megatron-core's global state for one such layout.
 
 Megatron-core keeps its process groups in the globals of one module, so a process has one layout. Here every engine has
 its own: it takes a copy of these globals when its groups were made, and puts them in place around every call.
@@ -130,15 +130,15 @@ class ParallelSizes:
         if experts:
             self._check_experts(world, experts)
 
-    def _check_stages(self, layers: int, counted: Sequence[str]) -> None:
-        """Refuse stages of different sizes; `counted` are the settings by which more counts as a layer."""
-        total, chunks = layers + len(counted), self.pp * self.vpp
+    def _check_stages(self, layers: int, extra_layers: Sequence[str]) -> None:
+        """Refuse stages of different sizes; each setting in `extra_layers` counts as one more layer."""
+        total, chunks = layers + len(extra_layers), self.pp * self.vpp
         if total % chunks == 0:
             return
         with_stages = f" with {KEYS['pp']}={self.pp}" if self.vpp > 1 else ""
         which = "vpp" if self.vpp > 1 else "pp"
         number = total // self.pp if which == "vpp" and total % self.pp == 0 else total
-        what = f"{layers} layers" + "".join(f" and one for {name}" for name in counted)
+        what = f"{layers} layers" + "".join(f" and one for {name}" for name in extra_layers)
         raise ModelError(
             f"{KEYS[which]}={getattr(self, which)}{with_stages}: {what} do not divide into {chunks} chunks; sizes "
             f"that fit: {_listed(number)}"
@@ -173,8 +173,8 @@ _COUNTED_AS_LAYERS = "account_for_embedding_in_pipeline_split", "account_for_los
 
 def stages_differ(facts: Mapping[str, Any]) -> bool:
     """Whether stages may have different numbers or kinds of layers."""
-    counted, kinds = any(facts.get(name) for name in _COUNTED_AS_LAYERS), facts.get("moe_layer_freq")
-    return counted or _sets_stages(facts) or (isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1)
+    has_extra_layers, kinds = any(facts.get(name) for name in _COUNTED_AS_LAYERS), facts.get("moe_layer_freq")
+    return has_extra_layers or _sets_stages(facts) or (isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1)
 
 
 def _sets_stages(facts: Mapping[str, Any]) -> bool:

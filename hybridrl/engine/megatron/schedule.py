@@ -14,7 +14,7 @@ from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.megatron.forward import Arranger, Compared, Outputs, RankLayout, packed_parameters
 from hybridrl.engine.megatron.parallel import ParallelState
 from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.engine.microbatch import MicroBatchLayout, dummy_layout
 from hybridrl.utils import device
 
 Numbered = tuple[int, RankLayout]
@@ -50,36 +50,36 @@ class Schedule:
     outputs: Outputs | None
 
     def forward_only(
-        self, chunks: Sequence[nn.Module], layouts: Sequence[Layout], wanted: Wanted, comparison: Comparison
+        self, chunks: Sequence[nn.Module], layouts: Sequence[MicroBatchLayout], request: Wanted, comparison: Comparison
     ) -> list[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, on the last stage; None on others."""
 
         def finish(output: torch.Tensor, numbered: Numbered) -> Any:
             assert self.outputs is not None
             number, layout = numbered
-            return _instead_of_logits(output, self.outputs.compute(output, layout, wanted, comparison.of(number)))
+            return _instead_of_logits(output, self.outputs.compute(output, layout, request, comparison.of(number)))
 
         with torch.no_grad():
-            found = self._run(chunks, layouts, wanted, finish, forward_only=True)
-        return found[: len(layouts)] if self.state.is_last_stage else None
+            outputs = self._run(chunks, layouts, request, finish, forward_only=True)
+        return outputs[: len(layouts)] if self.state.is_last_stage else None
 
-    def hidden(self, chunks: Sequence[nn.Module], layouts: Sequence[Layout]) -> list[Hidden] | None:
-        """What logits are computed from, of each micro-batch, those that a pipeline adds included; see above."""
+    def hidden(self, chunks: Sequence[nn.Module], layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
+        """Return the inputs of the output layer of each micro-batch, also of those that a pipeline adds; see above."""
 
         def finish(output: torch.Tensor, numbered: Numbered, **_: Any) -> Hidden:
             assert self.outputs is not None
             return self.outputs.hidden(output)
 
-        wanted = Wanted(("hidden",), 1.0)
+        request = Wanted(("hidden",), 1.0)
         with torch.no_grad():
-            found = self._run(chunks, layouts, wanted, finish, forward_only=True, collect_non_loss_data=True)
-        return found if self.state.is_last_stage else None
+            hidden = self._run(chunks, layouts, request, finish, forward_only=True, collect_non_loss_data=True)
+        return hidden if self.state.is_last_stage else None
 
     def forward_backward(
         self,
         wrapped: Sequence[nn.Module],
-        layouts: Sequence[Layout],
-        wanted: Wanted,
+        layouts: Sequence[MicroBatchLayout],
+        request: Wanted,
         share_of_loss: ShareOfLoss,
         comparison: Comparison,
     ) -> None:
@@ -88,17 +88,17 @@ class Schedule:
         def finish(output: torch.Tensor, numbered: Numbered) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             assert self.outputs is not None
             number, layout = numbered
-            loss = share_of_loss(number, self.outputs.compute(output, layout, wanted, comparison.of(number)))
+            loss = share_of_loss(number, self.outputs.compute(output, layout, request, comparison.of(number)))
             # Megatron-core frees what a stage computes after it was used, and refuses to free a view.
             return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), {}
 
-        self._run(wrapped, layouts, wanted, finish, forward_only=False)
+        self._run(wrapped, layouts, request, finish, forward_only=False)
 
     def _run(
         self,
         models: Sequence[nn.Module],
-        layouts: Sequence[Layout],
-        wanted: Wanted,
+        layouts: Sequence[MicroBatchLayout],
+        request: Wanted,
         finish: Callable[..., Any],
         **options: Any,
     ) -> list[Any]:
@@ -113,11 +113,11 @@ class Schedule:
 
         def step(iterator: Iterator[Numbered], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             numbered = next(iterator)
-            return self._forward(model, numbered[1], wanted), lambda output, **rest: finish(output, numbered, **rest)
+            return self._forward(model, numbered[1], request), lambda output, **rest: finish(output, numbered, **rest)
 
         rows, width = shape or self.arranger.shape(layouts)
         iterators = [iter(arranged) for _ in models]
-        found: list[Any] = get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if interleaved else iterators[0],
             model=list(models) if interleaved else models[0],
@@ -127,9 +127,9 @@ class Schedule:
             **options,
         )
         device.synchronize()  # messages to other stages refer to memory that is released now
-        return found
+        return results
 
-    def _forward(self, model: Any, layout: RankLayout, wanted: Wanted) -> torch.Tensor:
+    def _forward(self, model: Any, layout: RankLayout, request: Wanted) -> torch.Tensor:
         arguments = {
             "input_ids": layout.input_ids,
             "position_ids": layout.position_ids,
@@ -139,7 +139,7 @@ class Schedule:
         if self.outputs is None or getattr(model, "module", model) is not self.outputs.chunk:
             hidden: torch.Tensor = model(**arguments)
             return hidden
-        with self.outputs.selecting(layout, wanted):
+        with self.outputs.selecting(layout, request):
             output: torch.Tensor = model(**arguments)
         return output
 
@@ -147,16 +147,17 @@ class Schedule:
         return packed_parameters(layout)
 
 
-def _instead_of_logits(logits: torch.Tensor, found: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What a pass without gradients found, in the form of a loss: that is kept until the next micro-batch has passed,
-    where Megatron-core would keep the logits otherwise.
+def _instead_of_logits(logits: torch.Tensor, outputs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return the outputs of a pass without gradients in the form of a loss.
+
+    Megatron-core keeps this form until the next micro-batch has passed; otherwise it would keep the logits.
     """
-    return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), found
+    return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), outputs
 
 
-def _dummy_like(layout: Layout) -> Layout:
+def _dummy_like(layout: MicroBatchLayout) -> MicroBatchLayout:
     """A dummy micro-batch with the same fields."""
     dummy = dummy_layout()
     if layout.inputs is not None:
-        dummy.inputs = {name: one.new_zeros(1, *one.shape[1:]) for name, one in layout.inputs.items()}
+        dummy.inputs = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in layout.inputs.items()}
     return dummy

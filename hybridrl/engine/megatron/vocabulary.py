@@ -26,7 +26,7 @@ _LOWEST = -1e4
 _BLOCK_ELEMENTS = 1 << 24
 
 
-class Part(NamedTuple):
+class VocabularyShard(NamedTuple):
     """The part of the vocabulary that a rank has logits of.
 
     Attributes:
@@ -42,14 +42,14 @@ class Part(NamedTuple):
     vocabulary: int
 
     @classmethod
-    def of(cls, vocabulary: int, padded: int, group: Any) -> Part:
+    def of(cls, vocabulary: int, padded: int, group: Any) -> VocabularyShard:
         """This rank's part; all are equal, but for padding at the end of the last ones."""
         share = padded // group.size()
         first = share * group.rank()
         return cls(first, max(0, min(share, vocabulary - first)), group, vocabulary)
 
     def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which labels are in this part, and where in it; those that are not have some place."""
+        """Return a mask of the labels in this part, and their places in it; other labels get an arbitrary place."""
         local = labels - self.first
         return (local >= 0) & (local < self.size), local.clamp(0, max(self.size - 1, 0))
 
@@ -59,7 +59,7 @@ def parallel_statistics(
     labels: torch.Tensor,
     temperature: float,
     outputs: Collection[str],
-    part: Part,
+    part: VocabularyShard,
     chunk_size: int | None = None,
     most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -87,11 +87,11 @@ def parallel_linear_statistics(
     labels: torch.Tensor,
     temperature: float,
     outputs: Collection[str],
-    part: Part,
+    part: VocabularyShard,
     chunk_size: int | None = None,
     most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `parallel_statistics` computes from logits = hidden W^T, which exist for a chunk of tokens at a time.
+    """Compute `parallel_statistics` of logits = hidden W^T, which exist for a chunk of tokens at a time.
 
     Args:
         hidden: `[N, H]`, the same on each rank. Its gradient is the whole one on each rank.
@@ -105,8 +105,8 @@ def parallel_linear_statistics(
     if part.group.size() == 1:
         own = weight if part.size == len(weight) else weight[: part.size]
         return linear_token_statistics(hidden, own, chunk_size=rows, **_options(labels, temperature, outputs))
-    found = _ParallelLinearStatistics.apply(hidden, weight, labels, _scale(temperature), part, rows)
-    return _named(found, outputs)
+    statistics = _ParallelLinearStatistics.apply(hidden, weight, labels, _scale(temperature), part, rows)
+    return _named(statistics, outputs)
 
 
 def _options(labels: torch.Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def _scale(temperature: float) -> float:
     return 1.0 / temperature
 
 
-def _named(found: Sequence[torch.Tensor], outputs: Collection[str]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in zip(STATISTICS, found, strict=True) if name in outputs}
+def _named(statistics: Sequence[torch.Tensor], outputs: Collection[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in zip(STATISTICS, statistics, strict=True) if name in outputs}
 
 
 class _Sums(NamedTuple):
-    """What a rank knows of the softmax from its own words, for each of N tokens: z = scale * logits, m = max z.
+    """Partial sums of the softmax over a rank's own words, for each of N tokens: z = scale * logits, m = max z.
 
     Attributes:
         top: m.
@@ -150,7 +150,12 @@ class _Sums(NamedTuple):
         return _Sums(self.top[rows], self.values[:, rows])
 
     def fill(
-        self, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part, most_tokens: int | None = None
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        part: VocabularyShard,
+        most_tokens: int | None = None,
     ) -> None:
         """Compute them from the logits `[N, part.size]`, of at most so many tokens at a time."""
         if not part.size:
@@ -169,7 +174,7 @@ class _Sums(NamedTuple):
             self.values[2, rows] = shifted.clamp_(min=_LOWEST).mul_(p).sum(-1)
             self.values[3, rows] = p.mul_(p).sum(-1)
 
-    def over_ranks(self, labels: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+    def over_ranks(self, labels: torch.Tensor, part: VocabularyShard) -> tuple[torch.Tensor, ...]:
         """log p(y), H, sum p^2, and m + log S, whose difference from z is log p; the same on each rank.
 
         With M the maximum and d = m - M, a rank's sums relative to M are
@@ -193,7 +198,7 @@ class _Sums(NamedTuple):
 
 
 class _ForBackward(NamedTuple):
-    """What the backward pass needs in addition to logits, and the gradients that it gets, `[N]` each."""
+    """Inputs of the backward pass in addition to logits, and its incoming gradients, `[N]` each."""
 
     labels: torch.Tensor
     normaliser: torch.Tensor
@@ -205,7 +210,12 @@ class _ForBackward(NamedTuple):
         return _ForBackward(*(tensor[rows] for tensor in self))
 
     def write(
-        self, grad: torch.Tensor, logits: torch.Tensor, scale: float, part: Part, most_tokens: int | None = None
+        self,
+        grad: torch.Tensor,
+        logits: torch.Tensor,
+        scale: float,
+        part: VocabularyShard,
+        most_tokens: int | None = None,
     ) -> torch.Tensor:
         """Write the gradient of the logits `[N, part.size]` into `grad`, which may be the logits."""
         own, local = part.places(self.labels)
@@ -233,7 +243,12 @@ class _ParallelStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, part: Part, most_tokens: int | None
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        part: VocabularyShard,
+        most_tokens: int | None,
     ) -> tuple[torch.Tensor, ...]:
         sums = _Sums.empty(len(logits), logits)
         sums.fill(logits, labels, scale, part, most_tokens)
@@ -246,9 +261,9 @@ class _ParallelStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, *kept = ctx.saved_tensors
-        known = _ForBackward(*kept, *gradients[:2])
-        grad = known.write(torch.empty_like(logits), logits, ctx.scale, ctx.part, ctx.most_tokens)
+        logits, *saved = ctx.saved_tensors
+        inputs = _ForBackward(*saved, *gradients[:2])
+        grad = inputs.write(torch.empty_like(logits), logits, ctx.scale, ctx.part, ctx.most_tokens)
         return grad, None, None, None, None
 
 
@@ -269,7 +284,7 @@ class _ParallelLinearStatistics(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         scale: float,
-        part: Part,
+        part: VocabularyShard,
         rows: int,
     ) -> tuple[torch.Tensor, ...]:
         sums = _Sums.empty(len(hidden), hidden)
@@ -284,13 +299,13 @@ class _ParallelLinearStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, *kept = ctx.saved_tensors
+        hidden, weight, *saved = ctx.saved_tensors
         scale, part = ctx.scale, ctx.part
-        known = _ForBackward(*kept, *gradients[:2])
+        inputs = _ForBackward(*saved, *gradients[:2])
 
         def of_logits(chunk: slice) -> torch.Tensor:
             logits = linear(hidden[chunk], weight[: part.size])
-            return known.of(chunk).write(logits, logits, scale, part)
+            return inputs.of(chunk).write(logits, logits, scale, part)
 
         wants = (*ctx.needs_input_grad[:2], False)
         d_hidden, d_weight, _ = layer_gradients(hidden, weight, None, wants, ctx.rows, of_logits)

@@ -1,4 +1,4 @@
-"""How ranks that share the vocabulary compute functions of whole logits (`hybridrl.engine.chunked_function`).
+"""Functions of whole logits on ranks that share the vocabulary (`hybridrl.engine.chunked_function`).
 
 A function may read any words of a token, so a token's logits have to be in one place. Of a chunk of n tokens every rank
 has `[n, V / ranks]`; they exchange them, so that each has `[n / ranks, V]`, which are as many. No rank holds more.
@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch.nn.functional import linear, pad
 
 from hybridrl.engine.chunked_function import Hidden, OwnVocabulary
-from hybridrl.engine.megatron.vocabulary import Part
+from hybridrl.engine.megatron.vocabulary import VocabularyShard
 
 
 class SharedVocabulary(OwnVocabulary):
     """Ranks with a part of the output layer's rows each, `[padded vocabulary / ranks, H]`."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: VocabularyShard) -> None:
         self.part = part
 
     def share(self, tokens: int) -> int:
-        """How many of a chunk's tokens a rank gets; those of the last ranks are padding if they do not divide."""
+        """Return the number of a chunk's tokens per rank; the last ranks get padding if they do not divide."""
         return -(-tokens // self.part.group.size())
 
     def own(self, tensor: torch.Tensor, chunk: slice) -> torch.Tensor:
         """This rank's tokens of a chunk of `[N, ...]`, padded with zeros."""
         share = self.share(len(tensor[chunk]))
-        found = tensor[chunk][share * self.part.group.rank() :][:share]
-        return torch.cat([found, found.new_zeros(share - len(found), *found.shape[1:])])
+        rows = tensor[chunk][share * self.part.group.rank() :][:share]
+        return torch.cat([rows, rows.new_zeros(share - len(rows), *rows.shape[1:])])
 
     def logits(self, hidden: Hidden, chunk: slice) -> torch.Tensor:
         ranks, words, padded = self.part.group.size(), self.part.vocabulary, len(hidden.weight)
@@ -49,9 +49,9 @@ class SharedVocabulary(OwnVocabulary):
         if ranks == 1:
             return of_tokens
         sent = of_tokens.view(len(of_tokens), ranks, rows).transpose(0, 1).contiguous()
-        found = torch.empty_like(sent)
-        dist.all_to_all_single(found, sent, group=self.part.group)
-        return found.view(-1, rows)[:tokens]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.part.group)
+        return received.view(-1, rows)[:tokens]
 
     def everywhere(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
         if self.part.group.size() == 1:

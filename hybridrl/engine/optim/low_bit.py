@@ -104,23 +104,23 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def stored_parts(name: str, moment: torch.Tensor, held: Box) -> Iterator[SavedBox]:
-    """What this rank holds of a moment, as plain tensors that share its memory.
+def stored_parts(name: str, moment: torch.Tensor, shard_box: Box) -> Iterator[SavedBox]:
+    """Yield this rank's part of a moment, as plain tensors that share its memory.
 
     These are `<name>.codes`, uint8 in the shape of the parameter, and `<name>.scale`, float32 [..., blocks per row]. A
     moment that is not quantised is yielded itself.
 
     Args:
-        held: the elements of the parameter that are on this rank.
+        shard_box: the elements of the parameter that are on this rank.
     """
-    if not held.elements:
+    if not shard_box.elements:
         return
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment
     shape, block = tuple(moment.shape), block_size(moment.shape)
     if block is None:
-        yield SavedBox(name, shape, held, local)
+        yield SavedBox(name, shape, shard_box, local)
         return
-    yield SavedBox(name + CODES, shape, held, local.codes)
+    yield SavedBox(name + CODES, shape, shard_box, local.codes)
     blocks = shape[-1] // block
-    box = Box((*held.start[:-1], 0), (*held.stop[:-1], blocks))
+    box = Box((*shard_box.start[:-1], 0), (*shard_box.stop[:-1], blocks))
     yield SavedBox(name + SCALE, (*shape[:-1], blocks), box, local.scale.view(box.extents))

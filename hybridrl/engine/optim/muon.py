@@ -128,7 +128,7 @@ def _orthogonalised(
 
 
 def _rows(rows: int, ranks: int) -> list[int]:
-    """How FSDP2 splits rows over ranks: like `torch.chunk`, so the last ranks get fewer rows or none."""
+    """Return the number of rows that FSDP2 puts on each rank: as `torch.chunk`, so the last get fewer rows or none."""
     chunk = -(-rows // ranks)
     return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
 

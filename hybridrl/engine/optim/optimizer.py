@@ -75,10 +75,10 @@ def state_bytes(parameters: Iterable[torch.Tensor], optim: Any, matrices: Collec
         sum(_bytes_of(value) for value in optimizer.state.get(sample, {}).values()) / sample.numel()
         for sample in samples
     ]
-    chosen, total = {id(matrix) for matrix in matrices}, 0.0
+    matrix_ids, total = {id(matrix) for matrix in matrices}, 0.0
     for parameter in parameters:
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        total += own.numel() * per_element[0 if id(parameter) in chosen else 1]
+        total += own.numel() * per_element[0 if id(parameter) in matrix_ids else 1]
     return int(total)
 
 
@@ -114,8 +114,8 @@ def _build_muon(
     """
     if not matrices:
         raise ModelError("optim.optimizer=Muon: the model has no trainable hidden matrix; use AdamW")
-    chosen = {id(matrix) for matrix in matrices}
-    rest = [parameter for parameter in parameters if id(parameter) not in chosen]
+    matrix_ids = {id(matrix) for matrix in matrices}
+    rest = [parameter for parameter in parameters if id(parameter) not in matrix_ids]
     prefix = "adamw_"
     for_adamw = {name[len(prefix) :]: overrides.pop(name) for name in list(overrides) if name.startswith(prefix)}
     muon = _make(ShardedMuon, list(matrices), optim, {"adjust_lr_fn": "match_rms_adamw", **overrides})

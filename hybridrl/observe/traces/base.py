@@ -1,4 +1,4 @@
-"""What is sent of a sample, and what a tracing service must be able to do."""
+"""The trace of a sample, and the interface of a tracing service."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -87,25 +87,30 @@ def trace_of(row: Mapping[str, Any], now: float, token2text: bool, facts: Mappin
     if messages is not None:
         outputs["messages"] = messages
     parts, generated = [], 0
-    known = [event for event in events or () if event["kind"] == "generate"]
+    generations = [event for event in events or () if event["kind"] == "generate"]
     for event in events or ():
         part = {name: value for name, value in event.items() if name not in ("kind", "at", "seconds")}
         begin, took, name, failure = started + event["at"], event["seconds"], event["kind"], part.pop("fault", "")
-        given, made = {}, {}
+        span_inputs, span_outputs = {}, {}
         if event["kind"] == "generate":
-            given = {"prompt_tokens": part.pop("prompt_tokens", None)}
-            if len(turns) == len(known):  # else a part of what was generated is not in this row
+            span_inputs = {"prompt_tokens": part.pop("prompt_tokens", None)}
+            if len(turns) == len(generations):  # else a part of what was generated is not in this row
                 start, end = turns[generated]
-                made = {"token_ids": (tokens or {})["ids"][start:end]}
+                span_outputs = {"token_ids": (tokens or {})["ids"][start:end]}
                 if token2text:
-                    made["text"] = "".join((tokens or {})["texts"][start:end])
+                    span_outputs["text"] = "".join((tokens or {})["texts"][start:end])
             generated += 1
         elif event["kind"] == "tool":
             name = str(part.pop("name", "tool"))
-            given, made = {"arguments": part.pop("arguments", None)}, {"response": part.pop("response", None)}
+            span_inputs, span_outputs = (
+                {"arguments": part.pop("arguments", None)},
+                {"response": part.pop("response", None)},
+            )
         else:
-            made, part = part, {}
-        parts.append(Span(name, event["kind"], begin, took, plain(given), plain(made), plain(part), failure or ""))
+            span_outputs, part = part, {}
+        parts.append(
+            Span(name, event["kind"], begin, took, plain(span_inputs), plain(span_outputs), plain(part), failure or "")
+        )
     attributes = plain({**facts, "uid": row.get("uid"), "data_source": row.get("data_source"), **rollout})
     return SampleTrace(
         Span("rollout", "session", started, seconds, plain(inputs), plain(outputs), attributes),
@@ -114,14 +119,14 @@ def trace_of(row: Mapping[str, Any], now: float, token2text: bool, facts: Mappin
 
 
 def _turns(tokens: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Where the tokens of each turn of the model begin and end."""
-    found: list[tuple[int, int]] = []
+    """Return the (start, end) of each of the model's turns, as token positions in the response."""
+    turns: list[tuple[int, int]] = []
     for place, own in enumerate(tokens.get("mask") or ()):
-        if own and found and found[-1][1] == place:
-            found[-1] = (found[-1][0], place + 1)
+        if own and turns and turns[-1][1] == place:
+            turns[-1] = (turns[-1][0], place + 1)
         elif own:
-            found.append((place, place + 1))
-    return found
+            turns.append((place, place + 1))
+    return turns
 
 
 def local_store(folder: Path) -> str:

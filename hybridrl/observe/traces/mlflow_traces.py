@@ -11,7 +11,10 @@ _KINDS = {"session": "AGENT", "generate": "LLM", "tool": "TOOL"}
 
 @register_trace_backend("mlflow", packages=("mlflow",), install="bash scripts/install.sh auto tracking")
 class MlflowTraces:
-    """At `MLFLOW_TRACKING_URI`, or in `<run folder>/mlflow.db`; the project is the experiment, as for metrics."""
+    """Writes traces to `MLFLOW_TRACKING_URI`, or to `<run folder>/mlflow.db`.
+
+    The project is MLflow's experiment, as for metrics.
+    """
 
     def __init__(self, project: str, experiment: str, folder: Path) -> None:
         import mlflow
@@ -20,12 +23,12 @@ class MlflowTraces:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or local_store(folder)
         mlflow.set_tracking_uri(uri)  # tracing has no argument for it
         client = mlflow.MlflowClient(tracking_uri=uri)
-        known = client.get_experiment_by_name(project)
-        if known is None:
+        existing = client.get_experiment_by_name(project)
+        if existing is None:
             place = None if os.environ.get("MLFLOW_TRACKING_URI") else (folder.resolve() / "mlartifacts").as_uri()
             self._experiment = client.create_experiment(project, artifact_location=place)
         else:
-            self._experiment = known.experiment_id
+            self._experiment = existing.experiment_id
         self._run = experiment
 
     def send(self, trace: SampleTrace) -> None:

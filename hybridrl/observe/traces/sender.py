@@ -74,7 +74,7 @@ class Traces:
             )
 
     def _take_bytes(self, size: int) -> bool:
-        """Count a trace that is to wait; False where it would be too much."""
+        """Reserve memory for a waiting trace; return False if the queue would exceed its limit."""
         with self._lock:
             if self._bytes + size > _WAITING_BYTES:
                 return False
@@ -93,9 +93,9 @@ class Traces:
         except queue.Full:
             self._left_out += 1
         self._thread.join(max(0.0, end - time.monotonic()))
-        left = self._left_out + (self._queue.qsize() if self._thread.is_alive() else 0)
-        if left:
-            notify(f"traces: {left} were not sent to {self._settings.backend}", "warning")
+        unsent = self._left_out + (self._queue.qsize() if self._thread.is_alive() else 0)
+        if unsent:
+            notify(f"traces: {unsent} were not sent to {self._settings.backend}", "warning")
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

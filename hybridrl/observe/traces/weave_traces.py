@@ -9,7 +9,10 @@ from hybridrl.observe.traces.base import SampleTrace, Span, register_trace_backe
 
 @register_trace_backend("weave", packages=("weave",), install="pip install weave")
 class WeaveTraces:
-    """In the project of `WANDB_ENTITY`; the experiment is an attribute of each call. It needs `WANDB_API_KEY`."""
+    """Writes traces to the project of `WANDB_ENTITY`; the experiment is an attribute of each call.
+
+    It needs `WANDB_API_KEY`.
+    """
 
     def __init__(self, project: str, experiment: str, folder: Path) -> None:
         import weave  # type: ignore[import-not-found,unused-ignore]

@@ -27,9 +27,9 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import LoadedFunction, RewardFunction, load
-from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, Ready
+from hybridrl.reward.processes.messages import Failed, JobResults, PoolConnection, Ready
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
-from hybridrl.reward.signature import Call, Sample
+from hybridrl.reward.signature import RewardCall, Sample
 from hybridrl.utils import clock
 from hybridrl.utils.forked import default_in_children
 from hybridrl.utils.plain_results import Result
@@ -91,7 +91,7 @@ def serve(connection: PoolConnection, cell: Cell, function: LoadedFunction, time
         outbox.flush()
 
 
-def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> Answer:
+def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> JobResults:
     start = cell.begin(number)
     try:
         with _only_this_process(), cell.measured(number):
@@ -100,12 +100,12 @@ def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell
         result = _raised(error)
     signal.alarm(0)  # of the function: it must not end the next call
     cell.end()
-    return Answer(number, [result], time.monotonic() - start)
+    return JobResults(number, [result], time.monotonic() - start)
 
 
 def _score_batch(
     function: LoadedFunction, number: int, samples: Sequence[Sample], cell: Cell, loop: EventLoop | None
-) -> Answer:
+) -> JobResults:
     start = cell.begin(number)
     try:
         with _only_this_process(), cell.measured(number):
@@ -121,7 +121,7 @@ def _score_batch(
         results = [_raised(error)]
     signal.alarm(0)
     cell.end()
-    return Answer(number, results, time.monotonic() - start)
+    return JobResults(number, results, time.monotonic() - start)
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def _only_this_process() -> Iterator[None]:
             os._exit(status & 0xFF)
 
 
-def _checked(value: Any, how: Call) -> Result:
+def _checked(value: Any, how: RewardCall) -> Result:
     try:
         return _result(check_score(value, how.may_abstain))
     except BadScore as error:
@@ -215,10 +215,10 @@ class Outbox:
 
     def __init__(self, connection: PoolConnection) -> None:
         self._connection = connection
-        self._answers: list[Answer] = []
+        self._answers: list[JobResults] = []
         self._last = time.monotonic()
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: JobResults) -> None:
         """Send it now, or with the next ones."""
         self._answers.append(answer)
         if time.monotonic() - self._last > _FLUSH_S:
@@ -275,7 +275,7 @@ class EventLoop:
             self._number.set(number)
             start = time.monotonic()
             result = await self._score_one(function, sample)
-            outbox.add(Answer(number, [result], time.monotonic() - start))
+            outbox.add(JobResults(number, [result], time.monotonic() - start))
             self._loop.call_later(_FLUSH_S, outbox.flush)
 
         def receive() -> None:

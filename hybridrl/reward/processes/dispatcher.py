@@ -17,8 +17,8 @@ from typing import Any
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.reward.function import RewardFunction
-from hybridrl.reward.processes.handle import ChildProcess, Job
-from hybridrl.reward.processes.messages import Answer, Failed, Ready, ready_channels
+from hybridrl.reward.processes.handle import ChildProcess, RewardJob
+from hybridrl.reward.processes.messages import Failed, JobResults, Ready, ready_channels
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.utils.plain_results import Result
 from hybridrl.verdict import NoVerdict, Reason
@@ -53,7 +53,7 @@ class Dispatcher:
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._changed = threading.Condition()  # guards the next six
-        self._new: list[Job] = []
+        self._new: list[RewardJob] = []
         self._ready: Ready | None = None
         self._load_errors: list[RewardError] = []
         self._end_reason = RewardError("the reward pool was closed")
@@ -62,7 +62,7 @@ class Dispatcher:
         self._abandoned = False  # whether jobs were, since the thread last looked
         # used by the thread only
         self._children: list[ChildProcess] = []
-        self._pending: deque[Job] = deque()
+        self._pending: deque[RewardJob] = deque()
         self._mean_s: float | None = None  # running mean of a sample's seconds; None: none was answered yet
         self._unanswered = 0  # samples that exceeded the time limit before the first was answered
 
@@ -99,7 +99,7 @@ class Dispatcher:
                 self._changed.wait()
             return self._ready
 
-    def add(self, jobs: Sequence[Job]) -> None:
+    def add(self, jobs: Sequence[RewardJob]) -> None:
         """Score these; jobs whose future is done are skipped."""
         with self._changed:
             waiting = [job for job in jobs if not job.future.done()]
@@ -110,7 +110,7 @@ class Dispatcher:
         for job in waiting:
             self._finish(job, self._end_reason)
 
-    def give_up(self, jobs: Sequence[Job]) -> None:
+    def give_up(self, jobs: Sequence[RewardJob]) -> None:
         """Forget these jobs; a process that works on nothing else is ended."""
         with self._changed:
             for job in jobs:
@@ -209,7 +209,7 @@ class Dispatcher:
             self._pending.remove(job)
             self._finish(job, error)
 
-    def _next_chunk(self, child: ChildProcess, free: int) -> list[Job]:
+    def _next_chunk(self, child: ChildProcess, free: int) -> list[RewardJob]:
         """About `_CHUNK_S` of work, and never so much that other processes have nothing left to do.
 
         Args:
@@ -224,7 +224,7 @@ class Dispatcher:
         else:
             fair = math.ceil(len(self._pending) / (2 * len(self._children)))
             size = min(fair, int(_CHUNK_S / max(self._mean_s, 1e-6)))
-        chunk: list[Job] = []
+        chunk: list[RewardJob] = []
         while self._pending and len(chunk) < max(1, size):
             job = self._pending.popleft()
             if not (job.abandoned or job.future.cancelled()):
@@ -257,7 +257,7 @@ class Dispatcher:
             self._ready = message
             self._changed.notify_all()
 
-    def _take(self, child: ChildProcess, answer: Answer) -> None:
+    def _take(self, child: ChildProcess, answer: JobResults) -> None:
         job = child.working_on.get(answer.number)
         if job is None or len(answer.results) not in (1, job.count or 1):
             child.broken = child.broken or f"results of job {answer.number}, which it has not to answer"
@@ -266,7 +266,7 @@ class Dispatcher:
         del child.working_on[job.number]
         self._finish(job, self._result_of(job, answer, child.label))
 
-    def _result_of(self, job: Job, answer: Answer, label: str) -> Any:
+    def _result_of(self, job: RewardJob, answer: JobResults, label: str) -> Any:
         """An `Outcome`, a list of them, or the error."""
         results, seconds = answer.results, answer.seconds / (job.count or 1)
         if results[0].kind == "timeout":
@@ -284,7 +284,7 @@ class Dispatcher:
             return failed
         return [_tolerated(one) if isinstance(one, ScoreError) else one for one in outcomes]
 
-    def _outcome(self, job: Job, result: Result, seconds: float, label: str) -> Outcome | ScoreError:
+    def _outcome(self, job: RewardJob, result: Result, seconds: float, label: str) -> Outcome | ScoreError:
         if result.kind == "raised":
             return ScoreError(f"{label} raised an exception for {job.name}:\n{result.text}")
         if result.kind == "missing":
@@ -293,7 +293,7 @@ class Dispatcher:
             return ScoreError(f"{label} {result.text}. It was called for {job.name}.")
         return Outcome(result.score or 0.0, result.extra, seconds, applies=result.score is not None)
 
-    def _timed_out(self, job: Job, seconds: float) -> Outcome | RewardError:
+    def _timed_out(self, job: RewardJob, seconds: float) -> Outcome | RewardError:
         if job.count is not None:
             return RewardError(
                 f"{self.function.label} took more than reward.timeout_s={self.timeout_s:g} seconds for one call with "
@@ -348,7 +348,7 @@ class Dispatcher:
             else:
                 self._put_back(self._end(child), what)
 
-    def _put_back(self, jobs: Sequence[Job], lost: str | None = None) -> None:
+    def _put_back(self, jobs: Sequence[RewardJob], lost: str | None = None) -> None:
         """Have other processes score these.
 
         Args:
@@ -383,7 +383,7 @@ class Dispatcher:
         self._end(child)
         return _LoadError(RewardError(reason))
 
-    def _finish(self, job: Job, result: Any) -> None:
+    def _finish(self, job: RewardJob, result: Any) -> None:
         """Hand a job's result, or its error, to whoever waits for it."""
         if job.future.done() or not job.future.set_running_or_notify_cancel():
             return
@@ -395,7 +395,7 @@ class Dispatcher:
         else:
             job.future.set_result(result)
 
-    def _end(self, child: ChildProcess) -> list[Job]:
+    def _end(self, child: ChildProcess) -> list[RewardJob]:
         """End a process; returns what it had not answered."""
         child.end()
         self._children.remove(child)

@@ -28,7 +28,7 @@ _END_LIMIT_S = 10.0  # for its supervisor to end everything that it started
 
 
 @dataclass
-class Job:
+class RewardJob:
     """One call of the reward function: for one sample, or for a batch in one call.
 
     Attributes:
@@ -83,7 +83,7 @@ class ChildProcess:
         self.started = time.monotonic()
         self.ready: Ready | None = None
         self.broken: str | None = None
-        self.working_on: dict[int, Job] = {}
+        self.working_on: dict[int, RewardJob] = {}
         self._label = function.label
         self._sent = 0.0
         _processes.add(self)
@@ -114,7 +114,7 @@ class ChildProcess:
         """Whether it can be sent a job now; an async function takes any number at once."""
         return self.ready is not None and not self.gone and (self.is_async or not self.working_on)
 
-    def send(self, jobs: Sequence[Job]) -> list[tuple[Job, RewardError]]:
+    def send(self, jobs: Sequence[RewardJob]) -> list[tuple[RewardJob, RewardError]]:
         """Ask for the scores of these samples, or of one batch; returns those that cannot be sent, and why."""
         assert self.ready is not None
         calls, refused = [], []
@@ -145,7 +145,7 @@ class ChildProcess:
         # Between two samples, or async ones waiting, which are reported at the limit.
         return max(since, self._sent) + timeout_s + _GRACE_S
 
-    def current(self) -> tuple[Job | None, float]:
+    def current(self) -> tuple[RewardJob | None, float]:
         """The job that it computes, and since when; None where it computes none of those that it has to answer."""
         number, since = self.cell.read()
         return self.working_on.get(number), since

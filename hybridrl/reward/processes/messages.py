@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.signature import Call
+from hybridrl.reward.signature import RewardCall
 from hybridrl.utils.plain_results import HEADER, LARGEST, MalformedMessage, Result, is_number
 
 _READ = 1 << 20
@@ -34,7 +34,7 @@ class Ready:
         pid: the process that it runs in.
     """
 
-    how: Call
+    how: RewardCall
     is_async: bool
     label: str
     pid: int
@@ -48,7 +48,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobResults:
     """The results of one job: one per sample; a job that failed as a whole has a single one.
 
     Attributes:
@@ -62,7 +62,7 @@ class Answer:
     seconds: float
 
 
-Message = Ready | Failed | list[Answer]
+Message = Ready | Failed | list[JobResults]
 
 
 def encode(message: Message) -> bytes:
@@ -100,14 +100,14 @@ def _ready(fields: dict[str, Any]) -> Ready:
     lists: dict[str, Any] = {name: tuple(map(str, how[name])) for name in names}
     lists["renamed"] = tuple((str(argument), str(parameter)) for argument, parameter in how["renamed"])
     flags = {name: bool(how[name]) for name in ("all_columns", "may_abstain")}
-    call = Call(how["form"], **(lists | flags))
+    call = RewardCall(how["form"], **(lists | flags))
     return Ready(call, bool(fields["is_async"]), str(fields["label"]), int(fields["pid"]))
 
 
-def _answer(number: Any, seconds: Any, results: Any) -> Answer:
+def _answer(number: Any, seconds: Any, results: Any) -> JobResults:
     if not isinstance(number, int) or not is_number(seconds) or not isinstance(results, list) or not results:
         raise ValueError("an answer without number, seconds or results")
-    return Answer(number, [Result.of_plain(*one) for one in results], float(seconds))
+    return JobResults(number, [Result.of_plain(*one) for one in results], float(seconds))
 
 
 def pickled(value: Any, label: str) -> bytes:

@@ -13,9 +13,9 @@ from typing import Any
 
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.dispatcher import Dispatcher
-from hybridrl.reward.processes.handle import Job
+from hybridrl.reward.processes.handle import RewardJob
 from hybridrl.reward.processes.outcome import Outcome
-from hybridrl.reward.signature import Call, Sample
+from hybridrl.reward.signature import RewardCall, Sample
 from hybridrl.utils.cores import available_cores
 from hybridrl.verdict import Reason
 
@@ -58,7 +58,7 @@ class RewardPool:
             dispatcher.wait_loaded()
 
     @property
-    def calls(self) -> list[tuple[str, Call]]:
+    def calls(self) -> list[tuple[str, RewardCall]]:
         """The function's name and file, and how it is called; waits until it has been loaded."""
         ready = self._running().wait_loaded()
         return [(ready.label, ready.how)]
@@ -150,5 +150,5 @@ class RewardPool:
                 self._dispatcher.start()
             return self._dispatcher
 
-    def _job(self, value: Any, name: str, count: int | None = None) -> Job:
-        return Job(next(self._numbers), value, name, count)
+    def _job(self, value: Any, name: str, count: int | None = None) -> RewardJob:
+        return RewardJob(next(self._numbers), value, name, count)

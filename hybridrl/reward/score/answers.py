@@ -2,41 +2,23 @@
 
 import functools
 import logging
+import math
 import re
 from decimal import Decimal
 
 from hybridrl.reward.score.work_limit import limited_work
+from hybridrl.reward.score.writing import SCALES, unify
 
 _LIMIT_S = 10.0  # seconds of processor time for parsing and comparing two expressions
 _LONGEST = 500  # characters; no reference answer is longer, and a parser is not linear
+_EXPONENT_DIGITS = 3  # more than these make a power astronomic
 _HUGE_POWER = re.compile(
     r"(\^|\*\*)\s*[\{\(]?\s*-?\d{4,}|(\^|\*\*)[^+\-=,]*(\^|\*\*)[^+\-=,]*(\^|\*\*)|\d{3,}\s*!|!\s*!"
+    r"|\([\d\s^{}+*.]*\^[\d\s^{}+*.]*(?:\\right)?\)\s*!|binom\s*\{\s*\d{4,}\s*\}\s*\{\s*\d{4,}"
 )
+#: an exponent that is a power of whole numbers
+_TOWER = re.compile(r"(?:\^|\*\*)\s*[\{\(]*\s*(\d+)\s*(?:\^|\*\*)\s*[\{\(]*\s*(\d+)")
 
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_SIGNS = _FULL_WIDTH | {
-    0x2212: "-",  # minus
-    0xFE63: "-",
-    0x2010: "-",
-    0x2011: "-",
-    0x00D7: r"\times ",
-    0x00B7: r"\cdot ",
-    0x22C5: r"\cdot ",
-    0x00F7: "/",
-    0x2044: "/",
-    0x00B0: r"^\circ",
-    0x03C0: r"\pi ",
-    0x221E: r"\infty ",
-    0x222A: r"\cup ",
-    0x00A0: " ",
-    0x2009: " ",
-    0x202F: " ",
-}
-#: what mathematics without LaTeX is written with; not in `_SIGNS`, since a grader of plain numbers would see a 2 in m^2
-_WRITTEN = {0x00B2: "^2", 0x00B3: "^3", 0x2264: r"\le ", 0x2265: r"\ge ", 0x20AC: "", 0x00A3: "", 0x20B9: ""}
-_ROOT = re.compile(r"\u221a\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))")
-_WHOLE_TEXT = re.compile(r"\\(?:text|mbox|textbf|mathrm|mathbf)\{([^{}]*)\}")
-_DASH = re.compile(r"(?<![\w)\]}])[\u2012\u2013\u2014](?=\s*[\d.\\(A-Za-z])")
 _PERCENT = re.compile(
     r"^(?P<value>.*?[\d})])\s*(?:\\?%|(?:\\(?:text|mbox|mathrm)\{\s*)?(?:percent|per cent)\}?)\s*\.?$"
 )
@@ -59,6 +41,8 @@ _WORDS = (
 _NO_UNITS = frozenset(_WORDS.split())
 #: words that are products of variables, not units: 3xy, 2ab, 4mn
 _VARIABLES = re.compile(r"[abc]{2,3}|[xyz]{2,3}|[pqrst]{2}|mn|nm|st|uv|vw")
+#: letters of several choices at once
+_LETTERS = re.compile(r"A?B?C?D?E?F?G?H?I?J?")
 #: of two answers with one word each of such a group, the words are the same, or the answers differ
 _OPPOSITES = tuple(
     frozenset(group.split())
@@ -66,6 +50,18 @@ _OPPOSITES = tuple(
 )
 #: the base that a number is written in
 _BASE = re.compile(r"\d_\s*\{?\s*(\d+)\s*\}?$")
+#: a number that a word multiplies
+_SCALED = re.compile(
+    rf"(?P<number>[+-]?(?:\d[\d,]*\.?\d*|\.\d+))(?:\s|\\[ ,;])*(?:\\(?:text|mbox|textbf|mathrm)\{{\s*)?"
+    rf"(?P<scale>{'|'.join(SCALES)})s?\b(?P<unit>[^{{}}\d]*)\}}?"
+)
+#: a letter of several choices, by itself or before what it stands for
+_CHOICE = re.compile(
+    r"(?:\\(?:text|mbox|textbf|mathrm|mathbf)\{\s*)?(?:(?i:option|choice)\s+)?"
+    r"(?:\((?P<enclosed>[A-Z])\)|(?P<marked>[A-Z])\s*[.):]|(?P<alone>[A-J])(?=\s*\}?$))\s*\}?"
+    r"(?:\\[ ,;]|\s)*(?P<text>.*)",
+    re.DOTALL,
+)
 #: names of one unit, for answers and references that both have one
 _SAME_UNIT = {
     name: names.split()[0]
@@ -124,19 +120,6 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def signs(text: str) -> str:
-    """Text with one character for each sign: a minus, full-width digits, a degree, a space."""
-    return _DASH.sub("-", text.translate(_SIGNS))
-
-
-def unify(text: str) -> str:
-    r"""`signs` of a text, powers and roots in LaTeX, without `$`, `\text{}` around all of it, and `**`."""
-    text = _ROOT.sub(r"\\sqrt{\1\2}", signs(text).translate(_WRITTEN)).strip()
-    whole = _WHOLE_TEXT.fullmatch(text)
-    text = text if whole is None else whole[1].strip()
-    return text.replace("\\$", "").replace("$", "").strip().strip("*").strip()
-
-
 def normalize(answer: str) -> str:
     r"""An answer without parts that carry no meaning: spaces, `$`, `\left`, units, thousands commas, `x =`."""
     text = re.sub(r"(?<!\d)(\d{1,3})((?: \d{3})+)(?!\d)", lambda m: m[1] + m[2].replace(" ", ""), unify(answer))
@@ -181,6 +164,36 @@ def same_answer(answer: str, reference: str) -> bool:
     ours, theirs = unify(answer), unify(reference)
     if max(len(ours), len(theirs)) > _LONGEST:
         return bool(ours) and normalize(ours) == normalize(theirs)
+    return _same_choice(ours, theirs)
+
+
+def _same_choice(ours: str, theirs: str) -> bool:
+    """`same_answer` of unified texts: of two letters of choices these alone count, otherwise what they stand for."""
+    letter, text = _choice(ours)
+    expected, other = _choice(theirs)
+    if letter and expected:
+        return letter == expected
+    if letter and text:
+        return _same_text(text, theirs) or _same_text(ours, theirs)
+    if expected and other:
+        return _same_text(ours, other) or _same_text(ours, theirs)
+    return _same_text(letter or ours, expected or theirs)
+
+
+def _choice(text: str) -> tuple[str, str]:
+    """The letter of a choice and the text behind it; empty where there is none."""
+    match = _CHOICE.fullmatch(text)
+    if match is None:
+        return "", ""
+    behind = match["text"].strip()
+    if behind and re.match(r"[-+*/^=_]|\\(?:cdot|times|cup|cap|le|ge|in)\b", behind):
+        return "", ""  # the beginning of a formula
+    return match["enclosed"] or match["marked"] or match["alone"], behind
+
+
+def _same_text(ours: str, theirs: str) -> bool:
+    """`same_answer` of unified texts without letters of choices."""
+    ours, theirs = _scaled(ours), _scaled(theirs)
     if bool(_SIZES.search(ours)) != bool(_SIZES.search(theirs)):
         return False
     percent, of_reference = _PERCENT.match(ours), _PERCENT.match(theirs)
@@ -197,6 +210,13 @@ def _shares(value: str) -> tuple[str, str]:
     return value, f"\\frac{{{value}}}{{100}}"
 
 
+def _is_astronomic(answer: str) -> bool:
+    """Whether an answer would compute a number of thousands of digits, which a computer algebra system writes out."""
+    towers = ((int(base), int(exponent)) for base, exponent in _TOWER.findall(answer))
+    is_huge = any(exponent * math.log10(max(base, 1)) >= _EXPONENT_DIGITS for base, exponent in towers)
+    return is_huge or _HUGE_POWER.search(answer) is not None
+
+
 def _same_value(answer: str, reference: str) -> bool:
     """`same_answer` of unified texts, percentages aside."""
     if _contradict(answer, reference):
@@ -210,13 +230,20 @@ def _same_value(answer: str, reference: str) -> bool:
         return False
     if ours == theirs or _same_words(ours, theirs):
         return True
+    if _differ_in_case(ours, theirs):
+        return False
     if _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs) and Decimal(ours) == Decimal(theirs):
         return True
     if ("~" in ours) != ("~" in theirs) or {_brackets(ours), _brackets(theirs)} == {"set", "ordered"}:
         return False
-    if _HUGE_POWER.search(answer):
+    if _is_astronomic(answer):
         return False
-    return _verify(answer, reference)
+    return _verify(_written_out(answer), _written_out(reference))
+
+
+def _written_out(text: str) -> str:
+    """A number such as `3e8` without its exponent, which is read as Euler's number otherwise."""
+    return f"{Decimal(text):f}" if _NUMBER.fullmatch(text) else text
 
 
 def _with_unit(text: str) -> tuple[str, str]:
@@ -229,7 +256,9 @@ def _with_unit(text: str) -> tuple[str, str]:
         not unit
         or _NO_UNITS & set(unit)
         or any(map(_is_product, unit))
-        or not re.fullmatch(r"[+-]?[\d.,/^ ]+|.*[})]", match["value"].strip())
+        or not re.fullmatch(
+            r"[+-]?[\d.,:/^ ]+|[+-]?[\d.]+\s*\\(?:times|cdot)\s*10\s*\^\s*\d+|.*[})]", match["value"].strip()
+        )
     ):
         return text, ""
     name = " ".join(unit)
@@ -237,6 +266,15 @@ def _with_unit(text: str) -> tuple[str, str]:
     if len(match["unit"].strip()) == 1:  # it may be a variable
         return text, name if name in _SAME_UNIT else ""
     return match["value"].strip(), name
+
+
+def _scaled(text: str) -> str:
+    """A number with the word million or the like behind it as one number, with its unit."""
+    match = _SCALED.fullmatch(text)
+    if match is None or _NO_UNITS & set(re.findall(r"[a-z]+", match["unit"].lower())):
+        return text
+    number = Decimal(match["number"].replace(",", "")) * SCALES[match["scale"]]
+    return f"{number.normalize():f} {match['unit'].strip()}".strip()
 
 
 def _is_product(word: str) -> bool:
@@ -265,7 +303,7 @@ def _contradict(answer: str, reference: str) -> bool:
 
 def _improper(text: str) -> str:
     """A mixed number such as `1 1/2` as one fraction."""
-    match = _MIXED.fullmatch(text)
+    match = _MIXED.fullmatch(text.strip())
     if match is None:
         return text
     whole, top, bottom = (int(match[name]) for name in ("whole", "top", "bottom"))
@@ -273,8 +311,15 @@ def _improper(text: str) -> str:
 
 
 def _same_words(ours: str, theirs: str) -> bool:
-    """Whether two words are the same but for capitals; `AB` and `ab` are two names."""
-    return ours.isalpha() and len(ours) > 2 and ours.lower() == theirs.lower() and not (ours + theirs).isupper()
+    """Whether two words are the same but for capitals. So are letters of choices; other names of two letters differ."""
+    if not ours.isalpha() or ours.lower() != theirs.lower():
+        return False
+    return _LETTERS.fullmatch(theirs) is not None or (len(ours) > 2 and not _is_product(ours))
+
+
+def _differ_in_case(ours: str, theirs: str) -> bool:
+    """Whether two names of letters are the same but for capitals, as `AB` and `ab` are."""
+    return len(ours) > 1 and ours.isalpha() and ours != theirs and ours.lower() == theirs.lower()
 
 
 def _brackets(text: str) -> str:

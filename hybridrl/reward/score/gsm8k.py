@@ -6,14 +6,28 @@ from fractions import Fraction
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.score.answers import signs
+from hybridrl.reward.score.writing import SCALES, powers, signs
 
 _TAIL = 300  # the answer is searched in so many characters at the end of a response: long texts are slow to search
 _SIGN = r"(?:(?<![\w)])[-+]\s?)?"
-_NUMBER = rf"{_SIGN}\$?\s?{_SIGN}(?:[0-9][0-9.,]*|\.[0-9]+)(?:\s?/\s?[0-9]+)?"
-_MARKED = re.compile(rf"####[\s*]*({_NUMBER})")
-_ANY = re.compile(_NUMBER)
+_NUMBER = rf"{_SIGN}\\?\$?\s?{_SIGN}(?:[0-9][0-9.,]*|\.[0-9]+)(?:\s?/\s?[0-9]+|[^\S\n]+[0-9]+\s?/\s?[0-9]+(?![0-9]))?"
+#: what a number is multiplied by
+_FACTOR = (
+    rf"(?:[eE]([-+]?[0-9]{{1,3}})(?!\w)|\s?(?:\\times|\*|x)\s*10\s*\^\s*\{{?(-?[0-9]{{1,3}})|\s({'|'.join(SCALES)})\b)"
+)
+#: what makes another answer of a number: a power, a further operation, a second number
+_MORE = (
+    r"(?:\s?(?:\^|!(?!\w)|[*×/](?=\s?[0-9])|\\(?:times|cdot|frac|sqrt)|:(?=[0-9]))"
+    r"|\s?[-+](?=[0-9])|\s(?:or|to)\s+\\?\$?(?=[0-9])|[kKMBxyzn](?![A-Za-z]))"
+)
+_BEFORE = (
+    r"(?i:[\s*:]|\\[(\[]|\\(?:boxed|text|textbf|mathbf|mathrm)\s*\{|\$(?=\\)|[a-z]\s?=|(?:the\s+)?(?:final\s+)?answer"
+    r"(?:\s*is\b)?)*"
+)
+_MARKED = re.compile(rf"####{_BEFORE}({_NUMBER})(?:{_FACTOR})?({_MORE}[^\n]*)?")
+_ANY = re.compile(rf"({_NUMBER})(?:{_FACTOR})?")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?:\.[0-9]*)?")
+_MIXED = re.compile(r"([-+]?)([0-9]+)\s+([0-9]+)\s?/\s?([0-9]+)")
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
@@ -24,16 +38,17 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
         method: `strict`: the last number that follows `####`. `flexible`: the last number of the text.
 
     Returns:
-        The number as written, without `$`, thousands separators, a plus and punctuation behind it; None if there is
-        none.
+        The number as written, without `$`, thousands separators, a plus and punctuation behind it, and multiplied by a
+        power of ten or a word such as million behind it. A text of more than one number stays as it is. None if there
+        is no number.
 
     Raises:
         RewardError: another method.
     """
     if method not in ("strict", "flexible"):
         raise RewardError(f"gsm8k: method={method!r}; allowed are 'strict' and 'flexible'.")
-    numbers = (_MARKED if method == "strict" else _ANY).findall(signs(solution_str[-_TAIL:]))
-    return _plain(numbers[-1]) if numbers else None
+    numbers = (_MARKED if method == "strict" else _ANY).findall(_signs(solution_str[-_TAIL:]))
+    return _answer(*numbers[-1]) if numbers else None
 
 
 def compute_score(
@@ -46,11 +61,39 @@ def compute_score(
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    return score if _value(answer) == _value(_plain(signs(str(ground_truth)))) else format_score
+    return score if _value(answer) == _value(_reference(str(ground_truth))) else format_score
+
+
+def _signs(text: str) -> str:
+    """`signs`, with powers of numbers; the 2 in m² is no power of a number."""
+    return signs(powers(text, r"(?<=[0-9])"))
+
+
+def _reference(text: str) -> str:
+    match = _ANY.fullmatch(_signs(text.strip()))
+    return _plain(signs(text)) if match is None else _answer(*match.groups(""))
+
+
+def _answer(number: str, exponent: str, power: str, scale: str, more: str = "") -> str:
+    """The number of a match, as text."""
+    if more:
+        return number + more
+    text = _plain(number)
+    if not (exponent or power or scale):
+        return text
+    value = _value(text)
+    if isinstance(value, str):
+        return number
+    factor = Fraction(10) ** int(exponent or power) if exponent or power else SCALES[scale]
+    return str(value * factor)
 
 
 def _plain(number: str) -> str:
-    text = re.sub(r"[\s$]", "", number).rstrip(".,").removeprefix("+")
+    mixed = _MIXED.fullmatch(re.sub(r"[$\\]", "", number).strip())
+    if mixed is not None:
+        sign, whole, top, bottom = mixed.groups()
+        return f"{sign.removeprefix('+')}{int(whole) * int(bottom) + int(top)}/{bottom}"
+    text = re.sub(r"[\s$\\]", "", number).rstrip(".,").removeprefix("+")
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 

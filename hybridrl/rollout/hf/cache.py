@@ -50,11 +50,11 @@ class InPlaceLayer(DynamicLayer):
         return self.keys, self.values
 
     @staticmethod
-    def _grown(kept: torch.Tensor | None, like: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _grown(cached: torch.Tensor | None, like: torch.Tensor, capacity: int) -> torch.Tensor:
         batch, heads, _, size = like.shape
         buffer = like.new_empty((batch, heads, capacity, size))
-        if kept is not None:
-            buffer[:, :, : kept.shape[-2]] = kept
+        if cached is not None:
+            buffer[:, :, : cached.shape[-2]] = cached
         return buffer
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -70,9 +70,9 @@ class InPlaceLayer(DynamicLayer):
     @staticmethod
     def _selected(buffer: torch.Tensor, indices: torch.Tensor, length: int) -> torch.Tensor:
         _, heads, capacity, size = buffer.shape
-        chosen = buffer.new_empty((indices.shape[0], heads, capacity, size))
-        chosen[:, :, :length] = buffer[:, :, :length].index_select(0, indices)
-        return chosen
+        selected = buffer.new_empty((indices.shape[0], heads, capacity, size))
+        selected[:, :, :length] = buffer[:, :, :length].index_select(0, indices)
+        return selected
 
 
 def make_cache(config: PretrainedConfig) -> DynamicCache:

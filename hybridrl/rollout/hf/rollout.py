@@ -94,14 +94,14 @@ class HFRollout:
         ended = torch.zeros(rows, dtype=torch.bool, device=device)
         images = _Images.of(prompts)
         experts: list[torch.Tensor | None] = []
-        with self.engine.whole_weights() as module, self._recorded(meta) as chosen, torch.no_grad():
+        with self.engine.whole_weights() as module, self._recorded(meta) as expert_ids, torch.no_grad():
             images.place(prompts, module.config)
-            if images.given and positions.ndim == 2:  # requests come without the positions of their images
+            if images.has_column and positions.ndim == 2:  # requests come without the positions of their images
                 positions = images.positions(ids, mask, module.config).to(device)
             for start in range(0, rows, self.config.max_num_seqs):
                 part = slice(start, min(start + self.config.max_num_seqs, rows))
                 distinct = _Prompts.distinct(ids[part], mask[part], positions[part], images[part])
-                record = None if chosen is None else _Record(chosen, distinct, params.max_new_tokens)
+                record = None if expert_ids is None else _Record(expert_ids, distinct, params.max_new_tokens)
                 _decode(
                     module,
                     distinct,
@@ -116,7 +116,7 @@ class HFRollout:
         version = int(meta.get("weights_version", NO_VERSION))
         reasons = ["stop" if done else "length" for done in ended.tolist()]
         extras = [{"finish_reason": reason} if meta.get("finish_reasons", False) else {} for reason in reasons]
-        extras = [extra | seen for extra, seen in zip(extras, images.extras(), strict=True)]
+        extras = [extra | image_extra for extra, image_extra in zip(extras, images.extras(), strict=True)]
         rows_of = zip(
             prompt_ids_of(prompts),
             responses.tolist(),
@@ -160,7 +160,7 @@ class HFRollout:
         return eos
 
     def _recorded(self, meta: Mapping[str, Any]) -> AbstractContextManager[list[torch.Tensor] | None]:
-        """Within the context, where the experts of what the module computes are added, if they are asked for."""
+        """Record the experts of all computed tokens within the context, if the meta asks for them; yields the list."""
         if not meta.get(ROUTED_EXPERTS, False):
             return nullcontext()
         assert isinstance(self.engine, ReplaysRouting)  # checked at start-up, by check_router_replay
@@ -186,7 +186,7 @@ class _Images:
     """The images of each row, with their digests; a group's rows share theirs, which are read once.
 
     Attributes:
-        given: the batch has the column of images.
+        has_column: the batch has the column of images.
         places: [B, P], true for tokens of images, once `place` has found them; None: the model reads text alone.
     """
 
@@ -194,24 +194,25 @@ class _Images:
         self,
         rows: Sequence[ImageTensors],
         digests: Sequence[str],
-        given: bool,
+        has_column: bool,
         places: torch.Tensor | None = None,
     ) -> None:
-        self._rows, self._digests, self.given, self.places = rows, digests, given, places
+        self._rows, self._digests, self.has_column, self.places = rows, digests, has_column, places
 
     @classmethod
     def of(cls, prompts: DataProto) -> "_Images":
         column = prompts.non_tensor_batch.get(MULTI_MODAL_INPUTS)
-        rows = [{}] * len(prompts) if column is None else [one or {} for one in column.tolist()]
-        known = {id(one): digest(one) for one in {id(one): one for one in rows}.values()}
-        return cls(rows, [known[id(one)] for one in rows], column is not None)
+        rows = [{}] * len(prompts) if column is None else [row_images or {} for row_images in column.tolist()]
+        unique_rows = {id(row_images): row_images for row_images in rows}
+        digest_by_id = {key: digest(row_images) for key, row_images in unique_rows.items()}
+        return cls(rows, [digest_by_id[id(row_images)] for row_images in rows], column is not None)
 
     def __getitem__(self, part: slice) -> "_Images":
         places = None if self.places is None else self.places[part]
-        return _Images(self._rows[part], self._digests[part], self.given, places)
+        return _Images(self._rows[part], self._digests[part], self.has_column, places)
 
     def place(self, prompts: DataProto, config: Any) -> None:
-        """Find the tokens of images, and refuse rows that have not as many as their images have.
+        """Find the tokens of images, and refuse rows whose number of placeholders is not that of their images' tokens.
 
         Raises:
             RolloutError: a prompt came without its images, or with others.
@@ -219,37 +220,37 @@ class _Images:
         if not is_vision_model(config):
             return
         fields = prompts.batch
-        found = fields.get(IMAGE_MASK, placeholders_in(config, fields["input_ids"]))
-        places = found & fields["attention_mask"].bool()
+        image_tokens = fields.get(IMAGE_MASK, placeholders_in(config, fields["input_ids"]))
+        places = image_tokens & fields["attention_mask"].bool()
         self.places = places.to(current_device())
         for row, (count, own) in enumerate(zip(places.sum(dim=1).tolist(), self._rows, strict=True)):
-            wanted = int(tokens_per_image(config, own["image_grid_thw"]).sum()) if own else 0
-            if count != wanted:
+            expected = int(tokens_per_image(config, own["image_grid_thw"]).sum()) if own else 0
+            if count != expected:
                 raise RolloutError(
-                    f"prompt {row} of the batch has {count} image placeholders, and its images have {wanted} tokens: "
+                    f"prompt {row} of the batch has {count} image placeholders, and its images have {expected} tokens: "
                     "its images are not in multi_modal_inputs"
                 )
 
     def positions(self, ids: torch.Tensor, mask: torch.Tensor, config: Any) -> torch.Tensor:
         """[B, 4, P], as a data set's prompts have them."""
         assert self.places is not None  # the model reads images
-        rotary, found = RotaryPositions(config), torch.zeros(ids.shape[0], 4, ids.shape[1], dtype=torch.int64)
+        rotary, positions = RotaryPositions(config), torch.zeros(ids.shape[0], 4, ids.shape[1], dtype=torch.int64)
         for row, (own, places, images) in enumerate(zip(ids.cpu(), self.places.cpu(), self._rows, strict=True)):
             real = mask[row].bool().cpu()
-            found[row][:, real] = rotary.of(own[real].tolist(), images, places[real])
-        return found
+            positions[row][:, real] = rotary.of(own[real].tolist(), images, places[real])
+        return positions
 
     def extras(self) -> list[dict[str, Any]]:
-        """The column of each row that says which images it was generated from."""
-        return [{IMAGE_DIGEST: one} if self.given else {} for one in self._digests]
+        """Return each row's extra column: the digest of the images from which it was generated."""
+        return [{IMAGE_DIGEST: image_digest} if self.has_column else {} for image_digest in self._digests]
 
     def numbers(self, device: torch.device) -> torch.Tensor:
         """[B]: equal for rows with the same images."""
-        number_of = {one: number for number, one in enumerate(dict.fromkeys(self._digests))}
-        return torch.tensor([number_of[one] for one in self._digests], device=device)
+        number_of = {image_digest: number for number, image_digest in enumerate(dict.fromkeys(self._digests))}
+        return torch.tensor([number_of[image_digest] for image_digest in self._digests], device=device)
 
     def joined(self, rows: Sequence[int], device: torch.device) -> ImageTensors:
-        """What the tower reads of the images of these rows, one after the other; `{}` if there are none."""
+        """Return the vision tower's inputs for the images of these rows, concatenated; `{}` if there are none."""
         joined = join_images([self._rows[row] for row in rows if self._rows[row]])
         return {name: tensor.to(device) for name, tensor in joined.items() if name in (PIXELS, GRID)}
 
@@ -276,10 +277,10 @@ class _Prompts:
         ids, mask, positions = ids[:, first:], mask[:, first:], positions[..., first:]
         # Padding and prompt may hold the same id, and different images have the same placeholders, so prompts are
         # compared by ids, mask and images together.
-        seen = images.numbers(ids.device)[:, None].to(ids.dtype)
+        image_numbers = images.numbers(ids.device)[:, None].to(ids.dtype)
         places = None if images.places is None else images.places[:, first:]
         where = [] if places is None else [places.to(ids.dtype)]
-        key = torch.cat([ids, mask.to(ids.dtype), seen, *where], dim=1)
+        key = torch.cat([ids, mask.to(ids.dtype), image_numbers, *where], dim=1)
         _, row_of = torch.unique(key, dim=0, return_inverse=True)
         count = int(row_of.max()) + 1
         example = torch.empty(count, dtype=torch.int64, device=ids.device)
@@ -290,7 +291,7 @@ class _Prompts:
 
 
 class _Output:
-    """Where a part of the batch writes its result: views [B, T], [B, T], [B], [B]."""
+    """The output buffers of a part of the batch: views [B, T], [B, T], [B], [B]."""
 
     def __init__(
         self, responses: torch.Tensor, log_probs: torch.Tensor, lengths: torch.Tensor, ended: torch.Tensor
@@ -302,13 +303,13 @@ class _Record:
     """The experts of the tokens that one `_decode` feeds to the module, in main memory: L layers, K per token.
 
     Args:
-        chosen: where each forward pass adds the experts of its tokens, [tokens, K] for each layer.
+        expert_ids: the list to which each forward pass appends the experts of its tokens, [tokens, K] per layer.
         prompts: what is decoded.
         width: T.
     """
 
-    def __init__(self, chosen: list[torch.Tensor], prompts: _Prompts, width: int) -> None:
-        self._chosen = chosen
+    def __init__(self, expert_ids: list[torch.Tensor], prompts: _Prompts, width: int) -> None:
+        self._expert_ids = expert_ids
         self._row_of, self._mask = prompts.row_of.tolist(), prompts.mask.bool().cpu()
         self._width = width
         self._prompts: torch.Tensor
@@ -316,29 +317,29 @@ class _Record:
 
     def prompts_fed(self) -> None:
         """The module has computed the distinct prompts."""
-        experts = self._taken()
+        experts = self._pop_experts()
         self._prompts = experts.view(*self._mask.shape, *experts.shape[1:])
         self._responses = experts.new_empty(len(self._row_of), self._width, *experts.shape[1:])
 
     def tokens_fed(self, rows: torch.Tensor, step: int) -> None:
         """The module has computed the tokens of these rows in column `step`."""
-        self._responses[rows.cpu(), step] = self._taken()
+        self._responses[rows.cpu(), step] = self._pop_experts()
 
     def of_rows(self, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Of each row, [prompt and response tokens, L, K], by the lengths of the responses.
+        """Return the experts of each row, [prompt and response tokens, L, K], given the lengths of the responses.
 
         The last token was never fed, and no log-probability depends on its experts. It gets those of the token before
         it, which differ from each other as a token's experts do.
         """
-        found = []
+        row_experts = []
         for row, (prompt, length) in enumerate(zip(self._row_of, lengths, strict=True)):
             fed = torch.cat([self._prompts[prompt][self._mask[prompt]], self._responses[row, : length - 1]])
-            found.append(torch.cat([fed, fed[-1:]]))
-        return found
+            row_experts.append(torch.cat([fed, fed[-1:]]))
+        return row_experts
 
-    def _taken(self) -> torch.Tensor:
-        experts = torch.stack(self._chosen, dim=1).cpu()
-        self._chosen.clear()
+    def _pop_experts(self) -> torch.Tensor:
+        experts = torch.stack(self._expert_ids, dim=1).cpu()
+        self._expert_ids.clear()
         return experts
 
 

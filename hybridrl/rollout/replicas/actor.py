@@ -20,7 +20,7 @@ from hybridrl.notify import notify
 from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, InferenceEngines
 from hybridrl.rollout.parts import add_part, rest_of
-from hybridrl.rollout.request import Completion, Reading, Request
+from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import keep_exit_codes
@@ -154,7 +154,7 @@ class Replica:
         if self.spec.task == "generate":
             await self._engine.generate(first)
         else:
-            await self._engine.read(replace(first, reading=Reading(top=self.spec.top)))
+            await self._engine.read(replace(first, reading=PrefillRequest(top=self.spec.top)))
 
     async def _end_with_engine(self, death: Awaitable[str]) -> None:
         """End this process as soon as the engine is dead, so that every call to it fails, and the pool restarts it."""

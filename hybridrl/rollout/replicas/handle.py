@@ -15,7 +15,7 @@ from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.actor import Replica, ReplicaInfo, end_of_log
 from hybridrl.rollout.request import Request
 from hybridrl.utils import work_folder
-from hybridrl.weight_sync.send import Target
+from hybridrl.weight_sync.send import UpdateTarget
 
 
 class ReplicaState(Enum):
@@ -77,10 +77,10 @@ class ReplicaProcess(NamedTuple):
     actor: Any
     incarnation: str
 
-    def target(self, processes: int) -> Target:
+    def target(self, processes: int) -> UpdateTarget:
         """Where weights are sent to."""
         placement = self.replica.placement
-        return Target(self.actor, self.incarnation, placement.node_id, placement.ranks, processes)
+        return UpdateTarget(self.actor, self.incarnation, placement.node_id, placement.ranks, processes)
 
 
 @dataclass

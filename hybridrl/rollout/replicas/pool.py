@@ -13,7 +13,7 @@ from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, Replic
 from hybridrl.rollout.replicas.scheduler import Scheduler
 from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, Request
-from hybridrl.weight_sync.send import Target
+from hybridrl.weight_sync.send import UpdateTarget
 
 __all__ = ["PoolSettings", "ReplicaPlacement", "ReplicaPool", "request_number"]
 
@@ -34,7 +34,7 @@ class ReplicaPool:
         self,
         settings: PoolSettings,
         placements: Sequence[ReplicaPlacement],
-        send_weights: Callable[[list[Target]], Any] | None = None,
+        send_weights: Callable[[list[UpdateTarget]], Any] | None = None,
     ) -> None:
         if not placements:
             raise ValueError("a pool needs at least one replica")

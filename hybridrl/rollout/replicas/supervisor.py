@@ -21,7 +21,7 @@ from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_l
 from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaProcess, ReplicaState
 from hybridrl.rollout.replicas.scheduler import Scheduler
 from hybridrl.rollout.request import MEMORY_TAGS
-from hybridrl.weight_sync.send import Target
+from hybridrl.weight_sync.send import UpdateTarget
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Supervisor:
         replicas: Sequence[ReplicaHandle],
         scheduler: Scheduler,
         lock: threading.RLock,
-        send_weights: Callable[[list[Target]], Any] | None,
+        send_weights: Callable[[list[UpdateTarget]], Any] | None,
     ) -> None:
         self.version = -1
         self._settings = settings

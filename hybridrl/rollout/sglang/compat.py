@@ -22,7 +22,7 @@ from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.rollout.inference_engine import EngineSpec, classifier_overrides
-from hybridrl.rollout.request import Findings, Reading
+from hybridrl.rollout.request import PrefillRequest, PromptLogprobs
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
@@ -80,11 +80,11 @@ def check_version() -> str | None:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables that have to be set before SGLang is imported; variables of the user are kept.
+    """Return the environment variables to set before SGLang is imported; the user's own win.
 
     On a CPU each of the engine's processes gets separate cores, to which SGLang's optimised kernels bind.
     """
-    wanted = {"TOKENIZERS_PARALLELISM": "false"}
+    variables = {"TOKENIZERS_PARALLELISM": "false"}
     if not spec.devices:
         cores = sorted(os.sched_getaffinity(0))
         processes = spec.config.tensor_model_parallel_size * spec.config.pipeline_model_parallel_size
@@ -93,11 +93,11 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             [cores[(first + rank * spec.threads + thread) % len(cores)] for thread in range(spec.threads)]
             for rank in range(processes)
         ]
-        wanted |= {
+        variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, sorted(set(group)))) for group in groups),
         }
-    return {key: value for key, value in wanted.items() if key not in os.environ} | {
+    return {key: value for key, value in variables.items() if key not in os.environ} | {
         # Overrides the user: the number of threads depends on the replicas of the node, and the package that releases
         # SGLang's memory refuses expandable segments.
         "OMP_NUM_THREADS": str(spec.threads),
@@ -112,9 +112,9 @@ def use_stand_ins() -> None:
 
 
 def dtype_of(spec: EngineSpec) -> str:
-    """What the model computes in."""
-    wanted = spec.config.dtype
-    return wanted if wanted != "auto" else ("bfloat16" if spec.devices else "float32")
+    """Return the dtype of the model's computation."""
+    dtype = spec.config.dtype
+    return dtype if dtype != "auto" else ("bfloat16" if spec.devices else "float32")
 
 
 def arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
     # SGLang, too, takes the factors of all sequences that it computes together from the longest of them.
     check_length(hf_config, spec.max_model_len, f"{model.path} in SGLang with max_model_len")
     dtype = dtype_of(spec)
-    wanted: dict[str, Any] = {
+    server_args: dict[str, Any] = {
         "model_path": model.path,
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,
@@ -150,37 +150,37 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "log_level": "error",
     }
     if spec.task == "score":
-        wanted["is_embedding"] = True
+        server_args["is_embedding"] = True
     if overrides := engine_overrides(model) | classifier_overrides(spec):
-        wanted["json_model_override_args"] = json.dumps(overrides)
+        server_args["json_model_override_args"] = json.dumps(overrides)
     if is_vision_model(config_of(model)):
-        wanted["mm_feature_transport"] = "cpu"  # patches come from another process
+        server_args["mm_feature_transport"] = "cpu"  # patches come from another process
         if not on_gpu:  # SGLang itself computes a share below zero on a small machine
-            wanted["mem_fraction_static"] = CPU_MEMORY_SHARE
+            server_args["mem_fraction_static"] = CPU_MEMORY_SHARE
     if spec.records_routing:
-        wanted["enable_return_routed_experts"] = True
+        server_args["enable_return_routed_experts"] = True
     if on_gpu:
-        wanted |= {
+        server_args |= {
             "mem_fraction_static": config.gpu_memory_utilization,
             "enable_memory_saver": config.free_cache_engine,
             # Nobody sends weights again that the engine loaded itself.
             "enable_weights_cpu_backup": config.free_cache_engine and (spec.load_weights or config.sleep_level == 1),
         }
         if config.cudagraph_capture_sizes:
-            wanted["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
+            server_args["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
     else:
-        wanted |= {
+        server_args |= {
             "device": "cpu",
             "attention_backend": "torch_native",
             "grammar_backend": "none",
             "sleep_on_idle": True,  # an idle scheduler would otherwise keep a core busy
             "max_total_tokens": _cpu_cache_tokens(spec, hf_config, _DTYPE_BYTES[dtype]),
         }
-    return wanted | dict(config.engine_kwargs.sglang)
+    return server_args | dict(config.engine_kwargs.sglang)
 
 
 def _cpu_cache_tokens(spec: EngineSpec, hf_config: Any, dtype_bytes: int) -> int:
-    """As many tokens as all sequences could need, at most what fits into `CPU_CACHE_BYTES`."""
+    """Return the cache size in tokens: as many as all sequences could need, within `CPU_CACHE_BYTES`."""
     heads = hf_config.num_attention_heads
     head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
@@ -198,21 +198,21 @@ def sampling(params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: i
         max_tokens: most tokens that fit.
         seeded: whether this engine takes a seed for every request.
     """
-    wanted: dict[str, Any] = {
+    sampling_params: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "temperature": params.temperature if params.do_sample else 0.0,
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": [] if params.ignore_eos else list(eos_token_ids),
     }
     if params.do_sample:
-        wanted |= {"top_p": params.top_p, "top_k": params.top_k}
+        sampling_params |= {"top_p": params.top_p, "top_k": params.top_k}
         if seeded and params.seed is not None:
-            wanted["sampling_seed"] = params.seed % 2**31
-    return wanted
+            sampling_params["sampling_seed"] = params.seed % 2**31
+    return sampling_params
 
 
 @dataclass(slots=True)
-class Output:
+class PartialOutput:
     """Output of SGLang for a request so far.
 
     Attributes:
@@ -222,7 +222,7 @@ class Output:
         message: SGLang's, of an abort.
         cached_tokens: of the prompt, from the prefix cache.
         experts: int32, flat, in the order [t, all layers, K]; of the first t tokens of prompt and response. None before
-            the end and where they were not asked for.
+            the end, and if they were not requested.
         found: what was read of the prompt.
     """
 
@@ -232,7 +232,7 @@ class Output:
     message: str
     cached_tokens: int
     experts: np.ndarray | None = None
-    found: Findings | None = None
+    found: PromptLogprobs | None = None
 
 
 class Server:
@@ -279,7 +279,7 @@ class Server:
         priority: int,
         routing: bool,
         images: "NamedImages | None" = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncIterator[PartialOutput]:
         """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
 
         With `routing`, the last one has the experts of the tokens.
@@ -298,7 +298,7 @@ class Server:
             sampling["top_k"] = min(top_k, self.vocabulary) if top_k > 0 else self.vocabulary
         if stream_interval is not None:
             sampling["stream_interval"] = stream_interval
-        wanted = GenerateReqInput(
+        request = GenerateReqInput(
             input_ids=list(prompt_ids),
             image_data=None if images is None else [images],
             sampling_params=sampling,
@@ -310,13 +310,15 @@ class Server:
             priority=priority if self._by_priority else None,  # otherwise SGLang logs that it ignores it
         )
         try:
-            async for said in self._manager.generate_request(wanted, None):
-                yield _output(said, truncated)
+            async for reply in self._manager.generate_request(request, None):
+                yield _output(reply, truncated)
         except HTTPException as error:
             raise ValueError(error.detail) from error
 
-    async def read(self, request_id: str, prompt_ids: Sequence[int], reading: Reading, priority: int) -> Output:
-        """What SGLang finds in a prompt: its output has no tokens.
+    async def read(
+        self, request_id: str, prompt_ids: Sequence[int], reading: PrefillRequest, priority: int
+    ) -> PartialOutput:
+        """Compute the log-probabilities of a prompt; the output has no tokens.
 
         Raises:
             ValueError: SGLang refuses the request.
@@ -324,7 +326,7 @@ class Server:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        wanted = GenerateReqInput(
+        request = GenerateReqInput(
             input_ids=list(prompt_ids),
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
@@ -335,16 +337,16 @@ class Server:
             priority=priority if self._by_priority else None,
         )
         try:
-            async for said in self._manager.generate_request(wanted, None):
-                output = _output(said, False)
+            async for reply in self._manager.generate_request(request, None):
+                output = _output(reply, False)
                 if output.finish != "abort":
-                    output.found = _findings(said["meta_info"], reading)
+                    output.found = _findings(reply["meta_info"], reading)
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output
 
-    async def score(self, request_id: str, prompt_ids: Sequence[int], priority: int) -> Output:
-        """What a classifier finds in a prompt: its output has no tokens.
+    async def score(self, request_id: str, prompt_ids: Sequence[int], priority: int) -> PartialOutput:
+        """Compute a classifier's score of a prompt; the output has no tokens.
 
         Raises:
             ValueError: SGLang refuses the request.
@@ -352,15 +354,15 @@ class Server:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-        wanted = EmbeddingReqInput(
+        request = EmbeddingReqInput(
             input_ids=list(prompt_ids), rid=request_id, priority=priority if self._by_priority else None
         )
         try:
-            async for said in self._manager.generate_request(wanted, None):
-                finish = said["meta_info"].get("finish_reason") or {}
-                output = Output([], [], finish.get("type"), str(finish.get("message") or ""), 0)
+            async for reply in self._manager.generate_request(request, None):
+                finish = reply["meta_info"].get("finish_reason") or {}
+                output = PartialOutput([], [], finish.get("type"), str(finish.get("message") or ""), 0)
                 if output.finish != "abort":
-                    output.found = Findings(score=float(said["embedding"][0]))
+                    output.found = PromptLogprobs(score=float(reply["embedding"][0]))
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output
@@ -431,8 +433,8 @@ class Server:
         self._engine.shutdown()
 
 
-def _output(said: Mapping[str, Any], truncated: bool) -> Output:
-    meta, tokens = said["meta_info"], said["output_ids"]
+def _output(reply: Mapping[str, Any], truncated: bool) -> PartialOutput:
+    meta, tokens = reply["meta_info"], reply["output_ids"]
     finish = meta.get("finish_reason") or {}
     log_probs: list[float] = []
     if finish:  # before the end only the tokens are used
@@ -441,7 +443,7 @@ def _output(said: Mapping[str, Any], truncated: bool) -> Output:
         else:
             log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
         tokens = tokens[: len(log_probs)]
-    return Output(
+    return PartialOutput(
         token_ids=list(tokens),
         log_probs=log_probs[: len(tokens)],
         finish=finish.get("type"),
@@ -455,12 +457,12 @@ def _experts(encoded: str | None) -> np.ndarray | None:
     return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
 
 
-def _findings(meta: Mapping[str, Any], reading: Reading) -> Findings:
+def _findings(meta: Mapping[str, Any], reading: PrefillRequest) -> PromptLogprobs:
     """Read SGLang's entries, (log-probability, token, text) of each token; the first token has none."""
     own = meta["input_token_logprobs"][1:]
     tops = [entries[: reading.top] for entries in meta["input_top_logprobs"][1:]] if reading.top else [[] for _ in own]
     shape = (len(own), reading.top)
-    return Findings(
+    return PromptLogprobs(
         log_probs=np.asarray([entry[0] for entry in own], np.float32),
         top_log_probs=np.asarray([[entry[0] for entry in row] for row in tops], np.float32).reshape(shape),
         top_ids=np.asarray([[entry[1] for entry in row] for row in tops], np.int64).reshape(shape),

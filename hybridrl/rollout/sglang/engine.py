@@ -84,25 +84,25 @@ class SGLangEngine(InferenceEngine):
 
     @classmethod
     def check_routing(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
-        key, asked = "actor_rollout_ref.rollout", "recording the experts of tokens (router_replay.mode=R3)"
+        key, feature = "actor_rollout_ref.rollout", "recording the experts of tokens (router_replay.mode=R3)"
         if not config.enable_chunked_prefill:
             raise RolloutError(
-                f"{key}.enable_chunked_prefill=False with {asked}: SGLang has room for the experts of a chunk's tokens "
-                f"alone; set it to True, with chunks of {key}.max_num_batched_tokens"
+                f"{key}.enable_chunked_prefill=False with {feature}: SGLang has room for the experts of a chunk's "
+                f"tokens alone; set it to True, with chunks of {key}.max_num_batched_tokens"
             )
         if config.pipeline_model_parallel_size > 1:
             raise RolloutError(
-                f"{key}.pipeline_model_parallel_size={config.pipeline_model_parallel_size} with {asked}: SGLang "
+                f"{key}.pipeline_model_parallel_size={config.pipeline_model_parallel_size} with {feature}: SGLang "
                 "returns those of one stage's layers; set it to 1"
             )
         layers_with_routers(config_of(model))
 
     @classmethod
     def check_scoring(cls, model: ModelConfig) -> None:
-        found = [family_of(name) for name in config_of(model).architectures or ()]
-        if not set(found) & set(compat.CLASSIFIERS):
+        families = [family_of(name) for name in config_of(model).architectures or ()]
+        if not set(families) & set(compat.CLASSIFIERS):
             raise RolloutError(
-                f"{model.path} is a classifier of {' or '.join(found) or 'no family'}, and SGLang serves those of "
+                f"{model.path} is a classifier of {' or '.join(families) or 'no family'}, and SGLang serves those of "
                 f"{', '.join(compat.CLASSIFIERS)}; serve it by vllm, or leave the engine out"
             )
 
@@ -136,8 +136,8 @@ class SGLangEngine(InferenceEngine):
         await self._host.call("begin_update")
 
     async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
-        found: list[Requirement] = await self._host.call("requirements", checkpoint)
-        return found
+        requirements: list[Requirement] = await self._host.call("requirements", checkpoint)
+        return requirements
 
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         await self._host.call("load_bucket", bucket)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.routing import RecordedLayers
-    from hybridrl.rollout.sglang.compat import Output, Server
+    from hybridrl.rollout.sglang.compat import PartialOutput, Server
     from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
     from hybridrl.rollout.stop_strings import StopStrings
@@ -108,20 +108,20 @@ class Host:
         room = self.spec.max_model_len - len(request.prompt_ids)
         params = request.sampling
         seeded = self.spec.config.full_determinism
-        wanted = compat.sampling(params, self.spec.eos_token_ids, min(params.max_new_tokens, room), seeded)
+        sampling = compat.sampling(params, self.spec.eos_token_ids, min(params.max_new_tokens, room), seeded)
         stop = self._stop_strings(params.stop) if params.stop else None
         end, output = None, None
         try:
             with self._running(request.id) as running:
-                interval, seen = (_STOP_INTERVAL if stop else None), 0
+                interval, checked = (_STOP_INTERVAL if stop else None), 0
                 outputs = self.server.generate(
-                    running.name, request.prompt_ids, wanted, interval, request.priority, request.routing, images
+                    running.name, request.prompt_ids, sampling, interval, request.priority, request.routing, images
                 )
                 async for output in outputs:
                     if stop is None or end is not None:
                         continue
-                    end = stop.first_end(output.token_ids, seen)
-                    seen = len(output.token_ids)
+                    end = stop.first_end(output.token_ids, checked)
+                    checked = len(output.token_ids)
                     if end is not None and output.finish is None:
                         self.server.abort(running.name)
         except ValueError as error:
@@ -163,7 +163,7 @@ class Host:
 
     @contextlib.contextmanager
     def _running(self, request_id: str) -> Iterator["_Running"]:
-        """Within the context, a request has a name by which `abort` ends it."""
+        """Give a request a name within the context, by which `abort` ends it."""
         # Of one width: SGLang aborts every request whose name begins with the one that it is given.
         self._count += 1
         running = _Running(f"{self._count:020d}")
@@ -193,7 +193,7 @@ class Host:
         await self.server.drop_prefixes()
 
     def _unfit(self, prompt_ids: Sequence[int], most: int) -> str | None:
-        """What is wrong with a prompt. SGLang's processes die of tokens that the model does not have."""
+        """Return why a prompt is refused, or None. SGLang's processes die of tokens that the model does not have."""
         if not 0 < len(prompt_ids) <= most:
             return f"a prompt of {len(prompt_ids)} tokens; it has to be 1 to {most}"
         if min(prompt_ids) < 0 or max(prompt_ids) >= self.server.vocabulary:
@@ -242,18 +242,18 @@ class Host:
         """Release memory once, and only while idle; otherwise SGLang's processes die."""
         if self._names:
             raise RuntimeError(f"memory is released while {len(self._names)} requests are in flight")
-        if wanted := [tag for tag in tags if tag not in self._released]:
+        if to_release := [tag for tag in tags if tag not in self._released]:
             await self.server.drop_prefixes()  # returns when the last batch has left SGLang's books, too
-            await self.server.release(wanted)
-            self._released.update(wanted)
+            await self.server.release(to_release)
+            self._released.update(to_release)
 
     async def resume(self, tags: Sequence[str]) -> None:
-        if wanted := [tag for tag in tags if tag in self._released]:
-            await self.server.resume(wanted)
-            self._released.difference_update(wanted)
+        if to_resume := [tag for tag in tags if tag in self._released]:
+            await self.server.resume(to_resume)
+            self._released.difference_update(to_resume)
 
 
-def _completion(request_id: str, output: "Output", end: int | None, aborted: bool) -> "Completion":
+def _completion(request_id: str, output: "PartialOutput", end: int | None, aborted: bool) -> "Completion":
     from hybridrl.rollout.request import Completion
 
     answer = Completion(request_id, output.token_ids, output.log_probs, "stop", cached_tokens=output.cached_tokens)

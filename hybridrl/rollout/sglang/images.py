@@ -55,8 +55,8 @@ class NamedImages:
 
     Attributes:
         images: in the dtype that the model computes in.
-        names: of each image. SGLang keeps what it made of an image by the image's name; a name is of one image and of
-            one set of weights.
+        names: of each image. SGLang caches an image's features under its name, so a name belongs to one image and one
+            set of weights.
     """
 
     images: PromptImages
@@ -71,7 +71,7 @@ class NamedImages:
             weights: number of the weights.
         """
         assert isinstance(images.tensors, dict)
-        names = tuple(f"{weights}-{one}" for one in images.digests())
+        names = tuple(f"{weights}-{image_digest}" for image_digest in images.digests())
         sent = {**images.tensors, "pixel_values": images.tensors["pixel_values"].to(dtype)}
         return cls(replace(images, tensors=sent), names)
 

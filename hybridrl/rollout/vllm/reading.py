@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.request import Completion, Findings, Reading, Request
+from hybridrl.rollout.request import Completion, PrefillRequest, PromptLogprobs, Request
 
 
 def arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -31,7 +31,7 @@ async def score(engine: Any, request: Request) -> Completion:
     values = None if last is None else last.outputs.data
     if values is None or not values.numel():
         return Completion(request.id, [], [], "abort")
-    return Completion(request.id, [], [], "stop", found=Findings(score=float(values.flatten()[0])))
+    return Completion(request.id, [], [], "stop", found=PromptLogprobs(score=float(values.flatten()[0])))
 
 
 async def read(engine: Any, request: Request) -> Completion:
@@ -58,7 +58,7 @@ async def read(engine: Any, request: Request) -> Completion:
     return Completion(request.id, [], [], "stop", found=_findings(last.prompt_logprobs, request.reading))
 
 
-def _findings(logprobs: Any, reading: Reading) -> Findings:
+def _findings(logprobs: Any, reading: PrefillRequest) -> PromptLogprobs:
     """Read vLLM's flat lists: for each token but the first its own entry, and then the most likely ones."""
     wanted = range(reading.first, len(logprobs.start_indices))
     width = 1 + reading.top
@@ -68,6 +68,6 @@ def _findings(logprobs: Any, reading: Reading) -> Findings:
         return np.asarray(rows, dtype=dtype).reshape(len(wanted), width)
 
     found = table(logprobs.logprobs, np.float32)
-    return Findings(
+    return PromptLogprobs(
         log_probs=found[:, 0], top_log_probs=found[:, 1:], top_ids=table(logprobs.token_ids, np.int64)[:, 1:]
     )

@@ -1,4 +1,4 @@
-"""How a worker method's inputs are split over a group and its outputs collected: `register`, `Dispatch`, `Execute`.
+"""Dispatch of a worker method's inputs over a group, and collection of its outputs: `register`, `Dispatch`, `Execute`.
 
 A *dispatch mode* is a pair of functions:
 
@@ -48,7 +48,7 @@ CollectFn = Callable[[Any, Any], Any]
 
 @dataclass(eq=False)
 class DispatchMode:
-    """How arguments are split over a worker group and its outputs are collected.
+    """Functions that split arguments over a worker group and collect its outputs.
 
     Attributes:
         name: the attribute of `Dispatch` that holds it; empty for the two functions of a `register` call.
@@ -76,7 +76,7 @@ def _restore_mode(name: str) -> DispatchMode:
 
 
 class Execute(enum.Enum):
-    """Which ranks run the method: all, or rank 0 alone."""
+    """Ranks that run the method: all, or rank 0 alone."""
 
     ALL = 0
     RANK_ZERO = 1
@@ -220,8 +220,8 @@ class _Mesh:
 
     def collect(self, worker_group: Any, output: Any) -> Any:
         _, ranks = worker_group.mesh_info(self.name)
-        chosen = output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
-        return collect_dp_compute_data_proto(worker_group, chosen) if self.as_data_proto else chosen
+        collected = output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
+        return collect_dp_compute_data_proto(worker_group, collected) if self.as_data_proto else collected
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
@@ -259,22 +259,22 @@ def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bo
             f"mesh {mesh_name!r}: the workers registered data-parallel ranks {list(dp_ranks)}; expected 0..n "
             "without gaps"
         )
-    chosen: dict[int, int] = {}
+    collecting_rank: dict[int, int] = {}
     for rank, (dp_rank, collected) in enumerate(zip(dp_ranks, collects, strict=True)):
         if not collected:
             continue
-        if dp_rank in chosen:
+        if dp_rank in collecting_rank:
             raise ValueError(
-                f"mesh {mesh_name!r}: ranks {chosen[dp_rank]} and {rank} both collect for data-parallel rank "
+                f"mesh {mesh_name!r}: ranks {collecting_rank[dp_rank]} and {rank} both collect for data-parallel rank "
                 f"{dp_rank}; its rows would come back twice. Set is_collect on one rank of each data-parallel group"
             )
-        chosen[dp_rank] = rank
-    silent = sorted(set(dp_ranks) - set(chosen))
+        collecting_rank[dp_rank] = rank
+    silent = sorted(set(dp_ranks) - set(collecting_rank))
     if silent:
         raise ValueError(
             f"mesh {mesh_name!r}: nobody collects for data-parallel ranks {silent}; their rows would be lost"
         )
-    return [chosen[dp_rank] for dp_rank in range(len(chosen))]
+    return [collecting_rank[dp_rank] for dp_rank in range(len(collecting_rank))]
 
 
 def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -325,9 +325,9 @@ def _future_shards(future: DataProtoFuture, chunks: int) -> list[Any]:
 def _check_lists(count: int, unit: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     for name, arg in [*enumerate(args), *kwargs.items()]:
         if not isinstance(arg, list | tuple) or len(arg) != count:
-            found = f"{len(arg)} entries" if isinstance(arg, list | tuple) else f"a {type(arg).__name__}"
+            actual = f"{len(arg)} entries" if isinstance(arg, list | tuple) else f"a {type(arg).__name__}"
             raise ValueError(
-                f"argument {name!r} must be a list with one entry for each of the {count} {unit}s; got {found}"
+                f"argument {name!r} must be a list with one entry for each of the {count} {unit}s; got {actual}"
             )
 
 

@@ -61,7 +61,7 @@ class RemoteFailure(Exception):
 
     @property
     def place(self) -> str:
-        """Which worker failed and where, for a message."""
+        """Describe the worker that failed and the place, for a message."""
         return f"{self.role} rank {self.rank} of {self.world_size} in {self.method} (node {self.node}, pid {self.pid})"
 
     def __str__(self) -> str:

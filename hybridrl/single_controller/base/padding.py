@@ -27,7 +27,7 @@ _MASKS = ("response_mask", "loss_mask")
 
 
 class Padding(NamedTuple):
-    """How a batch was padded: `rows` after padding, of which the last `added` are copies."""
+    """Padding of a batch: `rows` after padding, of which the last `added` are copies."""
 
     rows: int
     added: int

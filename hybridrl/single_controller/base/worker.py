@@ -29,7 +29,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a rank must know before its worker object is built.
+    """Settings that a rank needs before its worker object is built.
 
     Attributes:
         role: the group's name in messages.
@@ -246,9 +246,9 @@ class Worker:
 
     def _mesh_entry(self, table: dict[str, Any], mesh_name: str) -> Any:
         if mesh_name not in table:
-            known = ", ".join(map(repr, table)) or "none"
+            registered = ", ".join(map(repr, table)) or "none"
             raise ValueError(
-                f"{type(self).__name__} has no dispatch mesh {mesh_name!r} (it has: {known}). Call "
+                f"{type(self).__name__} has no dispatch mesh {mesh_name!r} (it has: {registered}). Call "
                 f"_register_dispatch_collect_info({mesh_name!r}, dp_rank=..., is_collect=...) in the worker "
                 "before the first call over it"
             )

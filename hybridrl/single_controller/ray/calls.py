@@ -45,9 +45,9 @@ class _InFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, GroupCall] = {}
 
-    def add(self, call: Call) -> None:
+    def add(self, call: GroupCall) -> None:
         """Record all answers of a call."""
         with self._lock:
             self._calls.update(call.owners())
@@ -58,7 +58,7 @@ class _InFlight:
             for answer in answers:
                 self._calls.pop(answer, None)
 
-    def snapshot(self) -> dict[Any, Call]:
+    def snapshot(self) -> dict[Any, GroupCall]:
         """Return a copy of every answer with its call."""
         with self._lock:
             return dict(self._calls)
@@ -67,7 +67,7 @@ class _InFlight:
 _IN_FLIGHT = _InFlight()
 
 
-class Call:
+class GroupCall:
     """One method call on some ranks of a group.
 
     Args:
@@ -102,7 +102,7 @@ class Call:
             _IN_FLIGHT.add(self)
 
     def is_dropped(self) -> bool:
-        """Return whether no object that could ask for the outputs is left."""
+        """Whether no object is left that could read the outputs."""
         return self._holder is None or self._holder() is None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -150,7 +150,7 @@ class Call:
                 broken_others.append(answered)
         self._end(spans)
 
-    def owners(self) -> dict[Any, Call]:
+    def owners(self) -> dict[Any, GroupCall]:
         """Map each of the answers to this call."""
         return dict.fromkeys(self.answers, self)
 
@@ -208,7 +208,7 @@ def check_in_flight(group: RayWorkerGroup) -> None:
 class _Failure:
     """One rank's failed answer, and whether it is a cause or a symptom."""
 
-    def __init__(self, call: Call, rank: int, error: BaseException) -> None:
+    def __init__(self, call: GroupCall, rank: int, error: BaseException) -> None:
         self.call = call
         self.rank = rank
         cause = error.cause if isinstance(error, RayTaskError) else error
@@ -228,7 +228,7 @@ class _Failure:
         return f"{self.call.group.role} rank {self.rank}: {str(self.error).splitlines()[0]}"
 
 
-def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoReturn:
+def _fail(failed: list[Any], others: list[Any], owners: dict[Any, GroupCall]) -> NoReturn:
     """Raise the cause of failed answers. `others` are answers that may still contain it.
 
     All failures are part of the error, and the groups that they come from end with it, so none is reported twice.
@@ -240,8 +240,8 @@ def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoRe
     others = list(others)
     while others:
         best = min(failure.kind for failure in failures)
-        left = 0.0 if best == 0 else until - time.monotonic()
-        done, others = ray.wait(others, num_returns=1, timeout=max(0.0, left))
+        remaining = 0.0 if best == 0 else until - time.monotonic()
+        done, others = ray.wait(others, num_returns=1, timeout=max(0.0, remaining))
         if not done:
             break
         try:
@@ -250,13 +250,13 @@ def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoRe
             failures.append(_judge(done[0], owners))
             if failures[-1].kind == 1:
                 until = min(until, time.monotonic() + GRACE_DEATH_S)
-    chosen = min(failures, key=lambda failure: failure.kind)
-    error = _to_error(chosen, [failure for failure in failures if failure is not chosen])
+    cause = min(failures, key=lambda failure: failure.kind)
+    error = _to_error(cause, [failure for failure in failures if failure is not cause])
     _end_groups(error, *{failure.call.group for failure in failures})
-    raise error from (chosen.remote.original() if chosen.remote is not None else None)
+    raise error from (cause.remote.original() if cause.remote is not None else None)
 
 
-def _judge(answer: Any, owners: dict[Any, Call]) -> _Failure:
+def _judge(answer: Any, owners: dict[Any, GroupCall]) -> _Failure:
     call = owners[answer]
     try:
         ray.get(answer)
@@ -265,22 +265,22 @@ def _judge(answer: Any, owners: dict[Any, Call]) -> _Failure:
     raise AssertionError("an answer that failed cannot have come back good")
 
 
-def _to_error(chosen: _Failure, also: list[_Failure]) -> WorkerError:
+def _to_error(cause: _Failure, also: list[_Failure]) -> WorkerError:
     notes = ""
     others = list(dict.fromkeys(failure.summary for failure in also))
-    others = [other for other in others if other != chosen.summary]
+    others = [other for other in others if other != cause.summary]
     if others:
         notes = "\nOther failures that came with it:\n" + "\n".join(f"  {other}" for other in others)
-    if chosen.remote is not None:
-        return chosen.remote.to_error(notes)
-    group = chosen.call.group
-    if isinstance(chosen.error, RayActorError):
-        return postmortem.died(group, chosen.rank, chosen.call.method, chosen.error, notes)
+    if cause.remote is not None:
+        return cause.remote.to_error(notes)
+    group = cause.call.group
+    if isinstance(cause.error, RayActorError):
+        return postmortem.died(group, cause.rank, cause.call.method, cause.error, notes)
     return WorkerError(
-        f"{group.role} rank {chosen.rank} in {chosen.call.method}: {chosen.error}{notes}",
+        f"{group.role} rank {cause.rank} in {cause.call.method}: {cause.error}{notes}",
         role=group.role,
-        rank=chosen.rank,
-        method=chosen.call.method,
+        rank=cause.rank,
+        method=cause.call.method,
     )
 
 
@@ -295,7 +295,7 @@ def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
 class RayPendingOutputs(PendingOutputs):
     """References to a call's results, in rank order. `ray.get` accepts it as a list; `get()` also reports failures."""
 
-    def __init__(self, call: Call, indices: Sequence[int] | None = None, single: bool = False) -> None:
+    def __init__(self, call: GroupCall, indices: Sequence[int] | None = None, single: bool = False) -> None:
         self.call = call
         self.single = single
         self.indices = range(len(call.results)) if indices is None else indices
@@ -325,7 +325,7 @@ class RayDataProtoFuture(DataProtoFuture):
     group's method, each of that group's ranks reads the rows of its shard directly from the workers that made them.
     """
 
-    def __init__(self, call: Call, indices: list[int]) -> None:
+    def __init__(self, call: GroupCall, indices: list[int]) -> None:
         super().__init__(collect_fn=DataProto.concat, futures=[call.results[index] for index in indices])
         self.call = call
         self.answers = [call.answers[index] for index in indices]

@@ -32,27 +32,27 @@ def check_placement(pools: Mapping[str, RayResourcePool], strategy: str = "STRIC
         PlacementError: they do not fit; the error says what each pool asks for, what each node offers, and what to
             change.
     """
-    wanted = [(name, pool, count) for name, pool in pools.items() if pool.pgs is None for count in pool.store]
-    if not wanted:
+    requests = [(name, pool, count) for name, pool in pools.items() if pool.pgs is None for count in pool.store]
+    if not requests:
         return
     whole_nodes = strategy.startswith("STRICT_PACK")
     deadline = time.monotonic() + _SETTLE_S
     while True:
         free = _free_by_node()
-        if _fits(wanted, free, whole_nodes):
+        if _fits(requests, free, whole_nodes):
             return
-        could_ever = _fits(wanted, _total_by_node(), whole_nodes)
+        could_ever = _fits(requests, _total_by_node(), whole_nodes)
         if not could_ever or time.monotonic() > deadline:
-            raise PlacementError(_explain(pools, wanted, busy=could_ever))
+            raise PlacementError(_explain(pools, requests, busy=could_ever))
         time.sleep(0.1)
 
 
 def _fits(
-    wanted: list[tuple[str, RayResourcePool, int]], nodes: dict[str, dict[str, float]], whole_nodes: bool
+    requests: list[tuple[str, RayResourcePool, int]], nodes: dict[str, dict[str, float]], whole_nodes: bool
 ) -> bool:
     """Try first fit, largest first. Exact for equal slots, as placement groups of a job nearly always have."""
     free = {node: dict(resources) for node, resources in nodes.items()}
-    parts = [(pool.bundle_resources(), count) for _, pool, count in wanted]
+    parts = [(pool.bundle_resources(), count) for _, pool, count in requests]
     if not whole_nodes:
         parts = [(bundle, 1) for bundle, count in parts for _ in range(count)]
     for bundle, count in sorted(parts, key=lambda part: -part[1]):
@@ -80,17 +80,17 @@ def processes_on_this_node(actors: Iterable[Any]) -> list[psutil.Process]:
     """The processes of those actors that have started on this node."""
     import ray._private.state as state
 
-    node, found = ray.get_runtime_context().get_node_id(), []
+    node, processes = ray.get_runtime_context().get_node_id(), []
     for actor in actors:
         info = state.actors(actor._actor_id.hex())
         if info and info["Pid"] and info["Address"]["NodeID"] == node:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(info["Pid"]))
-    return found
+                processes.append(psutil.Process(info["Pid"]))
+    return processes
 
 
-def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayResourcePool, int]], busy: bool) -> str:
-    asked = [
+def _explain(pools: Mapping[str, RayResourcePool], requests: list[tuple[str, RayResourcePool, int]], busy: bool) -> str:
+    requested = [
         f"  pool {name!r} asks for {' + '.join(map(str, pool.store))} slots of {_text(pool.bundle_resources())}"
         for name, pool in pools.items()
     ]
@@ -100,8 +100,8 @@ def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayRe
         f"  node {addresses.get(node, node[:8])} has {_text(total)}, free {_text(free.get(node, {}))}"
         for node, total in totals.items()
     ]
-    slots = sum(count for _, _, count in wanted)
-    kind = "GPU" if any(pool.use_gpu for _, pool, _ in wanted) else "CPU"
+    slots = sum(count for _, _, count in requests)
+    kind = "GPU" if any(pool.use_gpu for _, pool, _ in requests) else "CPU"
     available = int(sum(resources.get(kind, 0) for resources in totals.values()))
     if busy:
         remedy = (
@@ -121,13 +121,13 @@ def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayRe
             "placement.pools), or "
             + ("add machines." if kind == "GPU" else "start Ray with more CPUs (`ray start --num-cpus=N`).")
         )
-    return "\n".join(["the placement does not fit:", *asked, "while", *offered, remedy])
+    return "\n".join(["the placement does not fit:", *requested, "while", *offered, remedy])
 
 
 def _text(resources: Mapping[str, Any]) -> str:
-    shown = {
+    amounts = {
         name: amount
         for name, amount in sorted(resources.items())
         if not name.startswith(_PREFIXES) and "_group_" not in name and amount
     }
-    return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"

@@ -77,10 +77,10 @@ def init_ray(
     pools = dict(pools or {})
     check_mapping(pools, {})
     if not ray.is_initialized():
-        given = {name: value for name, value in (ray_init_kwargs or {}).items() if value is not None}
-        address = given.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_cluster()
+        settings = {name: value for name, value in (ray_init_kwargs or {}).items() if value is not None}
+        address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_cluster()
         slots = sum(map(sum, pools.values()))
-        options = _options(given, address, slots + extra_cpus)
+        options = _options(settings, address, slots + extra_cpus)
         if options["address"] == "local":
             _check_cores(slots, use_gpu)
         logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(_is_a_risk)
@@ -181,17 +181,17 @@ def _shut_down_own_ray() -> None:
         ray.shutdown()
         return
     node: Any = ray._private.worker.global_worker.node
-    kill, left = node.kill_all_processes, psutil.Process(raylet).children(recursive=True)
+    kill, children = node.kill_all_processes, psutil.Process(raylet).children(recursive=True)
     node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     ray.shutdown()
-    for process in left:
+    for process in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=_ANSWER_LIMIT_S)
+    psutil.wait_procs(children, timeout=_ANSWER_LIMIT_S)
 
 
 def _blocked_in(pid: int) -> set[int]:
-    """Return the signals that a process has blocked; none where the system does not tell."""
+    """Return the signals that a process has blocked; none where the system does not report them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("SigBlk:"):
@@ -213,16 +213,16 @@ def _remove_session(folder: str) -> None:
             os.unlink(latest)
 
 
-def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "ignore_reinit_error": False, **given}
+def _options(settings: dict[str, Any], address: str | None, num_cpus: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "ignore_reinit_error": False, **settings}
     job_config = options.setdefault("job_config", JobConfig())
     # Workers must be able to import what this process can: the package run with -m, and the user's modules.
     job_config._py_driver_sys_path.extend(reversed(_own_import_path()))  # Ray prepends each entry
     if address is not None and address != "local":
         for name in ("num_cpus", "num_gpus"):
-            if name in given:
+            if name in settings:
                 raise PlacementError(
-                    f"ray_kwargs.ray_init.{name}={given[name]} cannot be set: the run joins the Ray cluster "
+                    f"ray_kwargs.ray_init.{name}={settings[name]} cannot be set: the run joins the Ray cluster "
                     f"at {address!r}, whose nodes "
                     f"have their resources already. Give it to `ray start`, or unset the address to start Ray here"
                 )

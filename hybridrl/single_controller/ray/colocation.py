@@ -75,10 +75,10 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
     Raises:
         ValueError: there are no roles, or a role has a name that every worker uses.
     """
-    taken = sorted(role for role in class_dict if hasattr(ColocatedWorker, role))
-    if not class_dict or taken:
+    reserved = sorted(role for role in class_dict if hasattr(ColocatedWorker, role))
+    if not class_dict or reserved:
         raise ValueError(
-            f"create_colocated_worker_raw_cls needs roles with names of their own; found {taken or 'none'}"
+            f"create_colocated_worker_raw_cls needs roles with names of their own; found {reserved or 'none'}"
         )
     roles = {role: (entry.cls, entry.args, entry.kwargs) for role, entry in class_dict.items()}
 

@@ -40,8 +40,8 @@ def assigned_gpus() -> str:
     return ",".join(map(str, ray.get_gpu_ids()))
 
 
-class Answer(NamedTuple):
-    """What is returned with a method's result. It is small enough never to be put into the object store.
+class CallMetadata(NamedTuple):
+    """Metadata that is returned with a method's result. It is too small to be put into the object store.
 
     `started` is a time of day: ranks of several machines have no other clock in common.
     """
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """Where a rank runs. `seconds` is the duration of its constructor."""
+    """Location of a rank. `seconds` is the duration of its constructor."""
 
     seconds: float
     rank: int
@@ -123,7 +123,7 @@ class WorkerHost:
         """Return where this worker runs, for a group that attaches to it."""
         return self._host_where
 
-    def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Answer]:
+    def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, CallMetadata]:
         """Run one method of the worker, or of the role's worker inside a colocated one."""
         started = time.perf_counter()
         try:
@@ -165,7 +165,7 @@ class WorkerHost:
 class AsyncWorkerHost(WorkerHost):
     """The host of a class with `async def` methods, whose calls overlap in one event loop."""
 
-    async def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Answer]:  # type: ignore[override]
+    async def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, CallMetadata]:  # type: ignore[override]
         started = time.perf_counter()
         try:
             result = self._host_method(role, name)(*map(with_images, args), **_with_images(kwargs))
@@ -187,9 +187,9 @@ def has_async_methods(cls: type) -> bool:
     return any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(cls, callable))
 
 
-def _answer(result: Any, started: float) -> Answer:
+def _answer(result: Any, started: float) -> CallMetadata:
     seconds = time.perf_counter() - started
-    return Answer(seconds, len(result) if isinstance(result, DataProto) else -1, time.time() - seconds)
+    return CallMetadata(seconds, len(result) if isinstance(result, DataProto) else -1, time.time() - seconds)
 
 
 def _with_images(named: dict[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def with_images(value: Any) -> Any:
         return value
     entries = column.tolist()
     references = list({entry: None for entry in entries if isinstance(entry, ray.ObjectRef)})
-    found = {reference: tensors_of(arrays) for reference, arrays in zip(references, ray.get(references), strict=True)}
-    return _replaced(value, [found[entry] if isinstance(entry, ray.ObjectRef) else entry for entry in entries])
+    tensors = {reference: tensors_of(arrays) for reference, arrays in zip(references, ray.get(references), strict=True)}
+    return _replaced(value, [tensors[entry] if isinstance(entry, ray.ObjectRef) else entry for entry in entries])
 
 
 def reference_of(entry: Any) -> Any:
@@ -57,11 +57,11 @@ def reference_of(entry: Any) -> Any:
     context = ray.get_runtime_context()
     owner = (context.get_job_id(), context.get_node_id())  # each new cluster numbers its jobs from 1 again
     with _LOCK:
-        known = _stored.get(largest)
-        if known is None or known[0] != owner:  # an earlier cluster of this process
+        stored = _stored.get(largest)
+        if stored is None or stored[0] != owner:  # an earlier cluster of this process
             arrays: dict[str, np.ndarray] = {name: tensor_to_numpy(tensor) for name, tensor in entry.items()}
-            known = _stored[largest] = (owner, ray.put(arrays))
-        return known[1]
+            stored = _stored[largest] = (owner, ray.put(arrays))
+        return stored[1]
 
 
 def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -126,8 +126,8 @@ def log_tail(pid: int) -> str:
             with open(path, "rb") as file:
                 file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
                 text = file.read().decode(errors="replace")
-            kept = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
-            return "\n".join(_end_or_crash(kept))
+            lines = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
+            return "\n".join(_end_or_crash(lines))
     return ""
 
 
@@ -170,8 +170,8 @@ def _is_here(info: WorkerInfo | None) -> bool:
 
 
 def _number_after(mark: str, text: str) -> int | None:
-    found = re.search(re.escape(mark) + r"(\d+)", text)
-    return int(found.group(1)) if found else None
+    match = re.search(re.escape(mark) + r"(\d+)", text)
+    return int(match.group(1)) if match else None
 
 
 def _flat(text: str) -> str:

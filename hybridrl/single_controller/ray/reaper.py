@@ -34,8 +34,8 @@ def stat_of(pid: int | str) -> tuple[str, str, str]:
 
 def children_of(raylets: set[str]) -> dict[str, str]:
     """Return the start time of each process that one of the raylets started, by its id."""
-    known = {pid: stat_of(pid) for pid in os.listdir("/proc") if pid.isdigit()}
-    return {pid: begun for pid, (parent, _, begun) in known.items() if parent in raylets}
+    stats = {pid: stat_of(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    return {pid: begun for pid, (parent, _, begun) in stats.items() if parent in raylets}
 
 
 class Reaper:

@@ -95,8 +95,8 @@ class RayResourcePool(ResourcePool):
         ]
         for index, group in enumerate(groups):
             if not group.wait(_PLACEMENT_TIMEOUT_S):
-                for made in groups:
-                    ray.util.remove_placement_group(made)
+                for created in groups:
+                    ray.util.remove_placement_group(created)
                 raise PlacementError(
                     f"{self.name_prefix}: Ray did not place {self._store[index]} slots of {self.bundle_resources()} "
                     f"within {_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` shows "

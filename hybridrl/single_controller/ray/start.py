@@ -1,21 +1,22 @@
 """Starts Ray, and waits for it as long as it gets on.
 
 Ray gives its own processes 30 s, which is too short where the machine is busy. Here the two places where it counts them
-ask again, until nothing has moved for a while.
+ask again, until nothing has moved for a while. The raylet counts, too: its workers get ten minutes, and where it has
+ended because its agent was late, which no setting changes, Ray is started once more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 from ray._private import node as ray_node
 from ray._private import services
 
@@ -29,6 +30,11 @@ _LOOK_S = 0.5
 _END_S = 10.0
 _ASK_MS = 500
 _NEEDED = ("gcs_server", "raylet")
+_CHATTY = ("monitor.",)  # the autoscaler writes every 5 s that it waits
+#: what the raylet reads at its start, for its workers (60 s); the user's own value stays
+_PATIENCE_OF_RAYLET = {"RAY_worker_register_timeout_seconds": "600"}
+_TRIES = 3
+_LATE_AGENT = "Timed out waiting for file"
 
 
 def start_ray(**options: Any) -> None:
@@ -40,22 +46,41 @@ def start_ray(**options: Any) -> None:
     if options.get("address") != "local":
         ray.init(**options)
         return
+    for left in reversed(range(_TRIES)):
+        try:
+            _start(options)
+            return
+        except _GivenUpError as error:
+            if not (left and error.late_agent):
+                raise PlacementError(str(error)) from error
+            notify("Ray's raylet has ended because its agent did not start within 30 s: starting Ray again", "warning")
+
+
+def _start(options: dict[str, Any]) -> None:
+    """Try it once; what has started by then ends if it fails."""
     before = _rays_processes()
-    waiting = _Patience(before)
     try:
-        with waiting.inside_ray():
+        with _Patience(before).inside_ray():
             ray.init(**options)
-    except _GivenUpError as error:
+    except _GivenUpError:
         left = _rays_processes() - before
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=_END_S)
-        raise PlacementError(str(error)) from error
+        raise
 
 
 class _GivenUpError(Exception):
-    """Ray does not start. No RuntimeError, which Ray would catch and try again."""
+    """Ray does not start. No RuntimeError, which Ray would catch and try again.
+
+    Attributes:
+        late_agent: whether the raylet ended because it had waited for its agent.
+    """
+
+    def __init__(self, message: str, late_agent: bool) -> None:
+        super().__init__(message)
+        self.late_agent = late_agent
 
 
 class _Patience:
@@ -68,6 +93,7 @@ class _Patience:
     def inside_ray(self) -> Iterator[None]:
         """Within the context, Ray's questions for its GCS and its raylet are answered when these are ready."""
         get_node, wait_for_port = services.get_node, ray_node.wait_for_persisted_port
+        added = {name: value for name, value in _PATIENCE_OF_RAYLET.items() if name not in os.environ}
 
         def node(*args: Any, **named: Any) -> Any:
             return self._ask(lambda: get_node(*args, **named), "its raylet to register")
@@ -78,28 +104,33 @@ class _Patience:
             return self._ask(lambda: wait_for_port(*args, **{**named, "timeout_ms": _ASK_MS}), "its GCS to listen")
 
         services.get_node, ray_node.wait_for_persisted_port = node, port
+        os.environ.update(added)
         try:
             yield
         finally:
             services.get_node, ray_node.wait_for_persisted_port = get_node, wait_for_port
+            for name in added:
+                os.environ.pop(name, None)
 
     def _ask(self, question: Callable[[], Any], what: str) -> Any:
-        movement: Movement | None = None
+        movement = Movement(self._own, lambda: _logs_of(self._own()), chatty=_CHATTY)
         told_s = _TELL_S
         while True:
             try:
                 return question()
             except Exception as error:  # Ray raises RuntimeErrors and others for what is not there yet
-                if movement is None:
-                    movement = Movement(lambda: _rays_processes() - self._before, _newest_logs())
                 still, waited_s = movement.still_s(), time.monotonic() - movement.began
                 ended = self._ended()
                 if still > _STILL_S or ended:
                     why = f"{' and '.join(ended)} ended" if ended else f"nothing has moved for {still:.0f} s"
+                    checks = _failed_checks(_logs_of(self._own())) if ended else ""
+                    if checks:
+                        why += f" by itself: {checks}"
                     raise _GivenUpError(
                         f"Ray did not start here: after {waited_s:.0f} s of waiting for {what} {why} ({error}). Join a "
                         "cluster that runs (`ray start --head`), or try again when the machine is less busy"
-                        f"{movement.last_lines()}"
+                        f"{movement.last_lines(of=ended)}",
+                        late_agent=_LATE_AGENT in checks,
                     ) from error
                 if waited_s > told_s:
                     told_s *= 2
@@ -109,6 +140,9 @@ class _Patience:
                         "warning",
                     )
             time.sleep(_LOOK_S)
+
+    def _own(self) -> set[psutil.Process]:
+        return _rays_processes() - self._before
 
     def _ended(self) -> list[str]:
         """Names of Ray's processes that started and ended; they are children that nobody has waited for."""
@@ -130,5 +164,20 @@ def _rays_processes() -> set[psutil.Process]:
     return processes
 
 
-def _newest_logs() -> Path:
-    return Path(get_default_ray_temp_dir(), "session_latest", "logs").resolve()
+def _logs_of(processes: Iterable[psutil.Process]) -> Path | None:
+    """Return the folder of logs of the session that processes of Ray name; other sessions may start next to it."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            for word in process.cmdline():
+                session = re.search(rf"[^=]*{os.sep}session_\d[^{os.sep}]*", word)
+                if session:
+                    return Path(session[0], "logs")
+    return None
+
+
+def _failed_checks(logs: Path | None) -> str:
+    """Return why the raylet has ended itself, from its log."""
+    try:
+        return " ".join(re.findall("Check failed: .*", Path(logs or "", "raylet.out").read_text(errors="replace")))
+    except OSError:
+        return ""

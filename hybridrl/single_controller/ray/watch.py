@@ -1,7 +1,8 @@
 """Tells at once that one of Ray's own processes has ended.
 
 Without its GCS, a program seems to run on: Ray looks for it for a minute and then ends the program without a reason.
-Without its raylet, calls to workers that run already still work, and anything else waits.
+Without its raylet, calls to workers that run already still work for up to 10 s, and anything else waits. A run that
+trains uses this time to stop with a checkpoint.
 """
 
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from hybridrl.notify import notify
+from hybridrl.utils.termination import request_stop
 
 _LEFT_S = 10.0  # to end in order, after the end of the first process
 
@@ -57,9 +59,16 @@ class ClusterWatch:
             for descriptor in ended:
                 poll.unregister(descriptor)
                 deadline = deadline or time.monotonic() + _LEFT_S
+                name = self._names[descriptor]
+                saves = request_stop(f"the end of Ray's process {name}")
+                follows = (
+                    "the run stops after this step and saves a checkpoint, if its workers still answer, and this "
+                    f"program ends after {_LEFT_S:.0f} s at the latest"
+                    if saves
+                    else f"this program cannot continue and ends within {_LEFT_S:.0f} s"
+                )
                 notify(
-                    f"Ray's process {self._names[descriptor]} was killed or crashed: this program cannot continue and "
-                    f"ends within {_LEFT_S:.0f} s. A run resumes from its last checkpoint with the same command. Ray's "
-                    f"logs are in {self._logs}",
+                    f"Ray's process {name} was killed or crashed: {follows}. A run resumes from its last checkpoint "
+                    f"with the same command. Ray's logs are in {self._logs}",
                     "error",
                 )

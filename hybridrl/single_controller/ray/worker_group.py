@@ -23,7 +23,7 @@ from hybridrl.single_controller.ray.images import with_references
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 from hybridrl.utils import work_folder
-from hybridrl.utils.spans import Span, kept
+from hybridrl.utils.spans import TimedSpan, kept
 
 # A call that takes longer counts as hanging, unless the group has its own `timeout_s`.
 DEFAULT_TIMEOUT_S = 7200.0
@@ -141,7 +141,7 @@ class RayWorkerGroup(WorkerGroup):
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
         #: seconds that the slowest rank spent in each method, summed over calls
         self.method_seconds: dict[str, float] = {}
-        self._spans: deque[Span] = kept()
+        self._spans: deque[TimedSpan] = kept()
         self.oom_kills_at_start = postmortem.oom_kills()
         self._sub_role = ""
         self._shared = _Shared()
@@ -160,11 +160,12 @@ class RayWorkerGroup(WorkerGroup):
     # --- starting
 
     def _start(self, pool: RayResourcePool, worker_class: RayClassWithInitArgs, strategy: str) -> None:
-        held = pool.bundle_resources()
-        if strange := {name for name in worker_class.additional_resource if name not in held}:
+        slot_resources = pool.bundle_resources()
+        if strange := {name for name in worker_class.additional_resource if name not in slot_resources}:
             raise PlacementError(
                 f"{self.role}: its workers ask for {', '.join(sorted(strange))} (set_additional_resource), and a slot "
-                f"of their pool holds {', '.join(held)}. RayResourcePool(..., accelerator_type=...) puts one there"
+                f"of their pool holds {', '.join(slot_resources)}. RayResourcePool(..., accelerator_type=...) puts one "
+                "there"
             )
         pool.get_placement_groups(strategy)
         slots = pool.slots()
@@ -231,7 +232,7 @@ class RayWorkerGroup(WorkerGroup):
             return
         self.raise_if_ended()
         building = shared.building
-        start = calls.Call(self, calls.CONSTRUCTOR, range(len(building)), building, building)
+        start = calls.GroupCall(self, calls.CONSTRUCTOR, range(len(building)), building, building)
         start.wait(self.start_timeout_s)
         shared.infos = ray.get(building)
 
@@ -322,7 +323,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _submit(
         self, name: str, ranks: Sequence[int], columns: list[list[Any]], named: dict[str, list[Any]]
-    ) -> calls.Call:
+    ) -> calls.GroupCall:
         """Send one call. `columns` and `named` hold each argument's value for each of `ranks`."""
         self._check_usable()
         columns = [_placed(column) for column in columns]
@@ -338,7 +339,7 @@ class RayWorkerGroup(WorkerGroup):
                 )
                 results.append(result)
                 answers.append(answer)
-        return calls.Call(self, name, ranks, results, answers)
+        return calls.GroupCall(self, name, ranks, results, answers)
 
     def _check_usable(self) -> None:
         self.raise_if_ended()
@@ -389,9 +390,9 @@ class RayWorkerGroup(WorkerGroup):
             return
         slowest = max((seconds for _, seconds in spans.values()), default=0.0)
         self.method_seconds[method] = self.method_seconds.get(method, 0.0) + slowest
-        self._spans += [Span(f"{self.role}/{method}", rank, *spans[rank]) for rank in sorted(spans)]
+        self._spans += [TimedSpan(f"{self.role}/{method}", rank, *spans[rank]) for rank in sorted(spans)]
 
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[TimedSpan]:
         """Return when each rank was in which method since the previous call of this method; the newest few thousand."""
         spans = list(self._spans)
         self._spans.clear()
@@ -436,7 +437,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._shared.infos[rank] if self._shared.infos else None
 
     def describe_rank(self, rank: int) -> str:
-        """Return one line that says where a rank runs."""
+        """Return one line with the location of a rank."""
         info = self.info(rank)
         if info is None:
             return f"  rank {rank}: not up yet ({self.name_prefix})"

@@ -36,7 +36,7 @@ class Response:
     log_probs: list[float] | None = None
 
 
-class Output:
+class OutputFile:
     """The output file of a generation run.
 
     Args:

@@ -10,13 +10,14 @@ from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.noise import stream_keys
-from hybridrl.rollout.openai_endpoint import Endpoint, Reply
-from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout, start_rollout
+from hybridrl.rollout.openai_endpoint import Endpoint, EndpointResponse
+from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.rollout.stop_strings import StopStrings
+from hybridrl.serve import start_rollout
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
-__all__ = ["Endings", "Endpoint", "Reply", "Rollout", "sampling_of", "start_processes"]
+__all__ = ["Endings", "Endpoint", "EndpointResponse", "Rollout", "sampling_of", "start_processes"]
 
 ROLE = "actor_rollout_ref"
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybridrl.notify import notify
 from hybridrl.observe.console import is_terminal
-from hybridrl.trainer.generation.output import Output, Response
+from hybridrl.trainer.generation.output import OutputFile, Response
 from hybridrl.utils.files import write_text
 
 
@@ -29,7 +29,7 @@ class Report:
         bar: whether a terminal shows the bar.
     """
 
-    def __init__(self, output: Output, missing: int, key: str, bar: bool) -> None:
+    def __init__(self, output: OutputFile, missing: int, key: str, bar: bool) -> None:
         self.output = output
         self.key = key
         self.tokens = 0

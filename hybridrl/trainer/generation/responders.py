@@ -19,7 +19,7 @@ from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.reward.positions import response_lengths
 from hybridrl.trainer.generation.output import Response
-from hybridrl.trainer.generation.processes import Endings, Endpoint, Reply, sampling_of
+from hybridrl.trainer.generation.processes import Endings, Endpoint, EndpointResponse, sampling_of
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 
 
@@ -167,7 +167,7 @@ class EndpointResponder:
         found: list[list[Response]] = [[] for _ in items]
         for number, (item, future) in enumerate(asked):
             try:
-                reply: Reply = future.result()
+                reply: EndpointResponse = future.result()
             except UserError as error:
                 for _, other in asked:
                     other.cancel()

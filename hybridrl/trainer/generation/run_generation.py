@@ -6,23 +6,20 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint import digest
 from hybridrl.config import GenerationConfig, as_dict, validate
 from hybridrl.data.files import fingerprints
-from hybridrl.models.info import checked_identity, tokenizer_of
-from hybridrl.models.loading import check_weights
+from hybridrl.models.info import check_files, checked_identity, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
-from hybridrl.trainer.experiment import code_of
-from hybridrl.trainer.generation.output import Output, parts_folder
+from hybridrl.trainer.experiment import contents_of
+from hybridrl.trainer.generation.output import OutputFile, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
 from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
 _OVERLAP = 2  # parts in progress with an engine: at the end of a part only a few long responses are left
-_WEIGHTS = (".safetensors", ".bin", ".json")
 
 
 def run_generation(config: GenerationConfig) -> None:
@@ -60,7 +57,7 @@ def _in_cluster(config: GenerationConfig) -> None:
     with workers_starting(config.ray_kwargs, manager, device, spawn) as started:
         tokenizer = tokenizer_of(config.actor_rollout_ref.model)
         identity = checked_identity(config.actor_rollout_ref.model, tokenizer)
-        check_weights(config.actor_rollout_ref.model.path)
+        check_files(config.actor_rollout_ref.model)
         responder = ClusterResponder.of(config, tokenizer, Endings(config.actor_rollout_ref))
         engine, load = started()
         output = _output(config, responder, {"engine": engine, "model": identity})
@@ -71,11 +68,11 @@ def _in_cluster(config: GenerationConfig) -> None:
             _generate(config, responder, output)
 
 
-def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> Output:
+def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> OutputFile:
     data = config.data
     settings = made_by | _settings(config)
     path = Path(data.output_path).expanduser()
-    output = Output(
+    output = OutputFile(
         path, responder.rows, data.batch_size, data.response_key, data.log_probs, settings, overwrite=data.overwrite
     )
     if output.is_complete:
@@ -93,23 +90,15 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
         "files": fingerprints(config.data.path),
         **{f"data.{name}": value for name, value in data.items()},
         **{f"rollout.{name}": rollout[name] for name in names},
-        "model.path": model.path,
-        "model.weights": _weights(model.path),
+        **({} if Path(model.path).expanduser().is_dir() else {"model.path": model.path}),
         "model.custom_chat_template": model.custom_chat_template,
         "model.override_config": model.override_config,
         **({"rollout.openai": openai} if is_endpoint(rollout.name) else {}),
-        **{f"content of {key}": content for key, content in code_of(config).items()},
+        **{f"content of {key}": content for key, content in contents_of(config).items()},
     }
 
 
-def _weights(path: str) -> str:
-    """Return a digest that changes when the model's files are replaced: of names, sizes and times, not contents."""
-    folder = Path(path).expanduser()
-    files = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS) if path and folder.is_dir() else []
-    return digest([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
-
-
-def _generate(config: GenerationConfig, responder: Responder, output: Output) -> None:
+def _generate(config: GenerationConfig, responder: Responder, output: OutputFile) -> None:
     """Generate every missing part, then join the parts."""
     missing = output.missing()
     with Report(output, len(missing), config.data.response_key, config.trainer.progress_bar) as report:
@@ -120,7 +109,7 @@ def _generate(config: GenerationConfig, responder: Responder, output: Output) ->
         report.finish()
 
 
-def _answered(responder: Responder, output: Output, numbers: list[int]) -> Iterator[tuple[int, Any]]:
+def _answered(responder: Responder, output: OutputFile, numbers: list[int]) -> Iterator[tuple[int, Any]]:
     """Yield the responses of each part as it completes. At most `in_flight` parts are in progress."""
     if responder.in_flight == 1:
         for number in numbers:

@@ -12,8 +12,8 @@ from hybridrl.config.roles import POLICY, active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
-from hybridrl.models.info import check_same_tokenizer, checked_identity, config_of, tokenizer_of
-from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, config_of, tokenizer_of
+from hybridrl.models.loading import checked_source
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
@@ -131,7 +131,8 @@ def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:
             check_same_tokenizer(model, tokenizer, f"{spec.where}.model")
         if copy is not None:
             key, frozen = copy
-            check_weights(checked_source(frozen.path, f"{spec.where}.{key}"))
+            checked_source(frozen.path, f"{spec.where}.{key}")
+            check_files(frozen)
             check_same_tokenizer(frozen, tokenizer, spec.where, path=key)
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.errors import ModelError, RewardError
-from hybridrl.models.info import config_of, tokenizer_of
-from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.chat import encode
+from hybridrl.models.info import check_files, config_of, tokenizer_of
+from hybridrl.models.loading import checked_source
 from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
@@ -80,7 +81,7 @@ class ServedJudge(ServedRole):
         """
         asked = time.monotonic()
         text = question_text(self._tokenizer, messages, judge)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        (ids,) = encode(self._tokenizer, [text], self._longest)
         request = Request(f"judge-{request_number()}", ids, _sampling(judge, text))
         with self._counted():
             try:
@@ -158,7 +159,8 @@ def check_judge_model(config: PPOTrainerConfig) -> None:
             f"{where}: {found} writes no text, and a judge has to; name a language model, or set "
             f"{_KEY}.judge.enable=False for a classifier"
         )
-    check_weights(checked_source(part.model.path))
+    checked_source(part.model.path)
+    check_files(part.model)
     try:
         tokenizer = tokenizer_of(part.model)
         source = part.model.tokenizer_path or part.model.path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import PPOTrainerConfig, validate
 from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
-from hybridrl.programs import Outcome
+from hybridrl.programs import ProgramResult
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.own_folder import settle_folder
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 
-def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None) -> Outcome:
+def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None) -> ProgramResult:
     """Train as `config` says. Where one of several ranks runs out of memory, see `hybridrl.trainer.repeating`.
 
     Args:

@@ -23,11 +23,11 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
-from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, Findings, Reading, Request
+from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, PrefillRequest, PromptLogprobs, Request
 from hybridrl.rollout.start import replica_placements
 from hybridrl.single_controller.ray import RayResourcePool
 from hybridrl.utils.cores import available_cores
-from hybridrl.utils.spans import Span, kept
+from hybridrl.utils.spans import TimedSpan, kept
 
 _KEY = "actor_rollout_ref.rollout"
 #: what an engine has to be able to, by what is asked of a model: its fact, and what it serves
@@ -133,8 +133,8 @@ class ServedRole:
         self,
         method: str,
         requests: Sequence[Sequence[Request]],
-        answer: Callable[[Sequence[Sequence[Findings]]], DataProto],
-    ) -> Answer:
+        answer: Callable[[Sequence[Sequence[PromptLogprobs]]], DataProto],
+    ) -> OnceComputed:
         """Have each model read its requests.
 
         Args:
@@ -160,10 +160,10 @@ class ServedRole:
             ]
             seconds = time.time() - started
             self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
-            self._spans.append(Span(f"{self.role}/{method}", 0, started, seconds))
+            self._spans.append(TimedSpan(f"{self.role}/{method}", 0, started, seconds))
             return answer(found)
 
-        ready = Answer(collect)
+        ready = OnceComputed(collect)
         if self.takes_turns:
             ready.get()
         return ready
@@ -172,7 +172,7 @@ class ServedRole:
         if self.takes_turns and pool.settings.spec.config.free_cache_engine:
             pool.lend(MEMORY_TAGS)
 
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[TimedSpan]:
         """Return when calls ran since the previous call of this method; the newest few thousand."""
         spans = list(self._spans)
         self._spans.clear()
@@ -184,7 +184,7 @@ class ServedRole:
             pool.close()
 
 
-class Answer:
+class OnceComputed:
     """A result that is computed once."""
 
     def __init__(self, collect: Callable[[], DataProto]) -> None:
@@ -205,13 +205,13 @@ class Answer:
 class ServedRewardModel(ServedRole):
     """A reward model; see `workers.reward_model.RewardModelWorker`."""
 
-    def compute_rm_score(self, batch: DataProto) -> Answer:
+    def compute_rm_score(self, batch: DataProto) -> OnceComputed:
         """`rm_scores` [B, 1] of a batch of `Conversations`."""
         kept = batch.batch["attention_mask"].bool()
         rows = [ids[mask].tolist()[:-1] for ids, mask in zip(batch.batch["input_ids"], kept, strict=True)]
-        requests = [_request(row, Reading()) for row in rows]
+        requests = [_request(row, PrefillRequest()) for row in rows]
 
-        def answer(found: Sequence[Sequence[Findings]]) -> DataProto:
+        def answer(found: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
             scores = torch.tensor([[one.score] for one in found[0]], dtype=torch.float32)
             return DataProto.from_dict(tensors={"rm_scores": scores})
 
@@ -221,7 +221,7 @@ class ServedRewardModel(ServedRole):
 class ServedTeachers(ServedRole):
     """Teachers; see `workers.teacher.TeacherWorker`."""
 
-    def compute_teacher(self, batch: DataProto) -> Answer:
+    def compute_teacher(self, batch: DataProto) -> OnceComputed:
         """What the loss reads of each row's teacher, the one with the number `teacher_index` [B]; else the first.
 
         Returns:
@@ -241,11 +241,11 @@ class ServedTeachers(ServedRole):
 
         def request(row: int, top: int) -> Request:
             ids = fields["input_ids"][row][attention[row]].tolist()
-            return _request(ids, Reading(first=len(ids) - lengths[row], top=top))
+            return _request(ids, PrefillRequest(first=len(ids) - lengths[row], top=top))
 
         requests = [[request(row, top) for row in mine] for mine, top in zip(rows, tops, strict=True)]
 
-        def answer(found: Sequence[Sequence[Findings]]) -> DataProto:
+        def answer(found: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
             kept = fields["response_mask"].bool()
             log_probs = np.zeros(kept.shape, dtype=np.float32)
             top_log_probs = np.zeros((*kept.shape, max(tops)), dtype=np.float32)
@@ -304,11 +304,11 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
             raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
 
 
-def _request(prompt_ids: list[int], reading: Reading) -> Request:
+def _request(prompt_ids: list[int], reading: PrefillRequest) -> Request:
     return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, reading=reading)
 
 
-def _findings(model: ServedModel, completion: Completion) -> Findings:
+def _findings(model: ServedModel, completion: Completion) -> PromptLogprobs:
     if completion.found is None:
         why = completion.error or f"it ended with {completion.finish_reason}"
         raise RolloutError(

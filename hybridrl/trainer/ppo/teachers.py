@@ -9,8 +9,8 @@ from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.roles import ROLES, pool_of, pools_of
 from hybridrl.config.teachers import TEACHER_INDEX, teachers_of
 from hybridrl.errors import DataError, ModelError
-from hybridrl.models.info import check_same_tokenizer, config_of
-from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.info import check_files, check_same_tokenizer, config_of
+from hybridrl.models.loading import checked_source
 from hybridrl.models.vision import is_vision_model
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.startup import check_engine
@@ -40,7 +40,8 @@ def check_teachers(config: PPOTrainerConfig, tokenizer: Any) -> None:
     for teacher in teachers_of(config).teachers:
         check_same_tokenizer(teacher.model, tokenizer, teacher.where, path="model_path")
         if ROLES["teacher"].served(config):
-            check_weights(checked_source(teacher.model.path, f"{teacher.where}.model_path"))
+            checked_source(teacher.model.path, f"{teacher.where}.model_path")
+            check_files(teacher.model)
         elif pool is not None:  # without one, `resource_pools` refuses the role
             check_engine("distillation", settings, teacher.model, sum(pools_of(config)[pool]), None)
     check_vocabulary_sizes(config, _vocabulary_size)

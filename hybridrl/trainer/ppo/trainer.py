@@ -6,7 +6,7 @@ replaces a phase in a subclass of `Sampler` or `Learner` (`sampler_class`, `lear
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +26,9 @@ from hybridrl.observe.traces.sender import check_backend
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.reward import RewardManager
-from hybridrl.rollout.start import start_rollout
+from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.interrupt import StepAbandoned
 from hybridrl.trainer.memory import as_metrics
 from hybridrl.trainer.ppo.forecast import check_before_loading
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
@@ -221,26 +222,29 @@ class RayPPOTrainer:
             The result of the last step; None if there was no step left.
         """
         result = None
-        with self.run as run:
+        # What a second stop request abandons, it has saved the last complete step before (`keeping_progress`).
+        with self.run as run, suppress(StepAbandoned):
             resumed = self.restore()
             self.reshard()
             # A checkpoint is written after its step's validation, unless that failed.
             if self.config.trainer.val_only or not resumed or self.validation_failed:
-                self.validate_if_due()
+                with run.abandonable():
+                    self.validate_if_due()
                 self.validation_failed = False
             if self.config.trainer.val_only:
                 return None
             while not run.is_last:
                 busy = self.worker_seconds()
                 with self.keeping_progress(), run.measured_step(), self.profiler.step(run.step):
-                    sampled = self.sampler.next()  # prompts -> generate -> score, until there are enough
+                    with run.abandonable():
+                        sampled = self.sampler.next()  # prompts -> generate -> score, until there are enough
                     self.rollout.release()  # training needs its memory now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
                     synced = self.reshard()  # training weights -> generation weights
                     self.train_loader.after_step(result.batch)  # a curriculum uses it to choose the next prompts
                 metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})
                 self.watch(metrics)
-                with self.keeping_progress(validating=True):
+                with self.keeping_progress(validating=True), run.abandonable():
                     self.validate_if_due()
                 self.save_if_due()
             self.save_if_due()  # a stop request may arrive between the last save and the end of the loop
@@ -371,7 +375,8 @@ class RayPPOTrainer:
 
     @contextmanager
     def keeping_progress(self, validating: bool = False) -> Iterator[None]:
-        """Save the last complete step if the reward function fails inside the block; the sampler keeps the batch.
+        """Save the last complete step if the reward function fails inside the block, or if a second stop request leaves
+        it; the sampler keeps the batch.
 
         A resumed run draws and answers the same prompts again.
 
@@ -381,13 +386,13 @@ class RayPPOTrainer:
         before, step = self.sampler.position(), self.run.step
         try:
             yield
-        except RewardError as error:
+        except (RewardError, StepAbandoned) as error:
             self.run.step, self.validation_failed = step, validating
             self.sampler.rewind(before)
             self.rollout.release()  # saving needs its memory
             self.run.save(self._write)
             self.run.complete_save()
-            if self.run.outcome.checkpoint is not None:
+            if self.run.outcome.checkpoint is not None and isinstance(error, RewardError):
                 error.add_note(
                     f"step {step}, the last complete one, is kept in {self.run.outcome.checkpoint}; to go on from "
                     "there, run the same command again once the reward function works; if its code was changed for "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridrl.config import SupervisedConfig, validate
 from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
-from hybridrl.programs import Outcome
+from hybridrl.programs import ProgramResult
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ROLE = "model"
 
 
-def run_supervised(config: SupervisedConfig) -> Outcome:
+def run_supervised(config: SupervisedConfig) -> ProgramResult:
     """Train as `config` says. Where one of several ranks runs out of memory, see `hybridrl.trainer.repeating`.
 
     Raises:

@@ -5,6 +5,7 @@ objective (`hybridrl.workers.objectives`), the loader, and whether rows are comp
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hybridrl.data.loader import PaddedLoader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.forecast import MemoryForecast
+from hybridrl.trainer.interrupt import StepAbandoned
 from hybridrl.trainer.memory import PhasePeaks, as_metrics
 from hybridrl.trainer.ppo.batching import sequence_work, spread_over_ranks
 from hybridrl.trainer.profiling import ProfiledRole, StepProfiler
@@ -127,7 +129,8 @@ class SupervisedTrainer:
                     metrics = self.update(batch)
                     self.train_loader.after_step(batch)  # for a sampler or dataset that learns from it
                 self.report(metrics)
-                self.validate_if_due()
+                with suppress(StepAbandoned), self.run.abandonable():
+                    self.validate_if_due()
                 self.save_if_due()
             self.save_if_due()  # a stop request may arrive between the last save and the end of the loop
 

@@ -192,13 +192,13 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
 
 def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
     """Return a copy of the chosen rows."""
-    chosen = torch.from_numpy(row_indices(indices, len(batch)))
+    row_index = torch.from_numpy(row_indices(indices, len(batch)))
     memo: dict[Any, Any] = {}
     fields = {
-        key: _rows(value, chosen.tolist()) if _is_not_tensor(value) else index_tensor(value, chosen, memo)
+        key: _rows(value, row_index.tolist()) if _is_not_tensor(value) else index_tensor(value, row_index, memo)
         for key, value in fields_of(batch).items()
     }
-    return _with_fields(fields, batch, len(chosen))
+    return _with_fields(fields, batch, len(row_index))
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
@@ -289,7 +289,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def contiguous(data: TensorDict) -> TensorDict:
-    """Return a TensorDict with tensors of its own, which may be written to."""
+    """Return a TensorDict with copies of the tensors, which may be modified."""
     fields = {key: value if _is_not_tensor(value) else value.clone() for key, value in fields_of(data).items()}
     return _with_fields(fields, data)
 

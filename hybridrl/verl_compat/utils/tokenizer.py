@@ -19,7 +19,7 @@ def hf_tokenizer(
     """Load a tokenizer, which always has a pad token.
 
     Args:
-        correct_pad_token, correct_gemma2: must be True, what they ask for is always done.
+        correct_pad_token, correct_gemma2: must be True: both corrections are always made.
         kwargs: `trust_remote_code`, `custom_chat_template`.
 
     Raises:

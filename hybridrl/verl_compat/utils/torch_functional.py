@@ -88,5 +88,5 @@ def postprocess_data(
             "right or middle"
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
-    kept = torch.cat([torch.arange(head), torch.arange(length - (max_length - head), length)])
-    return input_ids[..., kept], attention_mask[..., kept]
+    columns = torch.cat([torch.arange(head), torch.arange(length - (max_length - head), length)])
+    return input_ids[..., columns], attention_mask[..., columns]

@@ -1,4 +1,4 @@
-"""What most decoders share: names, dimensions and positions."""
+"""Names, dimensions and positions that most decoders share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DECODER_RULES: dict[str, Kind] = {
     "decoder.layers.{layer}.pre_mlp_layernorm.weight": Replicated(LAYER + "post_attention_layernorm.weight"),
     **{
         f"decoder.layers.{{layer}}.self_attention.linear_qkv.{end}": QueryKeyValue(
-            *(f"{LAYER}self_attn.{one}_proj.{end}" for one in "qkv")
+            *(f"{LAYER}self_attn.{projection}_proj.{end}" for projection in "qkv")
         )
         for end in ("weight", "bias")
     },
@@ -71,30 +71,30 @@ def shared_expert_rules(name: str) -> dict[str, Kind]:
 
 def refuse(config: PreTrainedConfig, field: str, possible: str) -> None:
     """Raise `ModelError` for a field of config.json that Megatron-core cannot represent."""
-    found = getattr(text_config(config), field, None)
+    setting = getattr(text_config(config), field, None)
     raise ModelError(
-        f"strategy=megatron cannot build a {config.model_type} with {field}={found!r} in config.json; it can with "
+        f"strategy=megatron cannot build a {config.model_type} with {field}={setting!r} in config.json; it can with "
         f"{possible}. Use strategy=fsdp2 for this model"
     )
 
 
 def rope(config: PreTrainedConfig, layer_type: str = "full_attention") -> dict[str, Any]:
     """Return `rope_parameters`, with a type and a base; of the given kind of layer if they differ by it."""
-    found = getattr(text_config(config), "rope_parameters", None) or {}
-    return {"rope_type": "default", "rope_theta": 10000.0, **found.get(layer_type, found)}
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
+    return {"rope_type": "default", "rope_theta": 10000.0, **parameters.get(layer_type, parameters)}
 
 
 def frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> torch.Tensor:
     """Return the inverse frequencies of rotary positions, as the Hugging Face model has them."""
-    text, found = text_config(config), rope(config, layer_type)
-    if found["rope_type"] == "default":
+    text, rope_parameters = text_config(config), rope(config, layer_type)
+    if rope_parameters["rope_type"] == "default":
         steps = torch.arange(0, head_size(config), 2, dtype=torch.float32) / head_size(config)
-        return 1.0 / (found["rope_theta"] ** steps)
+        return 1.0 / (rope_parameters["rope_theta"] ** steps)
     by_type = layer_type in (text.rope_parameters or {})
-    made, _ = ROPE_INIT_FUNCTIONS[found["rope_type"]](
+    inverse_frequencies, _ = ROPE_INIT_FUNCTIONS[rope_parameters["rope_type"]](
         text, torch.device("cpu"), **({"layer_type": layer_type} if by_type else {})
     )
-    return made
+    return inverse_frequencies
 
 
 def activation(config: PreTrainedConfig) -> str:
@@ -110,7 +110,7 @@ def head_size(config: PreTrainedConfig) -> int:
 
 
 def window_kwargs(windows: list[int]) -> dict[str, Any]:
-    """Return what Megatron's `TransformerConfig` says about sliding windows, of which a model has one size."""
+    """Return the fields of Megatron's `TransformerConfig` for sliding windows; a model has one size of window."""
     if not any(windows):
         return {}
     # Megatron counts the tokens before a token, without itself.
@@ -134,10 +134,10 @@ class Decoder(Family):
 
     def check_rope(self, config: PreTrainedConfig) -> None:
         """Refuse scalings of rotary positions that are more than other frequencies."""
-        found = rope(config)
-        if found.get("partial_rotary_factor", 1.0) != 1.0:
+        rope_parameters = rope(config)
+        if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
             refuse(config, "rope_parameters", "partial_rotary_factor=1")
-        if found["rope_type"] not in ("default", "linear", "llama3"):
+        if rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
             refuse(config, "rope_parameters", "rope_type default, linear or llama3")
 
     def transformer_kwargs(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -167,10 +167,10 @@ class Decoder(Family):
         return [int(text.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
 
     def model_kwargs(self, config: PreTrainedConfig) -> dict[str, Any]:
-        text, found = text_config(config), rope(config)
+        text, rope_parameters = text_config(config), rope(config)
         return {
             "position_embedding_type": "rope",
-            "rotary_base": found["rope_theta"],
+            "rotary_base": rope_parameters["rope_theta"],
             "max_sequence_length": int(text.max_position_embeddings),
             "share_embeddings_and_output_weights": bool(config.tie_word_embeddings),
         }

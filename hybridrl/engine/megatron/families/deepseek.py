@@ -40,7 +40,7 @@ MLA_RULES: dict[str, Kind] = {
 
 
 class DeepSeek(Decoder):
-    """What both have in common."""
+    """Common part of DeepSeek-V2 and DeepSeek-V3."""
 
     rules: ClassVar[dict[str, Kind]] = {
         **DECODER_RULES,
@@ -56,16 +56,16 @@ class DeepSeek(Decoder):
             refuse(config, "attention_bias", "false")
 
     def check_rope(self, config: PreTrainedConfig) -> None:
-        found = rope(config)
-        if found["rope_type"] not in ("default", "yarn"):
+        rope_parameters = rope(config)
+        if rope_parameters["rope_type"] not in ("default", "yarn"):
             refuse(config, "rope_parameters", "rope_type default or yarn")
-        if found.get("attention_factor") is not None or not found.get("truncate", True):
+        if rope_parameters.get("attention_factor") is not None or not rope_parameters.get("truncate", True):
             refuse(config, "rope_parameters", "no attention_factor, and truncate=true")
 
     def transformer_kwargs(self, config: PreTrainedConfig) -> dict[str, Any]:
-        text, found = text_config(config), rope(config)
+        text, rope_parameters = text_config(config), rope(config)
         layers = [index >= int(text.first_k_dense_replace) for index in range(text.num_hidden_layers)]
-        made = {
+        kwargs = {
             **super().transformer_kwargs(config),
             **expert_kwargs(text.n_routed_experts, text.num_experts_per_tok, text.moe_intermediate_size, layers),
             "multi_latent_attention": True,
@@ -76,22 +76,22 @@ class DeepSeek(Decoder):
             "qk_head_dim": int(text.qk_nope_head_dim),
             "qk_pos_emb_head_dim": int(text.qk_rope_head_dim),
             "v_head_dim": int(text.v_head_dim),
-            "rotary_base": float(found["rope_theta"]),
+            "rotary_base": float(rope_parameters["rope_theta"]),
             "moe_router_topk_scaling_factor": float(text.routed_scaling_factor),
         }
         if text.n_shared_experts:
-            made["moe_shared_expert_intermediate_size"] = int(text.n_shared_experts * text.moe_intermediate_size)
-        if found["rope_type"] == "default":
-            return {**made, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+            kwargs["moe_shared_expert_intermediate_size"] = int(text.n_shared_experts * text.moe_intermediate_size)
+        if rope_parameters["rope_type"] == "default":
+            return {**kwargs, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
         return {
-            **made,
+            **kwargs,
             "rope_type": "yarn",
-            "rotary_scaling_factor": float(found["factor"]),
-            "original_max_position_embeddings": int(found["original_max_position_embeddings"]),
-            "beta_fast": float(found.get("beta_fast") or 32),
-            "beta_slow": float(found.get("beta_slow") or 1),
-            "mscale": float(found.get("mscale") or 1.0),
-            "mscale_all_dim": float(found.get("mscale_all_dim") or 0.0),
+            "rotary_scaling_factor": float(rope_parameters["factor"]),
+            "original_max_position_embeddings": int(rope_parameters["original_max_position_embeddings"]),
+            "beta_fast": float(rope_parameters.get("beta_fast") or 32),
+            "beta_slow": float(rope_parameters.get("beta_slow") or 1),
+            "mscale": float(rope_parameters.get("mscale") or 1.0),
+            "mscale_all_dim": float(rope_parameters.get("mscale_all_dim") or 0.0),
         }
 
     def finish(self, config: PreTrainedConfig, chunk: Any) -> None:
@@ -130,7 +130,7 @@ class DeepSeekV3(DeepSeek):
 
     def transformer_kwargs(self, config: PreTrainedConfig) -> dict[str, Any]:
         text = text_config(config)
-        made = {
+        kwargs = {
             **super().transformer_kwargs(config),
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
@@ -138,5 +138,5 @@ class DeepSeekV3(DeepSeek):
             "moe_router_bias_update_rate": 0.0,
         }
         if text.n_group > 1:
-            made |= {"moe_router_num_groups": int(text.n_group), "moe_router_group_topk": int(text.topk_group)}
-        return made
+            kwargs |= {"moe_router_num_groups": int(text.n_group), "moe_router_group_topk": int(text.topk_group)}
+        return kwargs

@@ -71,11 +71,13 @@ class Gemma3(Gemma):
 
     def finish(self, config: PreTrainedConfig, chunk: Any) -> None:
         super().finish(config, chunk)
-        windows, made = self.windows(config), chunk.config
+        windows, model_config = self.windows(config), chunk.config
         everywhere, in_windows = frequencies(config), frequencies(config, "sliding_attention")
         for layer in chunk.decoder.layers:
-            layer.post_attention_layernorm = RMSNorm(made, made.hidden_size, made.layernorm_epsilon)
-            layer.post_mlp_layernorm = RMSNorm(made, made.hidden_size, made.layernorm_epsilon)
+            layer.post_attention_layernorm = RMSNorm(
+                model_config, model_config.hidden_size, model_config.layernorm_epsilon
+            )
+            layer.post_mlp_layernorm = RMSNorm(model_config, model_config.hidden_size, model_config.layernorm_epsilon)
             layer.self_attention.register_forward_hook(functools.partial(_normalise, layer.post_attention_layernorm))
             layer.mlp.register_forward_hook(functools.partial(_normalise, layer.post_mlp_layernorm))
             if windows[layer.layer_number - 1]:
@@ -88,12 +90,15 @@ def _normalise(norm: nn.Module, module: nn.Module, inputs: Any, output: tuple[to
 
 
 def _other_frequencies(
-    first: float, wanted: torch.Tensor, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    first: float, window_frequencies: torch.Tensor, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the rotary angles of all positions, which were computed for the whole model."""
     angles = named["rotary_pos_emb"]
     positions = (angles[..., :1] / first).round()
-    return inputs, {**named, "rotary_pos_emb": torch.cat([positions * wanted.to(angles.device)] * 2, dim=-1)}
+    return inputs, {
+        **named,
+        "rotary_pos_emb": torch.cat([positions * window_frequencies.to(angles.device)] * 2, dim=-1),
+    }
 
 
 def _scale(scale: float, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

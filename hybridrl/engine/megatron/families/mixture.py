@@ -19,7 +19,7 @@ from hybridrl.engine.megatron.mapping import Kind, Replicated, RowParallel, Stac
 
 
 def expert_kwargs(experts: int, per_token: int, width: int, layers: list[bool]) -> dict[str, Any]:
-    """Return what Megatron's `TransformerConfig` says about experts.
+    """Return the fields of Megatron's `TransformerConfig` for experts.
 
     Args:
         experts: how many a layer has.
@@ -39,7 +39,7 @@ def expert_kwargs(experts: int, per_token: int, width: int, layers: list[bool]) 
 
 
 class QwenMoe(Decoder):
-    """What both have in common: which layers have experts, and how the router weighs them."""
+    """Common part of Qwen2-MoE and Qwen3-MoE: the layers with experts, and the weights of the router."""
 
     def check(self, config: PreTrainedConfig) -> None:
         super().check(config)

@@ -1,4 +1,4 @@
-"""What `import verl` finds in a process that was started under the alias: it hands over to `hybridrl.verl_compat`."""
+"""The package that `import verl` imports in a process started under the alias; it activates `hybridrl.verl_compat`."""
 
 import importlib
 import sys

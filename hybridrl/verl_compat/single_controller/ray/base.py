@@ -6,12 +6,10 @@ from hybridrl.single_controller.ray.base import (
     RayResourcePool,
     RayWorkerGroup,
     ResourcePoolManager,
+    SubRayResourcePool,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
-)
-from hybridrl.verl_compat.resource_pools import (
-    SubRayResourcePool,
     extract_pg_from_exist,
     merge_resource_pool,
     split_resource_pool,

@@ -43,9 +43,9 @@ def _factory(name: str) -> Callable[..., Any]:
     signature = inspect.Signature(_parameters(PRESETS[name]))
 
     def make(cls: type[Any], /, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        values = dict(given.arguments)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = dict(bound.arguments)
         if "threshold_lower" in values:
             values["threshold"] = f"{values.pop('threshold_lower')}_{values['threshold']}"
         return rollout_correction_preset(name, cls, **{_SETTINGS[key]: value for key, value in values.items()})

@@ -15,7 +15,7 @@ __all__ = ["AggregationType", "Metric", "reduce_metrics"]
 
 
 class AggregationType(enum.Enum):
-    """How the values of a metric become one number."""
+    """The ways to reduce the values of a metric to one number."""
 
     MEAN = "mean"
     SUM = "sum"

@@ -1,0 +1,62 @@
+"""What readers of mappings get, and how they are registered; see `hybridrl.config.schema.mappings`.
+
+A reader lives next to the code that takes the entries, in a module `mappings` of its package, and imports it only when
+there are entries to check.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hybridrl.config.convert import nearest
+from hybridrl.config.schema.needs import Lookup, read
+from hybridrl.registry import MAPPING_READERS, Facts
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a mapping that a reader checks.
+
+    Attributes:
+        key: the mapping's name in the tree.
+        values: its entries.
+        lookup: reads other settings by their names.
+    """
+
+    key: str
+    values: Mapping[str, Any]
+    lookup: Lookup
+
+    def near(self, name: str) -> Any:
+        """Another setting, named from the mapping's group as conditions name it; `...` if there is none."""
+        return read(name, self.key.rpartition(".")[0], self.lookup)[1]
+
+    def unknown(self, names: Iterable[str], taker: str) -> list[str]:
+        """A sentence for each entry whose name is not among `names`, those that `taker` takes."""
+        known = sorted(names)
+        return [
+            f"{self.key}.{name}={value}: {taker} has no such entry{nearest(name, known) or _listed(known)}; remove it, "
+            "or correct its name"
+            for name, value in self.values.items()
+            if name not in known
+        ]
+
+
+def _listed(names: list[str], most: int = 12) -> str:
+    if not names:
+        return "; it takes none"
+    return f"; there are: {', '.join(names[:most])}{', ...' if len(names) > most else ''}"
+
+
+Reader = Callable[[Entries], Iterable[str]]
+R = TypeVar("R", bound=Reader)
+
+
+def reads_mapping(name: str) -> Callable[[R], R]:
+    """Function decorator: `key(..., read_by=NAME)` is checked by this function, which yields a sentence per fault."""
+
+    def add(reader: R) -> R:
+        MAPPING_READERS.add(name, reader, Facts())
+        return reader
+
+    return add

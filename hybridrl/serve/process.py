@@ -1,0 +1,294 @@
+"""The run's side of its server process: starts and watches it, and answers its calls with the run's rollout."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.vision import ImageTensors
+from hybridrl.notify import notify
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.serve import wire
+from hybridrl.serve.gate import GuestGate, PauseMode
+from hybridrl.serve.http import STOP_S, Listener
+
+_START_S = 300.0
+_STABLE_S = 60.0  # a process that lived for so long did not fail at its start
+_MAX_FAILURES = 3
+_PAUSE_S = 1.0
+_LOG_LINES = 40
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """What the server's process is started with.
+
+    Attributes:
+        rollout, model: groups of the configuration.
+        token: the bearer token of clients.
+        heeds_seeds: the engine samples with a request's own seed.
+        template_kwargs: further variables of the chat template (`data.apply_chat_template_kwargs`).
+        image_kwargs: settings of the model's image processor (`data.mm_processor_kwargs`).
+        records_routing: the engine returns the experts of tokens (`router_replay.mode=R3`).
+    """
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    token: str
+    heeds_seeds: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    image_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    records_routing: bool = False
+
+
+class ServerProcess:
+    """Serves a `GenerationClient` over HTTP from another process, which cannot take the run with it.
+
+    If the process ends, its clients' requests are aborted and it is restarted at the same address.
+
+    Args:
+        client: generates.
+        setup: what the process needs to know.
+        listener: the run's socket; closed by `stop`.
+        log_file: where the process writes; None: to this process's standard error.
+    """
+
+    def __init__(
+        self, client: GenerationClient, setup: ServerSetup, listener: Listener, log_file: Path | None = None
+    ) -> None:
+        self.client = client
+        self.listener = listener
+        self.process: subprocess.Popen[bytes] | None = None
+        self._setup = setup
+        self._log_file = log_file
+        self._ready = threading.Event()
+        self._over = threading.Event()
+        self._stopping = False
+        self._loop = asyncio.new_event_loop()
+        self._gate = GuestGate(client, functools.cache(lambda: tokenizer_of(setup.model)))
+        self._writer: asyncio.StreamWriter | None = None
+        self._in_flight: set[str] = set()  # ids of requests in flight
+        self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
+        self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
+
+    def start(self) -> None:
+        """Start the process, without waiting for it."""
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait until clients are served.
+
+        Raises:
+            RolloutError: the process does not start; the message holds the end of its log.
+        """
+        deadline = time.monotonic() + _START_S
+        while not self._ready.wait(0.1):
+            if self._over.is_set():
+                raise RolloutError(f"the OpenAI server's process does not start{self._end_of_log()}")
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"the OpenAI server's process did not start within {_START_S:.0f} s{self._end_of_log()}"
+                )
+
+    def stop(self) -> None:
+        """End the process; calls in progress get a few seconds."""
+        self._stopping = True
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the thread ends by itself
+                self._loop.call_soon_threadsafe(self._tell_to_close)
+            self._thread.join(2 * STOP_S + 5)
+        self.listener.close()
+
+    def take_session(self, id: str, generate: Callable[[Request], Awaitable[Completion]]) -> None:
+        """Have the requests of a session answered by `generate`, which may be called in another thread."""
+        self._own[id] = generate
+
+    def leave_session(self, id: str) -> None:
+        """Answer the session's requests as those of any client again."""
+        self._own.pop(id, None)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(self._watch())
+        except Exception as error:
+            notify(f"the run is no longer served over HTTP: {type(error).__name__}: {error}", "error")
+        finally:
+            self._over.set()
+            self._loop.close()
+
+    async def _watch(self) -> None:
+        failures = 0
+        while not self._stopping:
+            started = time.monotonic()
+            how = await self._one_process()
+            if self._stopping or not self._ready.is_set():
+                return
+            failures = 1 if time.monotonic() - started > _STABLE_S else failures + 1
+            if failures > _MAX_FAILURES:
+                notify(
+                    f"the OpenAI server's process {how}, {failures} times in a row: nothing answers any longer at "
+                    f"{self.listener.address}. Training continues{self._end_of_log()}",
+                    "error",
+                )
+                return
+            notify(
+                f"the OpenAI server's process {how}; it restarts at {self.listener.address}. Its clients' requests are "
+                f"aborted, training continues{self._end_of_log()}",
+                "warning",
+            )
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _one_process(self) -> str:
+        """Start a process and answer its calls until it ends; returns how it ended."""
+        ours, theirs = socket.socketpair()
+        package_root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
+        descriptors = [theirs.fileno(), self.listener.socket.fileno()]
+        log = None if self._log_file is None else open(self._log_file, "ab")  # noqa: SIM115 (closed below)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hybridrl.serve.child", *map(str, descriptors)],
+                pass_fds=descriptors,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+        if log is not None:
+            log.close()
+        assert self.process.stdin is not None
+        with self.process.stdin as pipe:
+            pipe.write(pickle.dumps(self._setup))
+        self._images = {}  # the numbers are those of another process
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        if self._stopping:
+            self._tell_to_close()
+        try:
+            while True:
+                self._take(await wire.receive(reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except (ValueError, TypeError, KeyError) as error:
+            notify(f"the OpenAI server's process sent something else than a message: {error!r}", "warning")
+        finally:
+            self._writer.close()
+            self._writer = None
+            code = await asyncio.to_thread(_end, self.process)
+            await self._abort_in_flight()
+        return _ended(code)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Start the call that a message asks for."""
+        method = message["method"]
+        if method == "ready":
+            self._ready.set()
+            return
+        if method == "image":
+            self._images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
+            return
+        if method == "forget":
+            self._images.pop(int(message["number"]), None)
+            return
+        answers: dict[str, Callable[[Any], Any]] = {
+            "generate": self._generate,
+            "abort": self._abort,
+            "stats": lambda _: self.client.stats(),
+            "health": lambda _: self.client.health(),
+            "pause": self._pause,
+            "resume": lambda _: self._gate.resume(),
+            "is_paused": lambda _: self._gate.is_paused(),
+        }
+        task = self._loop.create_task(self._answer(int(message["call"]), answers[method], message["argument"]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, answer: Callable[[Any], Any], argument: Any) -> None:
+        data = b""
+        try:
+            value, error = await answer(argument), None
+            if isinstance(value, tuple):
+                value, data = value
+        except Exception as caught:
+            value, error = None, f"{type(caught).__name__}: {caught}"
+        if self._writer is not None:
+            wire.send(self._writer, {"call": number, "value": value, "error": error}, data)
+
+    async def _generate(self, argument: Any) -> tuple[dict[str, Any], bytes]:
+        images = None
+        if argument.get("images") is not None:
+            config, ids = config_of(self._setup.model), argument["prompt_ids"]
+            images = wire.images_from_plain(argument["images"], ids, self._images, config)
+        request = wire.request_from_plain(argument, images)
+        self._in_flight.add(request.id)
+        try:
+            completion = await self._own.get(request.session, self._gate.generate)(request)
+            return wire.completion_to_plain(completion, request.routing)
+        finally:
+            self._in_flight.discard(request.id)
+
+    async def _abort(self, ids: Any) -> None:
+        await self._gate.abort(sorted(self._in_flight.intersection(ids)))  # those of clients, never those of training
+
+    async def _pause(self, mode: Any) -> None:
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode={mode!r}")
+        await self._gate.pause(mode)
+
+    async def _abort_in_flight(self) -> None:
+        """End the requests of a process that has ended; nobody waits for them."""
+        if self._in_flight:
+            await self._gate.abort(sorted(self._in_flight))
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+
+    def _tell_to_close(self) -> None:
+        if self._writer is not None and self._ready.is_set():
+            wire.send(self._writer, {"close": True})
+        elif self.process is not None:
+            self.process.kill()
+
+    def _end_of_log(self) -> str:
+        if self._log_file is None or not self._log_file.is_file():
+            return ""
+        lines = self._log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return f"\nThe end of {self._log_file}:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process that has closed its socket; returns its exit code."""
+    try:
+        return process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
