@@ -72,7 +72,7 @@ RIGHT = "import time\ntime.sleep(0.4)\nprint(int(input()) + 1)"
 @pytest.mark.parametrize("way", [*WAYS, ""])
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGSTOP"])
 def test_programs_that_others_kill_or_stop_run_again(way: str, sent: str) -> None:
-    """Batch systems send SIGTERM to every process of a job, and daemons kill for want of memory. The third end counts."""
+    """Batch systems send SIGTERM to every process of a job, and daemons kill for memory. The third end counts."""
     sandbox = LocalSandbox(max_concurrent=16, ways=[way], allow_unisolated=True)
     draw, hits = random.Random(f"{way} {sent}"), 0
     with ThreadPoolExecutor(4) as pool:
