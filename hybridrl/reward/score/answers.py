@@ -62,6 +62,11 @@ _CHOICE = re.compile(
     r"(?:\\[ ,;]|\s)*(?P<text>.*)",
     re.DOTALL,
 )
+_NEXT_CHOICE = re.compile(r"(?<![A-Za-z\\])(?:\([A-J]\)|[A-J][.):](?!\w))|\b(?:or|and)\s+\(?[A-J]\b")
+#: relations; an answer without one is another
+_RELATION = re.compile(r"\\(?:neq?|geq?|leq?|geqslant|leqslant|gt|lt)(?![A-Za-z])|[<>]")
+#: feet and inches, minutes and seconds
+_PRIMES = re.compile(r"\d\s*['\u2019\u2032]\s*\d")
 #: names of one unit, for answers and references that both have one
 _SAME_UNIT = {
     name: names.split()[0]
@@ -186,6 +191,8 @@ def _choice(text: str) -> tuple[str, str]:
     if match is None:
         return "", ""
     behind = match["text"].strip()
+    if _NEXT_CHOICE.search(behind):
+        return "", ""  # several choices
     if behind and re.match(r"[-+*/^=_]|\\(?:cdot|times|cup|cap|le|ge|in)\b", behind):
         return "", ""  # the beginning of a formula
     return match["enclosed"] or match["marked"] or match["alone"], behind
@@ -234,6 +241,8 @@ def _same_value(answer: str, reference: str) -> bool:
         return False
     if _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs) and Decimal(ours) == Decimal(theirs):
         return True
+    if max(ours.count(":"), theirs.count(":")) > 1:  # ratios of several numbers, whose order counts
+        return False
     if ("~" in ours) != ("~" in theirs) or {_brackets(ours), _brackets(theirs)} == {"set", "ordered"}:
         return False
     if _is_astronomic(answer):
@@ -282,9 +291,12 @@ def _is_product(word: str) -> bool:
 
 
 def _contradict(answer: str, reference: str) -> bool:
-    """Whether both texts name a base, a power of a unit, or one of some opposites, and not the same one; and whether
-    one is a number, and the other a multiple of variables.
+    """Whether both texts name a base, a power of a unit, or one of some opposites, and not the same one; whether one
+    is a number, and the other a multiple of variables; and whether one alone has a relation, or feet and inches.
     """
+    for mark in (_RELATION, _PRIMES):
+        if (mark.search(answer) is None) != (mark.search(reference) is None):
+            return True
     bases = [_BASE.search(text) for text in (answer, reference)]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return True
