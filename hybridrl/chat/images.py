@@ -1,4 +1,4 @@
-"""The images of sessions: read once, placed by the tokens that stand for them, and known for each request.
+"""The images of sessions: each is read once, placed by its tokens, and recorded for each request.
 
 In the messages of a session an image is the part `{"type": "image", "image": ...}`. `ImageReader.prepared` replaces
 what a tool, an environment or a user gave by its patches, which the sampler and the trainer get.
@@ -64,7 +64,7 @@ class ImageReader:
         self.most = most
 
     def patches(self, image: Any) -> ImageTensors:
-        """What the model reads of an image.
+        """Return the patches of an image.
 
         Args:
             image: a PIL image; or patches, `{"pixel_values" [N, D], "image_grid_thw" [1, 3]}`.
@@ -83,20 +83,22 @@ class ImageReader:
 
     async def read(self, images: Sequence[Any]) -> list[ImageTensors]:
         """The patches of images, computed in a thread."""
-        return await asyncio.to_thread(lambda: [self.patches(one) for one in images]) if images else []
+        return await asyncio.to_thread(lambda: [self.patches(image) for image in images]) if images else []
 
     async def prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Messages whose images are patches."""
-        found: list[Message] = []
+        prepared: list[Message] = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list | tuple):
                 content = [dict(part) for part in content]
-                shown = [part for part in content if part.get("type") == "image"]
-                for part, patches in zip(shown, await self.read([one.get("image") for one in shown]), strict=True):
+                image_parts = [part for part in content if part.get("type") == "image"]
+                for part, patches in zip(
+                    image_parts, await self.read([entry.get("image") for entry in image_parts]), strict=True
+                ):
                     part["image"] = patches
-            found.append({**message, "content": content})
-        return found
+            prepared.append({**message, "content": content})
+        return prepared
 
     def in_request(
         self, prompt: Sequence[int], images: Sequence[ImageTensors], generated: Generated
@@ -140,24 +142,25 @@ class SeenImages:
     def __init__(self, reader: ImageReader) -> None:
         self.reader = reader
         self.requests: list[PromptImages | None] = []
-        self._known: dict[int, tuple[Any, ImageTensors]] = {}  # the objects are kept, so that their ids stay theirs
+        #: id of an object -> (object, patches); the objects are kept, so that their ids stay theirs
+        self._patches_by_id: dict[int, tuple[Any, ImageTensors]] = {}
 
     async def read(self, images: Sequence[Any]) -> list[ImageTensors]:
         """The patches of images; an object that was read before is not read again."""
-        new = [one for one in images if id(one) not in self._known]
-        for one, patches in zip(new, await self.reader.read(new), strict=True):
-            self._known[id(one)] = (one, patches)
-        return [self._known[id(one)][1] for one in images]
+        new = [image for image in images if id(image) not in self._patches_by_id]
+        for image, patches in zip(new, await self.reader.read(new), strict=True):
+            self._patches_by_id[id(image)] = (image, patches)
+        return [self._patches_by_id[id(image)][1] for image in images]
 
     def of_trajectory(
-        self, whole: Sequence[int], generated: Generated, given: Sequence[Any] | None
+        self, whole: Sequence[int], generated: Generated, returned: Sequence[Any] | None
     ) -> tuple[PromptImages | None, list[int]]:
         """The images of a trajectory, and the numbers of the calls that had these, or the first of them.
 
         Args:
             whole: tokens of the trajectory.
             generated: of the session.
-            given: the images as a loop returned them; None: those of the longest request in the trajectory.
+            returned: the images as a loop returned them; None: those of the longest request in the trajectory.
 
         Raises:
             RolloutError: the loop returned others, or in another order, than the sampler saw.
@@ -167,16 +170,19 @@ class SeenImages:
         numbers.sort(key=lambda number: len(generated[number][0]))
         if not numbers:
             return None, []
-        if given is not None:
-            read = [self._known[id(one)][1] if id(one) in self._known else self.reader.patches(one) for one in given]
-            names = [PromptImages(one, ()).digest() for one in read]
-            chosen = [number for number in numbers if self._digests(number) == names[: len(self._digests(number))]]
-            if not chosen:
+        if returned is not None:
+            patches = [
+                self._patches_by_id[id(image)][1] if id(image) in self._patches_by_id else self.reader.patches(image)
+                for image in returned
+            ]
+            names = [PromptImages(tensors, ()).digest() for tensors in patches]
+            matching = [number for number in numbers if self._digests(number) == names[: len(self._digests(number))]]
+            if not matching:
                 raise RolloutError(
                     "an agent loop returned multi_modal_data with other images than those that its response was "
                     "generated from, or in another order; return the image_data of the last request"
                 )
-            numbers = chosen
+            numbers = matching
         last = self._digests(numbers[-1])
         return self.requests[numbers[-1]], [n for n in numbers if self._digests(n) == last[: len(self._digests(n))]]
 
@@ -213,32 +219,34 @@ def images_in(messages: Sequence[Mapping[str, Any]]) -> list[ImageTensors]:
 
 def with_row_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[Message]:
     """The messages of a data set's row with its images, such as their patches, at their placeholders."""
-    waiting, found = iter(images), []
+    remaining, converted = iter(images), []
     for message in messages:
         content: Any = message.get("content")
         parts = [] if isinstance(content, str | None) else content
         if (images and isinstance(content, str) and "<video>" in content) or any(
-            one["type"] == "video" for one in parts
+            part["type"] == "video" for part in parts
         ):
             raise RolloutError("a prompt of a session has a video; sessions show images and text")
         if images and isinstance(content, str) and "<image>" in content:
             pieces = [piece for piece in _PLACEHOLDER.split(content) if piece]
-            content = [{"type": "image"} if one == "<image>" else {"type": "text", "text": one} for one in pieces]
+            content = [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
         if not isinstance(content, str | None):
-            content = [{**part, "image": next(waiting)} if part["type"] == "image" else dict(part) for part in content]
-        found.append({**message, "content": content})
-    return found
+            content = [
+                {**part, "image": next(remaining)} if part["type"] == "image" else dict(part) for part in content
+            ]
+        converted.append({**message, "content": content})
+    return converted
 
 
 def with_data_urls(messages: Sequence[Mapping[str, Any]], files: Sequence[ImageFile]) -> list[Message]:
     """The messages of a data set's row with its images as OpenAI's chat API takes them."""
-    found = with_row_images(messages, files)
-    for message in found:
+    converted = with_row_images(messages, files)
+    for message in converted:
         if isinstance(message.get("content"), list):
             message["content"] = [
                 _as_data_url(part) if part["type"] == "image" else part for part in message["content"]
             ]
-    return found
+    return converted
 
 
 def _as_data_url(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What happened in a session: its messages, generations and tool calls with their times, for dumps and traces."""
+"""The log of a session: its messages, generations and tool calls with their times, for dumps and traces."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ class SessionLog:
 
     Attributes:
         started: when the session began, in seconds since the epoch.
-        messages: the conversation; None where the loop told none.
+        messages: the conversation; None: the loop set none.
         events: generations and tool calls in the order in which they ended.
     """
 
@@ -32,7 +32,7 @@ class SessionLog:
             kind: `generate`, `tool`, or a word of your own.
             at: when it began, by `clock`.
             seconds: that it took; None: it ends now.
-            facts: what is known about it, as JSON data.
+            facts: further fields of the event, as JSON data.
         """
         took = self.clock() - at if seconds is None else seconds
         self.events.append({"kind": kind, "at": round(at, 6), "seconds": round(took, 6), **facts})
@@ -46,10 +46,10 @@ class SessionLog:
 
 def without_pixels(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as JSON data: of an image only that it is there."""
-    found = []
+    stripped = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
             content = [{name: value for name, value in part.items() if name != "image"} for part in content]
-        found.append({**message, **({"content": content} if "content" in message else {})})
-    return found
+        stripped.append({**message, **({"content": content} if "content" in message else {})})
+    return stripped

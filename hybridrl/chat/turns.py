@@ -154,15 +154,15 @@ class Turns:
 
     def _as_shown(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as the template gets them: without pixels, and without text that would become a placeholder."""
-        shown = without_pixels(messages)
-        for message in shown:
+        stripped = without_pixels(messages)
+        for message in stripped:
             content = message.get("content")
             if isinstance(content, str):
                 message["content"] = self.harmless(content)
             for part in content if isinstance(content, list) else ():
                 if isinstance(part.get("text"), str):
                     part["text"] = self.harmless(part["text"])
-        return shown
+        return stripped
 
     def harmless(self, text: str) -> str:
         """Text that becomes no placeholder of images."""
@@ -170,24 +170,24 @@ class Turns:
             text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text
 
-    def _differs(self, left: str, right: str) -> bool:
+    def _differs(self, first: str, second: str) -> bool:
         if self._mode == _IGNORE:
-            return "".join(left.split()) != "".join(right.split())
-        return left != right
+            return "".join(first.split()) != "".join(second.split())
+        return first != second
 
     def _after_turn(self, text: str, mark: str) -> tuple[str, str]:
         """The token that ends the turn which holds `mark`, and all text after it."""
         rest = text[text.rfind(mark) + len(mark) :]
-        found = [(rest.index(end), end) for end in self._ends if end and end in rest]
-        if not found:
+        ends = [(rest.index(end), end) for end in self._ends if end and end in rest]
+        if not ends:
             special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-            found = [(rest.index(end), end) for end in special if end in rest]
-        if not found:
+            ends = [(rest.index(end), end) for end in special if end in rest]
+        if not ends:
             raise RolloutError(
                 f"{self._name}: it writes no token that ends the model's turn (known are "
                 f"{', '.join(map(repr, self._ends))}), so answers of tools cannot follow it; {_ADVICE}"
             )
-        start, end = min(found)
+        start, end = min(ends)
         return end, rest[start + len(end) :]
 
     def _continued(
@@ -202,10 +202,10 @@ class Turns:
         Some templates take one call alone. The first way that the template shows is used.
         """
         failure: RolloutError | None = None
-        for shown in (calls, calls[-1:]):
+        for shown_calls in (calls, calls[-1:]):
             messages: list[Message] = [{"role": "user", "content": "?"}]
             for mark, more in zip(_MARKS, answers, strict=False):
-                messages += [_turn(mark, shown), *more]
+                messages += [_turn(mark, shown_calls), *more]
             try:
                 text = self._render(messages, tools, opening)
             except RolloutError as error:
@@ -249,11 +249,11 @@ def _turn(mark: str, calls: Sequence[FunctionCall]) -> Message:
     """A turn of the model that ends with `mark`, in its text or in the arguments of its last call."""
     if not calls:
         return {"role": "assistant", "content": mark}
-    made = []
+    tool_calls = []
     for number, call in enumerate(calls):
         function = {"name": call.name, "arguments": {"a": mark if number == len(calls) - 1 else ""}}
-        made.append({"id": _id_of(call, number), "type": "function", "function": function})
-    return {"role": "assistant", "content": "", "tool_calls": made}
+        tool_calls.append({"id": _id_of(call, number), "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def _id_of(call: FunctionCall, number: int) -> str:

@@ -111,15 +111,17 @@ class Api:
         self._pixels = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run what renders or tokenises."""
+        """Run a function that renders or tokenises, in the thread for that."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
 
     # ------------------------------------------------------------------ prompts
 
     def prompts(self, body: CompletionRequest | GenerateRequest) -> list[list[int]]:
         """Token ids of each prompt."""
-        given = [body.token_ids] if isinstance(body, GenerateRequest) else body.prompts
-        return [self._of_text(prompt) if isinstance(prompt, str) else self._of_tokens(prompt, body) for prompt in given]
+        prompts = [body.token_ids] if isinstance(body, GenerateRequest) else body.prompts
+        return [
+            self._of_text(prompt) if isinstance(prompt, str) else self._of_tokens(prompt, body) for prompt in prompts
+        ]
 
     def conversation(self, body: ChatRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Messages and tools of a request in their inner form.
@@ -145,10 +147,12 @@ class Api:
         """
         if self._pictures is None:  # an image is refused as any other part that is no text
             return body, {}
-        known = {} if session is None else session.pictures
+        session_pictures = {} if session is None else session.pictures
         loop = asyncio.get_running_loop()
-        messages, found = await loop.run_in_executor(self._pixels, self._pictures.taken, body.messages, known)
-        return body.model_copy(update={"messages": messages}), found
+        messages, pictures = await loop.run_in_executor(
+            self._pixels, self._pictures.taken, body.messages, session_pictures
+        )
+        return body.model_copy(update={"messages": messages}), pictures
 
     def chat_prompt(
         self,
@@ -157,7 +161,7 @@ class Api:
         session: ServerSession | None,
         pictures: Mapping[str, ClientImage],
     ) -> Prompt:
-        """A conversation as tokens: what the session knows of it as it is, and the rest rendered as in training.
+        """A conversation as tokens: those of the session's earlier calls, and the rest rendered as in training.
 
         Args:
             pictures: the images of the messages by digest.
@@ -166,9 +170,9 @@ class Api:
             ApiError: it is too long, or the template refuses it.
         """
         if session is not None:
-            known = session.prompt(self.turns, messages, tools, pictures)
-            if known is not None:
-                return known
+            continued = session.prompt(self.turns, messages, tools, pictures)
+            if continued is not None:
+                return continued
         try:
             text = self.turns.text(messages, tools)
         except RolloutError as error:
@@ -182,7 +186,7 @@ class Api:
         except RolloutError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
-    def _begun(
+    def _opening_and_prompt(
         self,
         body: ChatRequest,
         messages: list[Message],
@@ -199,7 +203,7 @@ class Api:
         Raises:
             ApiError: see `chat_prompt`; or the format of calls has no beginning.
         """
-        given = str(messages.pop()["content"]) if body.continue_final_message else ""
+        opening_text = str(messages.pop()["content"]) if body.continue_final_message else ""
         prompt = self.chat_prompt(messages, tools, session, pictures)
         if body.forces_call:
             opening = self.parser.opening(body.forced_function)
@@ -212,8 +216,10 @@ class Api:
                     code="unsupported_parameter",
                 )
             _, thought, after = self.served.tokenizer.decode(prompt.ids[-_TAIL:]).rpartition("<think>")
-            given = f"\n</think>\n\n{opening}" if thought and not after.strip() else opening
-        return given, prompt.with_more(self.turns.encoded(self.turns.harmless(given))) if given else prompt
+            opening_text = f"\n</think>\n\n{opening}" if thought and not after.strip() else opening
+        if opening_text:
+            prompt = prompt.with_more(self.turns.encoded(self.turns.harmless(opening_text)))
+        return opening_text, prompt
 
     def _of_text(self, prompt: str) -> list[int]:
         """Token ids of a text; the tokenizer adds special tokens."""
@@ -248,7 +254,7 @@ class Api:
             )
 
     def fault_in_template(self, with_tools: bool) -> str | None:
-        """Why conversations cannot be continued token by token with this chat template, or None."""
+        """Return why conversations cannot be continued token by token with this chat template, or None."""
         if with_tools not in self._faults:
             self._faults[with_tools] = None
             try:
@@ -262,12 +268,12 @@ class Api:
         body.check_extras()
         body, pictures = await self.with_images(body, session)
         messages, tools = await self.in_thread(self.conversation, body)
-        return len((await self.in_thread(self._begun, body, messages, tools, session, pictures))[1].ids)
+        return len((await self.in_thread(self._opening_and_prompt, body, messages, tools, session, pictures))[1].ids)
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ refusals
 
     def _check(self, body: Body, session: ServerSession | None) -> None:
-        """Refuse what needs no prompt to be refused.
+        """Refuse parameters that can be checked without the prompt.
 
         Raises:
             ApiError: names the parameter.
@@ -338,8 +344,10 @@ class Api:
             return completion
 
         if isinstance(body, GenerateRequest):
-            found = await self._all_of(pending, noted)
-            return JSONResponse(answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0].ids, found))
+            completions = await self._all_of(pending, noted)
+            return JSONResponse(
+                answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0].ids, completions)
+            )
         answer = ResponseBuilder(id, self.served.name, self.served.tokenizer, body, [prompt.ids for prompt in prompts])
         if body.stream:
             return _Stream(self, len(requests), text_events(pending, answer, noted))
@@ -379,32 +387,32 @@ class Api:
         messages, tools = await self.in_thread(self.conversation, body)
         if session is not None and tools and (fault := await self.in_thread(self.fault_in_template, True)):
             raise ApiError(400, f"tools: {fault}", param="tools", code="unsupported_parameter")
-        given, prompt = await self.in_thread(self._begun, body, messages, tools, session, pictures)
+        opening, prompt = await self.in_thread(self._opening_and_prompt, body, messages, tools, session, pictures)
         self._check(body, session)  # others have come meanwhile
         id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"
         exchange = CallContext(id, body.model or self.served.name, self.served.tokenizer, body, prompt.ids)
-        same = fingerprint(dialect.id_prefix, body)
-        known = (
-            session.remembered(same) if session is not None and http.headers.get(_RETRY_HEADER, "0") != "0" else None
+        key = fingerprint(dialect.id_prefix, body)
+        stored_replies = (
+            session.remembered(key) if session is not None and http.headers.get(_RETRY_HEADER, "0") != "0" else None
         )
-        if known is not None:  # the client did not get the answer to this request, and asks again
+        if stored_replies is not None:  # the client did not get the answer to this request, and asks again
             if body.stream:
-                return _Stream(self, 0, turn_events(dialect, exchange, as_stream(known)))
-            return JSONResponse(await self.in_thread(dialect.whole, exchange, known))
+                return _Stream(self, 0, turn_events(dialect, exchange, as_stream(stored_replies)))
+            return JSONResponse(await self.in_thread(dialect.whole, exchange, stored_replies))
         requests = self._requests(id, body, [prompt], name, session)
         pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
         replies: dict[int, ReplyChoice] = {}
 
         def read(index: int, completion: Completion) -> ReplyChoice:
             new_id = _new_id if session is None else session.new_call_id
-            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id, given)
+            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id, opening)
             replies[index] = reply
             if session is not None and completion.finish_reason != "abort":
                 session.add(messages, tools, prompt, reply)
                 if keep_from is not None:
                     session.store(id, [*messages[keep_from:], *inner_messages([reply.whole_message()])])
                 if len(replies) == len(requests):
-                    session.remember(same, [replies[index] for index in sorted(replies)])
+                    session.remember(key, [replies[index] for index in sorted(replies)])
             return reply
 
         async def replied(index: int, completion: Completion) -> ReplyChoice:
@@ -422,16 +430,16 @@ class Api:
         return JSONResponse(await self.in_thread(dialect.whole, exchange, [replies[i] for i in sorted(replies)]))
 
     async def abort_named(self, names: Sequence[str], session: str | None) -> int:
-        """End calls by the `request_id` that they were given, or the id of their answer; how many requests that were.
+        """Abort calls by their `request_id` or the id of their answer, and return the number of aborted requests.
 
         Args:
             session: whose calls they are; None: of any session, and outside of them.
         """
-        chosen = set(names)
+        call_names = set(names)
         ids = {
             id
             for (owner, name), requests in self._named.items()
-            if name in chosen and session in (None, owner)
+            if name in call_names and session in (None, owner)
             for id in requests
         }
         if ids:
@@ -501,7 +509,7 @@ class Api:
             session.in_flight += count
 
     def _room(self, body: Body, prompt: Prompt, session: ServerSession | None) -> int:
-        """Most tokens that the response may have. In a session, a longer wish is shortened to what is left.
+        """Most tokens that the response may have. In a session, a larger request is cut to the room that there is.
 
         Raises:
             ApiError: the prompt is empty, or it and the response do not fit the model's length or the session's.
@@ -510,23 +518,23 @@ class Api:
         field = _field(body)
         if not length:
             raise ApiError(400, f"{field}: the prompt has no token", param=field)
-        left = limit - length
+        room = limit - length
         key = "actor_rollout_ref.rollout.max_model_len"
-        own = None if session is None else session.room(prompt)
-        if own is not None and own < left:
-            left, key = own, "data.max_response_length, for all tokens after the first prompt"
-        wanted = body.limit or max(left, 1)
-        if session is not None and left > 0:
-            return min(wanted, left)
-        if wanted > left:
+        session_room = None if session is None else session.room(prompt)
+        if session_room is not None and session_room < room:
+            room, key = session_room, "data.max_response_length, for all tokens after the first prompt"
+        requested = body.limit or max(room, 1)
+        if session is not None and room > 0:
+            return min(requested, room)
+        if requested > room:
             raise ApiError(
                 400,
-                f"the prompt has {length} tokens and {wanted} are requested, {length + wanted} together; the "
-                f"limit is {length + left} ({key}). Shorten {field} or max_tokens",
+                f"the prompt has {length} tokens and {requested} are requested, {length + requested} together; the "
+                f"limit is {length + room} ({key}). Shorten {field} or max_tokens",
                 param=field,
                 code=TOO_LONG,
             )
-        return wanted
+        return requested
 
 
 class _Stream(StreamingResponse):
@@ -551,7 +559,7 @@ class _Stream(StreamingResponse):
 
 
 def _session_name(body: Body, http: HttpRequest, session: ServerSession | None) -> str:
-    """What requests that share a replica have in common."""
+    """Return the name that requests for the same replica share."""
     name = http.headers.get("x-session-id") or body.session_id or "" if session is None else session.id
     if len(name) > _MAX_SESSION:
         raise ApiError(400, f"the session's name is longer than {_MAX_SESSION} characters", param="session_id")

@@ -70,8 +70,8 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        one = {"id": served.name, "object": "model", "created": 0, "owned_by": "hybridrl"}
-        return {"object": "list", "data": [one | {"max_model_len": served.max_model_len}]}
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "hybridrl"}
+        return {"object": "list", "data": [model | {"max_model_len": served.max_model_len}]}
 
     @app.get("/health")
     async def is_healthy() -> Response:
@@ -144,10 +144,10 @@ def _add_control(app: FastAPI, api: Api, gate: Gate) -> None:
     @app.get("/weight_info")
     async def weight_info() -> dict[str, str]:
         stats = await gate.stats()
-        known = [int(values["weights_version"]) for values in stats.values() if "weights_version" in values]
-        if not known:
+        versions = [int(values["weights_version"]) for values in stats.values() if "weights_version" in values]
+        if not versions:
             raise ApiError(503, "no weights generate yet", code="no_weights")
-        return {"weight_version": str(min(known))}
+        return {"weight_version": str(min(versions))}
 
 
 def _add_sessions(app: FastAPI, api: Api, sessions: SessionTable) -> None:

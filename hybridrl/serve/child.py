@@ -85,7 +85,7 @@ class RunClient:
         if isinstance(images, ShownImages):
             for picture in images.pictures:
                 self._send_once(picture)
-            plain["images"] = {"numbers": [one.number for one in images.pictures], "places": images.places}
+            plain["images"] = {"numbers": [image.number for image in images.pictures], "places": images.places}
         return wire.completion_from_plain(*await self._answered("generate", plain))
 
     def _send_once(self, picture: ClientImage) -> None:
@@ -110,8 +110,8 @@ class RunClient:
         return bool(await self._call("is_paused"))
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        found: Mapping[str, Mapping[str, float]] = await self._stats.get()
-        return found
+        stats: Mapping[str, Mapping[str, float]] = await self._stats.get()
+        return stats
 
     async def health(self) -> str | None:
         fault: str | None = await self._health.get()
@@ -171,8 +171,8 @@ def _be_modest(max_connections: int) -> int:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where memory runs out, this process goes first
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + _OWN_DESCRIPTORS
-    limit = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    descriptors = max_connections + _OWN_DESCRIPTORS
+    limit = descriptors if most == resource.RLIM_INFINITY else min(descriptors, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     return max(1, limit - _OWN_DESCRIPTORS)
 

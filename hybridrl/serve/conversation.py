@@ -35,21 +35,21 @@ def inner_messages(
         raise ApiError(400, f"messages: {fault}", param="messages")
     inner = []
     for message in normal_messages(messages):
-        made = {name: value for name, value in message.items() if name not in _NOT_RENDERED}
+        inner_message = {name: value for name, value in message.items() if name not in _NOT_RENDERED}
         if message["role"] == "developer" and not knows_developer:
-            made["role"] = "system"
+            inner_message["role"] = "system"
         if message["role"] == "tool":
-            made.setdefault("name", "")
-        if "tool_calls" in made:
-            made["tool_calls"] = [
+            inner_message.setdefault("name", "")
+        if "tool_calls" in inner_message:
+            inner_message["tool_calls"] = [
                 {
                     "id": str(call.get("id") or ""),
                     "type": "function",
                     "function": {name: call["function"][name] for name in ("name", "arguments")},
                 }
-                for call in made["tool_calls"]
+                for call in inner_message["tool_calls"]
             ]
-        inner.append(made)
+        inner.append(inner_message)
     return inner
 
 

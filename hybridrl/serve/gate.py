@@ -50,7 +50,7 @@ class GuestGate:
         self._here: set[str] = set()  # all requests that are not answered
         self._inside: set[str] = set()  # those that the client generates
         self._aborted: set[str] = set()
-        self._kept: set[str] = set()  # aborted to go on later
+        self._suspended: set[str] = set()  # aborted to go on later
         self._changed = asyncio.Condition()
 
     async def generate(self, request: Request) -> Completion:
@@ -65,11 +65,11 @@ class GuestGate:
                     self._inside.discard(id)
                     await self._tell()
                 add_part(answer, part, request, self._tokenizer)
-                if answer.finish_reason != "abort" or id not in self._kept:
+                if answer.finish_reason != "abort" or id not in self._suspended:
                     break
-                self._kept.discard(id)
+                self._suspended.discard(id)
         finally:
-            for ids in (self._here, self._aborted, self._kept):
+            for ids in (self._here, self._aborted, self._suspended):
                 ids.discard(id)
         return answer
 
@@ -81,11 +81,11 @@ class GuestGate:
 
     async def abort(self, ids: Sequence[str]) -> None:
         """End these requests; ids of requests that did not pass here go on to the client."""
-        chosen = self._here.intersection(ids)
-        self._aborted |= chosen
-        self._kept -= chosen
+        here = self._here.intersection(ids)
+        self._aborted |= here
+        self._suspended -= here
         await self._tell()
-        await self._client.abort(sorted(set(ids) - (chosen - self._inside)))
+        await self._client.abort(sorted(set(ids) - (here - self._inside)))
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         return await self._client.stats()
@@ -98,7 +98,7 @@ class GuestGate:
         if mode == "abort":
             await self.abort(sorted(self._here))
         elif mode == "keep":
-            self._kept |= self._inside - self._aborted
+            self._suspended |= self._inside - self._aborted
             await self._client.abort(sorted(self._inside))
         async with self._changed:
             await self._changed.wait_for(lambda: not self._inside or not self._paused)

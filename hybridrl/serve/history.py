@@ -18,32 +18,32 @@ class Said:
     @property
     def messages(self) -> list[Message]:
         """From the first message on."""
-        found: list[Message] = []
-        said: Said | None = self
-        while said is not None:
-            found.append(said.message)
-            said = said.before
-        return found[::-1]
+        newest_first: list[Message] = []
+        conversation: Said | None = self
+        while conversation is not None:
+            newest_first.append(conversation.message)
+            conversation = conversation.before
+        return newest_first[::-1]
 
 
 class History:
     """Conversations that share their beginnings, and lists of tools that are kept once."""
 
     def __init__(self) -> None:
-        self._said: dict[bytes, Said] = {}
+        self._conversations: dict[bytes, Said] = {}
         self._tools: dict[bytes, list[dict[str, Any]]] = {}
 
     def __len__(self) -> int:
-        """Messages that are kept."""
-        return len(self._said)
+        """Number of stored messages."""
+        return len(self._conversations)
 
     def of(self, messages: Sequence[Message]) -> Said | None:
         """A conversation; None has no message."""
-        said, key = None, b""
+        conversation, key = None, b""
         for message in messages:
             key = digest(key, message)
-            said = self._said.setdefault(key, Said(message, said))
-        return said
+            conversation = self._conversations.setdefault(key, Said(message, conversation))
+        return conversation
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A list of tools."""

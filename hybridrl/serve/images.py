@@ -50,11 +50,11 @@ class ShownImages(PromptImages):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request asks to be continued.
+    """The prompt of a request.
 
     Attributes:
-        ids: its tokens.
-        images: among them; None: it has none.
+        ids: its token ids.
+        images: its images; None: it has none.
     """
 
     ids: list[int]
@@ -78,7 +78,7 @@ class PictureReader:
         self._max_tokens = max_tokens
         self._numbers = itertools.count()
         #: digest of a file -> the image, while a session or a request has it
-        self._known: WeakValueDictionary[bytes, ClientImage] = WeakValueDictionary()
+        self._by_file_digest: WeakValueDictionary[bytes, ClientImage] = WeakValueDictionary()
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -86,23 +86,23 @@ class PictureReader:
         return self._reader.processor.config
 
     def taken(
-        self, messages: Sequence[Mapping[str, Any]], known: Mapping[str, ClientImage]
+        self, messages: Sequence[Mapping[str, Any]], session_pictures: Mapping[str, ClientImage]
     ) -> tuple[list[dict[str, Any]], dict[str, ClientImage]]:
         """Messages that name their images by digest, and these images.
 
         Args:
             messages: of the inner request.
-            known: images of the session by digest.
+            session_pictures: images of the session by digest.
 
         Raises:
             ApiError: an image cannot be read, or there are too many or too large ones.
         """
-        found: dict[str, ClientImage] = {}
-        shown, images, tokens = [], 0, 0
+        pictures: dict[str, ClientImage] = {}
+        rewritten, images, tokens = [], 0, 0
         for number, message in enumerate(messages):
             content = message.get("content")
             if not isinstance(content, list):
-                shown.append(dict(message))
+                rewritten.append(dict(message))
                 continue
             parts = []
             for part in content:
@@ -112,13 +112,13 @@ class PictureReader:
                         raise _refused(f"{where}: the model writes text; leave images out of its messages")
                     images += 1
                     self._check_count(images)
-                    picture = self._picture(part, known, where, self._max_tokens - tokens)
+                    picture = self._picture(part, session_pictures, where, self._max_tokens - tokens)
                     tokens += self._tokens(picture)
-                    found[picture.digest] = picture
+                    pictures[picture.digest] = picture
                     part = {"type": "image", "digest": picture.digest}
                 parts.append(part)
-            shown.append({**message, "content": parts})
-        return shown, found
+            rewritten.append({**message, "content": parts})
+        return rewritten, pictures
 
     def _tokens(self, picture: ClientImage) -> int:
         return int(picture.tensors["image_grid_thw"].prod()) // int(self.config.vision_config.spatial_merge_size) ** 2
@@ -128,21 +128,23 @@ class PictureReader:
         if most is not None and images > most:
             raise _refused(f"there are more than {most} images (actor_rollout_ref.rollout.limit_images)")
 
-    def _picture(self, part: Mapping[str, Any], known: Mapping[str, ClientImage], where: str, room: int) -> ClientImage:
+    def _picture(
+        self, part: Mapping[str, Any], session_pictures: Mapping[str, ClientImage], where: str, room: int
+    ) -> ClientImage:
         """The image of a part.
 
         Args:
             room: most tokens that it may have.
         """
         if part["type"] == "image":  # of a conversation that the session keeps
-            if part.get("digest") not in known:
+            if part.get("digest") not in session_pictures:
                 raise _refused(f"{where}: the session has no image of digest {short(part.get('digest'))}; {_ADVICE}")
-            return known[part["digest"]]
+            return session_pictures[part["digest"]]
         data = _file_of(part.get("image_url"), where)
         key = hashlib.sha256(data).digest()
-        picture = self._known.get(key)
+        picture = self._by_file_digest.get(key)
         if picture is None:
-            picture = self._known[key] = self._read(data, where, room)
+            picture = self._by_file_digest[key] = self._read(data, where, room)
         elif self._tokens(picture) > room:
             raise self._too_long(where, self._tokens(picture))
         return picture
@@ -222,21 +224,22 @@ def pictures_in(messages: Sequence[Message], pictures: Mapping[str, ClientImage]
 
 
 def placed(
-    ids: list[int], pictures: Sequence[ClientImage], config: PreTrainedConfig | None, known: Turn | None = None
+    ids: list[int], pictures: Sequence[ClientImage], config: PreTrainedConfig | None, continued_turn: Turn | None = None
 ) -> Prompt:
     """A prompt with its images at its placeholders.
 
     Args:
         pictures: in the order of their placeholders.
         config: of a model that reads images; None: it reads text alone.
-        known: the turn that the prompt continues. What the policy wrote there stands for no image.
+        continued_turn: the turn that the prompt continues; what the policy wrote in it stands for no image.
 
     Raises:
         RolloutError: the prompt has another number of placeholders.
     """
-    if config is None or not (pictures or known):
+    if config is None or not (pictures or continued_turn):
         return Prompt(ids)
-    of_images = {place for one in (known.images if known else ()) for place in range(one.first, one.first + one.tokens)}
-    plain = set(range(known.end if known else 0)) - of_images
-    found = PromptImages.of(ids, join_images([one.tensors for one in pictures]), config, "the prompt", plain)
-    return Prompt(ids, None if found is None else ShownImages(found.tensors, found.places, tuple(pictures)))
+    spans = continued_turn.images if continued_turn else ()
+    of_images = {place for span in spans for place in range(span.first, span.first + span.tokens)}
+    plain = set(range(continued_turn.end if continued_turn else 0)) - of_images
+    images = PromptImages.of(ids, join_images([picture.tensors for picture in pictures]), config, "the prompt", plain)
+    return Prompt(ids, None if images is None else ShownImages(images.tensors, images.places, tuple(pictures)))

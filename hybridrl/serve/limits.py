@@ -1,4 +1,4 @@
-"""Who may call what of the HTTP server, and how errors look; the limits themselves are those of every server."""
+"""Access to the paths of the HTTP server, and the format of its errors; the limits are those of every server."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,7 +58,7 @@ class Guard(TokenGuard):
         self._is_session = is_session
 
     def checked(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Scope, bool]:
-        """The scope with the session that the request belongs to, and whether the client has shown a key."""
+        """The scope with the session that the request belongs to, and whether the client has sent a key."""
         path = scope["path"]
         key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
         session, owner = self._named_session(path, key.decode("latin-1")), self.is_owner(key)
@@ -76,8 +76,8 @@ class Guard(TokenGuard):
             )
         if session is not None:
             scope = {**scope, "state": {**scope.get("state", {}), "session": session}}
-            _, found, rest = path.partition(f"{_SESSIONS}{session}")
-            if found and rest.startswith(_GENERATING):  # one route serves calls inside and outside of sessions
+            _, separator, rest = path.partition(f"{_SESSIONS}{session}")
+            if separator and rest.startswith(_GENERATING):  # one route serves calls inside and outside of sessions
                 scope |= {"path": rest, "raw_path": rest.encode()}
         return scope, owner or session is not None
 

@@ -66,9 +66,9 @@ class PendingRequests:
     def _leave(self) -> None:
         """Have what is pending aborted by name: the end of a task here does not end what another process generates."""
         self._gone.cancel()
-        left = {task for task in self._index if not task.done()}
-        if left:
-            task = asyncio.ensure_future(self._abort(left))
+        unfinished = {task for task in self._index if not task.done()}
+        if unfinished:
+            task = asyncio.ensure_future(self._abort(unfinished))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 

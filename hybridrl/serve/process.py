@@ -36,7 +36,7 @@ _LOG_LINES = 40
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What the server's process is started with.
+    """Settings of the server's process.
 
     Attributes:
         rollout, model: groups of the configuration.

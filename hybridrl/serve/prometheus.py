@@ -45,12 +45,12 @@ def metrics_text(stats: Mapping[str, Mapping[str, float]]) -> bytes:
             names in neither table are ignored.
     """
     registry = CollectorRegistry()
-    registry.register(_Collected(stats))
+    registry.register(_StatsCollector(stats))
     return generate_latest(registry)
 
 
-class _Collected:
-    """A collector with the replicas' own counts; counters of `prometheus_client` would count again."""
+class _StatsCollector:
+    """Collects the counts that the replicas report; counters of `prometheus_client` would count again."""
 
     def __init__(self, stats: Mapping[str, Mapping[str, float]]) -> None:
         self._stats = stats
@@ -58,11 +58,11 @@ class _Collected:
     def collect(self) -> Iterator[Metric]:
         for table, family in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
             for name, (metric, meaning) in table.items():
-                found = family(metric, meaning, labels=["replica"])
+                metric_family = family(metric, meaning, labels=["replica"])
                 for replica, values in self._stats.items():
                     if name in values:
-                        found.add_metric([replica], values[name])
-                yield found
+                        metric_family.add_metric([replica], values[name])
+                yield metric_family
 
 
 SCRAPE_JOB = "hybridrl"
@@ -108,13 +108,13 @@ def _existing(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RolloutError(f"{_KEY}.file={path}: cannot be read as YAML ({error}); name another file") from error
-    jobs = found.get("scrape_configs") or [] if isinstance(found, dict) else None
+    jobs = content.get("scrape_configs") or [] if isinstance(content, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
         raise RolloutError(f"{_KEY}.file={path}: is not a Prometheus configuration; name another file")
-    return found
+    return content
 
 
 def _reload(port: int, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From a completion to what a client sees of it: text, thoughts and tool calls."""
+"""Conversion of a completion into the choice that a client gets: text, thoughts and tool calls."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ class ReplyChoice:
         calls: the tool calls, each with an id.
         malformed: what looks like calls and cannot be read; `content` has their text.
         reasoning: thoughts, where they are apart from the text.
-        given: the beginning of the text, where the client gave it; `content` is what follows.
+        opening: the beginning of the text, if the client sent one; `content` is what follows.
     """
 
     completion: Completion
@@ -31,7 +31,7 @@ class ReplyChoice:
     calls: tuple[FunctionCall, ...] = ()
     malformed: tuple[MalformedCall, ...] = ()
     reasoning: str = ""
-    given: str = ""
+    opening: str = ""
 
     @property
     def finish_reason(self) -> str:
@@ -41,11 +41,11 @@ class ReplyChoice:
 
     def message(self) -> Message:
         """The message as OpenAI's chat API has it."""
-        found: Message = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        message: Message = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.tool_call_id,
                     "type": "function",
@@ -53,11 +53,11 @@ class ReplyChoice:
                 }
                 for call in self.calls
             ]
-        return found
+        return message
 
     def whole_message(self) -> Message:
-        """The message with the beginning that the client gave."""
-        return self.message() | ({"content": self.given + self.content} if self.given else {})
+        """The message with the beginning that the client sent."""
+        return self.message() | ({"content": self.opening + self.content} if self.opening else {})
 
 
 def text_of(tokenizer: Any, completion: Completion, request: SamplingRequest) -> str:
@@ -68,10 +68,10 @@ def text_of(tokenizer: Any, completion: Completion, request: SamplingRequest) ->
 def _cut(text: str, completion: Completion, request: SamplingRequest) -> str:
     if completion.finish_reason != "stop":
         return text
-    found = [(text.find(stop), len(stop)) for stop in request.stops if stop in text]
-    if not found:
+    matches = [(text.find(stop), len(stop)) for stop in request.stops if stop in text]
+    if not matches:
         return text
-    start, length = min(found)
+    start, length = min(matches)
     return text[: start + length] if request.include_stop_str_in_output else text[:start]
 
 
@@ -82,9 +82,9 @@ def reply_of(
     completion: Completion,
     request: ChatRequest,
     new_id: Callable[[], str],
-    given: str = "",
+    opening: str = "",
 ) -> ReplyChoice:
-    """What a client sees of a completion.
+    """Return the choice that a client gets for a completion.
 
     Args:
         tokenizer: decodes it.
@@ -92,26 +92,26 @@ def reply_of(
         ends: tokens that end a turn; they belong to no text.
         request: the call's body.
         new_id: makes the id of a call that the model gave none.
-        given: the beginning of the turn, which the model did not write.
+        opening: the beginning of the turn, which the model did not write.
     """
     plain = text_of(tokenizer, completion, request)
-    own = given if request.continue_final_message else ""
+    own = opening if request.continue_final_message else ""
     if not request.separates_thoughts:
-        return ReplyChoice(completion, plain, given=own)
+        return ReplyChoice(completion, plain, opening=own)
     ids = completion.token_ids
     marked = _cut(tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids), completion, request)
     if not request.reads_calls:
         thought, content = _thought_and_rest(plain)
-        return ReplyChoice(completion, content, reasoning=thought, given=own)
-    parsed = parser.parse(given + marked, request.tools)
+        return ReplyChoice(completion, content, reasoning=thought, opening=own)
+    parsed = parser.parse(opening + marked, request.tools)
     calls = [call for call in parsed.calls if isinstance(call, FunctionCall)]
     malformed = tuple(call for call in parsed.calls if isinstance(call, MalformedCall))
     content = "\n".join(filter(None, [parsed.content, *(call.text.strip() for call in malformed)]))
-    taken: set[str] = set()
+    used_ids: set[str] = set()
     named = []
     for call in calls if request.parallel_tool_calls else calls[:1]:
-        id = call.tool_call_id if call.tool_call_id and call.tool_call_id not in taken else new_id()
-        taken.add(id)
+        id = call.tool_call_id if call.tool_call_id and call.tool_call_id not in used_ids else new_id()
+        used_ids.add(id)
         named.append(FunctionCall(call.name, call.arguments, id))
     if own:  # of which the client knows
         content = content.removeprefix(own.strip())
@@ -129,9 +129,9 @@ def _thought_and_rest(text: str) -> tuple[str, str]:
 
 def calls_in(message: Mapping[str, Any]) -> list[FunctionCall]:
     """The tool calls of a message of the inner conversation."""
-    found = []
+    calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
-        known = arguments if isinstance(arguments, Mapping) else {}
-        found.append(FunctionCall(call["function"]["name"], known, call.get("id")))
-    return found
+        arguments_by_name = arguments if isinstance(arguments, Mapping) else {}
+        calls.append(FunctionCall(call["function"]["name"], arguments_by_name, call.get("id")))
+    return calls

@@ -112,7 +112,9 @@ class ResponseBuilder:
             choice["message"] = reply.message()
             choice["logprobs"] = {"content": self._chat_logprobs(completion)} if request.logprobs else None
             if reply.malformed:
-                choice["malformed_tool_calls"] = [{"text": one.text, "reason": one.reason} for one in reply.malformed]
+                choice["malformed_tool_calls"] = [
+                    {"text": call.text, "reason": call.reason} for call in reply.malformed
+                ]
         else:
             choice["text"] = text_of(self.tokenizer, completion, request)
             choice["logprobs"] = None if request.logprobs is None else self._text_logprobs(completion)

@@ -1,4 +1,4 @@
-"""Rollouts that are served over HTTP while they live. The server's packages are imported where there is a server."""
+"""Start of rollouts with an HTTP server. The server's packages are imported only if the configuration has a server."""
 
 import functools
 from collections.abc import Callable, Mapping

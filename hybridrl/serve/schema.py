@@ -167,7 +167,7 @@ class SamplingRequest(BaseModel):
 
     @property
     def json_schema(self) -> str | None:
-        """What the response has to be JSON of, as JSON text."""
+        """The JSON schema of the response, as JSON text; None: any text."""
         return None
 
     def sampling(self, sample: int, max_new_tokens: int) -> SamplingParams:
@@ -297,16 +297,18 @@ class ChatRequest(SamplingRequest):
         Raises:
             ApiError: says why.
         """
-        given = self.response_format
-        if given.get("type", "text") == "text":
+        response_format = self.response_format
+        if response_format.get("type", "text") == "text":
             return
-        check_encodable(given, "response_format")
-        described = given.get("json_schema")
+        check_encodable(response_format, "response_format")
+        described = response_format.get("json_schema")
         has_schema = isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping)
-        if given.get("type") != "json_object" and not (given.get("type") == "json_schema" and has_schema):
+        if response_format.get("type") != "json_object" and not (
+            response_format.get("type") == "json_schema" and has_schema
+        ):
             raise _unsupported(
-                f"response_format={short(given)} is not supported: take the type text, json_object, or json_schema "
-                "with a schema"
+                f"response_format={short(response_format)} is not supported: take the type text, json_object, or "
+                "json_schema with a schema"
             )
         if self.reads_calls or self.continue_final_message:
             raise _unsupported(
@@ -316,12 +318,12 @@ class ChatRequest(SamplingRequest):
 
 
 def _unsupported(message: str) -> ApiError:
-    """A parameter that the message begins with is refused."""
+    """Return the error for a parameter that is refused; the message begins with its name."""
     return ApiError(400, message, param=re.split(r"\W", message, maxsplit=1)[0], code="unsupported_parameter")
 
 
 def _fault_in_tool(tool: Mapping[str, Any]) -> str | None:
-    """Why an entry of `tools` is not the description of a function, or None."""
+    """Return why an entry of `tools` is not the description of a function, or None."""
     if tool.get("type", "function") != "function":
         return f"its type is {tool['type']!r}; the server runs no tools, only functions of the client are taken"
     function = tool.get("function")
@@ -399,10 +401,10 @@ class SessionSampling(BaseModel):
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a session is opened with.
+    """Settings of a session.
 
     Attributes:
-        metadata: the opener's own.
+        metadata: of the client that opened it.
         sampling: parameters of requests that set none, see `SessionSampling`.
         fixed: those hold for requests that set others, too.
         max_response_tokens: most tokens after the first prompt of a conversation; None: as many as the model can have.
@@ -428,7 +430,7 @@ class OpenSession(BaseModel):
     match: Literal["strict", "loose"] = "strict"
 
     def settings(self) -> SessionSettings:
-        """What the session keeps of it."""
+        """The settings of the session."""
         return SessionSettings(
             metadata=self.metadata,
             sampling=self.sampling_params.model_dump(exclude_unset=True),

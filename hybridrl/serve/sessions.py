@@ -27,21 +27,21 @@ from hybridrl.serve.replies import ReplyChoice, calls_in
 from hybridrl.serve.schema import TOO_LONG, ApiError, ChatRequest, SessionSettings
 
 ID_PREFIX = "session-"
-_KEPT_ANSWERS = 16  # of a session, for clients that ask again because an answer has not arrived
+_MAX_STORED_ANSWERS = 16  # of a session, for clients that ask again because an answer has not arrived
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """A call as the client saw it."""
+class _CallRecord:
+    """A call as the client sees it."""
 
-    said: Said | None
+    conversation: Said | None
     tools: list[dict[str, Any]]
     answer: Message
     finish_reason: str
 
     @property
     def messages(self) -> list[Message]:
-        return [] if self.said is None else self.said.messages
+        return [] if self.conversation is None else self.conversation.messages
 
     def as_trace(self) -> dict[str, Any]:
         return {
@@ -70,7 +70,7 @@ class ServerSession:
         self.cut = False  # the last request did not fit
         self._matcher = MATCHERS[settings.match]
         self._history = History()
-        self._shown: dict[int, _Shown] = {}
+        self._records: dict[int, _CallRecord] = {}
         self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
         self._answers: OrderedDict[str, list[ReplyChoice]] = OrderedDict()
         self._stored: dict[str, Said | None] = {}  # conversations by the id of their last answer
@@ -88,18 +88,18 @@ class ServerSession:
         tools: Sequence[Mapping[str, Any]],
         pictures: Mapping[str, ClientImage],
     ) -> Prompt | None:
-        """A conversation whose beginning is known, as tokens and images; None where it is not.
+        """A conversation that continues an earlier call, as tokens and images; None if it continues none.
 
         Args:
             pictures: the images of the messages by digest.
         """
         keys = keys_of(messages, tools, self._matcher)
         for count in range(len(messages) - 1, 0, -1):
-            known = self._ends.get(keys[count])
+            end = self._ends.get(keys[count])
             rest = messages[count:]
-            if known is None or rest[0]["role"] == "assistant" or rest[-1]["role"] == "assistant":
+            if end is None or rest[0]["role"] == "assistant" or rest[-1]["role"] == "assistant":
                 continue
-            turn, calls = known
+            turn, calls = end
             before = turn.token_ids
             try:
                 more = turns.following(before[-1], with_patches(rest, pictures), tools or None, calls)
@@ -119,7 +119,7 @@ class ServerSession:
         answer = inner_messages([reply.whole_message()])
         key = keys_of([*messages, *answer], tools, self._matcher)[-1]
         self._ends[key] = turn, calls_in(answer[0])
-        self._shown[turn.index] = _Shown(
+        self._records[turn.index] = _CallRecord(
             self._history.of(messages), self._history.tools(tools), reply.whole_message(), reply.finish_reason
         )
 
@@ -144,28 +144,28 @@ class ServerSession:
     def with_defaults(self, body: Any) -> Any:
         """A request with the session's sampling parameters."""
         settings = self.settings
-        chosen = {
+        defaults = {
             name: value
             for name, value in settings.sampling.items()
             if settings.fixed or name not in body.model_fields_set
         }
-        if chosen.get("stop"):  # the agent's own are a part of how it works
-            chosen["stop"] = list(dict.fromkeys([*_listed(chosen["stop"]), *body.stops]))
+        if defaults.get("stop"):  # the agent's own are a part of how it works
+            defaults["stop"] = list(dict.fromkeys([*_listed(defaults["stop"]), *body.stops]))
         elif settings.fixed:
-            chosen.pop("stop", None)
-        return body.model_copy(update=chosen) if chosen else body
+            defaults.pop("stop", None)
+        return body.model_copy(update=defaults) if defaults else body
 
     # ------------------------------------------------------------------ requests that come again
 
     def remember(self, fingerprint: str, replies: list[ReplyChoice]) -> None:
-        """Keep the answer to a request for a client that does not get it."""
+        """Store the answer to a request, for a client that does not get it and retries."""
         self._answers[fingerprint] = replies
         self._answers.move_to_end(fingerprint)
-        while len(self._answers) > _KEPT_ANSWERS:
+        while len(self._answers) > _MAX_STORED_ANSWERS:
             self._answers.popitem(last=False)
 
     def remembered(self, fingerprint: str) -> list[ReplyChoice] | None:
-        """The answer to the same request before."""
+        """The stored answer to an equal request; None if there is none."""
         return self._answers.get(fingerprint)
 
     def store(self, id: str, messages: list[Message]) -> None:
@@ -180,13 +180,13 @@ class ServerSession:
         """
         if id not in self._stored:
             raise ApiError(404, f"previous_response_id: this session has no response {id!r}", "previous_response_id")
-        said = self._stored[id]
-        return [] if said is None else said.messages
+        conversation = self._stored[id]
+        return [] if conversation is None else conversation.messages
 
-    # ------------------------------------------------------------------ what is known of it
+    # ------------------------------------------------------------------ description
 
     def described(self) -> dict[str, Any]:
-        """What `GET /sessions/ID` answers."""
+        """The answer to `GET /sessions/ID`."""
         turns = self.tree.turns
         return {
             "id": self.id,
@@ -203,14 +203,14 @@ class ServerSession:
 
     def messages(self) -> list[Message]:
         """The conversation of the last call, with its answer."""
-        if not self._shown:
+        if not self._records:
             return []
-        last = self._shown[max(self._shown)]
+        last = self._records[max(self._records)]
         return [*last.messages, last.answer]
 
     def trace(self) -> dict[str, Any]:
         """Its calls as OpenEnv's `TrainingTrace`."""
-        return training_trace(self.tree, {index: shown.as_trace() for index, shown in self._shown.items()})
+        return training_trace(self.tree, {index: record.as_trace() for index, record in self._records.items()})
 
 
 class SessionTable:
@@ -282,6 +282,6 @@ def _listed(stop: Any) -> list[str]:
 
 
 def fingerprint(dialect: str, body: ChatRequest) -> str:
-    """What two requests that are the same have in common."""
+    """Return a key that is the same for equal requests."""
     text = json.dumps(body.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(f"{dialect} {text}".encode("utf-8", "surrogatepass")).hexdigest()

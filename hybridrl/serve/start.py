@@ -34,11 +34,11 @@ class Access:
     def write(self, folder: Path) -> Path:
         """Write the file in place of whatever has its name; a link is replaced, not followed."""
         path = Path(folder) / ACCESS_FILE
-        known = {"base_url": self.url, "api_key": self.token, "model": self.model}
+        content = {"base_url": self.url, "api_key": self.token, "model": self.model}
         with replacing(path) as temporary:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-                json.dump(known, file, indent=1)
+                json.dump(content, file, indent=1)
         return path
 
     def remove(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Access:
 
 
 def served_name(rollout: RolloutConfig, model: ModelConfig) -> str:
-    """What clients call the model."""
+    """The name of the model for clients."""
     return rollout.prometheus.served_model_name or model.path
 
 

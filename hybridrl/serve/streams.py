@@ -38,7 +38,7 @@ async def answered(pending: PendingRequests, timeout_s: float | None = None) -> 
 
 
 async def as_replies(pending: PendingRequests, replied: Callable[[int, Completion], Any]) -> AsyncGenerator[Any, None]:
-    """(index, reply) as they are complete; None where some time has passed."""
+    """Yield (index, reply) as soon as each is complete, and None after `_KEEP_ALIVE_S` seconds without one."""
     async with pending:
         while pending.pending:
             completed = await answered(pending, _KEEP_ALIVE_S)
@@ -48,26 +48,26 @@ async def as_replies(pending: PendingRequests, replied: Callable[[int, Completio
                 yield index, await replied(index, completion)
 
 
-async def as_stream(known: Sequence[ReplyChoice]) -> AsyncGenerator[Any, None]:
-    """(index, reply) of answers that are there already."""
-    for index, reply in enumerate(known):
+async def as_stream(replies: Sequence[ReplyChoice]) -> AsyncGenerator[Any, None]:
+    """Yield (index, reply) of stored answers."""
+    for index, reply in enumerate(replies):
         yield index, reply
 
 
 async def turn_events(
-    dialect: Dialect, exchange: CallContext, found: AsyncGenerator[Any, None]
+    dialect: Dialect, exchange: CallContext, stream: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events: each choice as a whole, as soon as it is complete."""
+    """Yield server-sent events: each choice as a whole, as soon as it is complete."""
     replies: dict[int, ReplyChoice] = {}
     try:
         for text in dialect.opening(exchange):
             yield text
-        async with aclosing(found):  # a stream that is given up ends what it waits for
-            async for one in found:
-                if one is None:
+        async with aclosing(stream):  # a stream that is given up ends what it waits for
+            async for entry in stream:
+                if entry is None:
                     yield dialect.keep_alive()
                     continue
-                index, reply = one
+                index, reply = entry
                 replies[index] = reply
                 for text in dialect.choice(exchange, index, reply):
                     yield text

@@ -77,8 +77,8 @@ def image_from_plain(data: Mapping[str, Any], config: PreTrainedConfig) -> Image
     vision = config.vision_config
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
     size = channels * vision.temporal_patch_size * vision.patch_size**2
-    grid = [int(one) for one in data["grid"]]
-    if len(grid) != 3 or min(grid) < 1 or any(one % vision.spatial_merge_size for one in grid[1:]):
+    grid = [int(side) for side in data["grid"]]
+    if len(grid) != 3 or min(grid) < 1 or any(side % vision.spatial_merge_size for side in grid[1:]):
         raise ValueError(f"an image of {grid} patches")
     patches = torch.frombuffer(bytearray(data["data"]), dtype=torch.float32)
     image_grid = torch.tensor([grid])
@@ -86,18 +86,21 @@ def image_from_plain(data: Mapping[str, Any], config: PreTrainedConfig) -> Image
 
 
 def images_from_plain(
-    data: Mapping[str, Any], prompt_ids: Sequence[int], known: Mapping[int, ImageTensors], config: PreTrainedConfig
+    data: Mapping[str, Any],
+    prompt_ids: Sequence[int],
+    images_by_number: Mapping[int, ImageTensors],
+    config: PreTrainedConfig,
 ) -> PromptImages:
     """The images of a request.
 
     Args:
         data: `numbers` of images, and `places` (first token, number of tokens).
-        known: images by number.
+        images_by_number: images that the process has sent.
 
     Raises:
         ValueError, TypeError, KeyError: they do not fit the prompt.
     """
-    tensors = join_images([known[int(number)] for number in data["numbers"]])
+    tensors = join_images([images_by_number[int(number)] for number in data["numbers"]])
     places = tuple((int(first), int(count)) for first, count in data["places"])
     if [count for _, count in places] != tokens_per_image(config, tensors["image_grid_thw"]).tolist():
         raise ValueError("images with other numbers of tokens")
@@ -148,10 +151,10 @@ def completion_to_plain(completion: Completion, routing: bool) -> tuple[dict[str
 
 def completion_from_plain(plain: Mapping[str, Any], data: bytes) -> Completion:
     """The completion that `completion_to_plain` made plain."""
-    known = dict(plain)
-    experts = known.pop("experts", None)
-    known["versions"] = [(version, tokens) for version, tokens in known["versions"]]
+    fields = dict(plain)
+    experts = fields.pop("experts", None)
+    fields["versions"] = [(version, tokens) for version, tokens in fields["versions"]]
     if experts is not None:
         kind, shape = experts
-        known["routed_experts"] = np.frombuffer(data, dtype=kind).reshape(shape)
-    return Completion(**known)
+        fields["routed_experts"] = np.frombuffer(data, dtype=kind).reshape(shape)
+    return Completion(**fields)

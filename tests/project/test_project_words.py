@@ -42,7 +42,6 @@ EMPTY_WORDS = frozenset(
 LEFT_NAMES = {
     "": 13,
     "agents": 75,
-    "chat": 40,
     "config": 85,
     "data": 95,
     "hybrid_engine": 5,
@@ -51,7 +50,6 @@ LEFT_NAMES = {
     "reward": 160,
     "rollout": 30,
     "sandbox": 30,
-    "serve": 80,
     "single_controller": 1,
     "trainer": 215,
     "utils": 45,
@@ -60,14 +58,12 @@ LEFT_NAMES = {
 LEFT_DOCSTRINGS = {
     "": 4,
     "agents": 25,
-    "chat": 4,
     "config": 20,
     "data": 12,
     "models": 4,
     "reward": 32,
     "rollout": 7,
     "sandbox": 15,
-    "serve": 14,
     "trainer": 32,
     "utils": 15,
 }

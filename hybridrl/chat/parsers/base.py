@@ -1,4 +1,4 @@
-"""What a parser of tool calls is, and what all of them share.
+"""The interface of parsers of tool calls, and the code that all of them share.
 
 A parser never raises, whatever the model wrote: what looks like a call and cannot be read is returned as malformed.
 """
@@ -148,10 +148,10 @@ def register_tool_parser(name: str) -> Callable[[T], T]:
 
 def tool_parser_of(name: str, tokenizer: Any) -> ToolParser:
     """The parser of `multi_turn.format`, for a model's tokenizer."""
-    made = TOOL_PARSERS.get(name)()
-    if isinstance(made, ToolParser):
-        made.use(tokenizer)
-    return _Readable(made, tokenizer)
+    parser = TOOL_PARSERS.get(name)()
+    if isinstance(parser, ToolParser):
+        parser.use(tokenizer)
+    return _Readable(parser, tokenizer)
 
 
 def pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, bool, bool]]:
@@ -218,26 +218,26 @@ def typed(value: str, name: str, parameter: str, tools: Sequence[Mapping[str, An
     if types <= {"string"}:
         return value
     try:
-        found = json.loads(value, strict=False)
+        parsed = json.loads(value, strict=False)
     except (ValueError, RecursionError):
-        found = {"true": True, "false": False, "none": None}.get(value.strip().lower(), value)
-    if "string" in types and not _json_types(found) & types:
+        parsed = {"true": True, "false": False, "none": None}.get(value.strip().lower(), value)
+    if "string" in types and not _json_types(parsed) & types:
         return value
-    return found
+    return parsed
 
 
 def _json_types(value: Any) -> set[str]:
     """The JSON types that a value is of."""
     if isinstance(value, bool) or value is None:
         return {"null" if value is None else "boolean"}
-    found: dict[type, set[str]] = {
+    types_of: dict[type, set[str]] = {
         int: {"integer", "number"},
         float: {"number"},
         str: {"string"},
         dict: {"object"},
         list: {"array"},
     }
-    return found[type(value)]
+    return types_of[type(value)]
 
 
 def _types(schema: Any) -> set[str]:
@@ -245,7 +245,7 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     own = schema.get("type")
-    found = {own} if isinstance(own, str) else {one for one in own or () if isinstance(one, str)}
+    types = {own} if isinstance(own, str) else {name for name in own or () if isinstance(name, str)}
     for option in schema.get("anyOf") or ():
-        found |= _types(option)
-    return found
+        types |= _types(option)
+    return types

@@ -43,7 +43,7 @@ class EngineParser(ToolParser):
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call], set[str]]:
-        """What the engine's parser finds: the content, the calls, and the texts that begin a call."""
+        """Run the engine's parser; returns the content, the calls, and the texts that begin a call."""
 
     def has_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the engine sees the beginning of a call; where it cannot say, `read` returns what begins one."""

@@ -70,10 +70,10 @@ class LlamaParser(ToolParser):
                     calls.append(MalformedCall(rest, f"it is not JSON ({error})"))
                     break
                 return Parsed(text.strip())
-            found = call_in(value, rest[:used], ("parameters", "arguments"))
-            if isinstance(found, MalformedCall) and not tag and not (isinstance(value, dict) and "name" in value):
+            call = call_in(value, rest[:used], ("parameters", "arguments"))
+            if isinstance(call, MalformedCall) and not tag and not (isinstance(value, dict) and "name" in value):
                 return Parsed(text.strip())
-            calls.append(found)
+            calls.append(call)
             rest = rest[used:].lstrip(" \n;,")
         return Parsed(content.strip(), calls)
 

@@ -22,10 +22,10 @@ def __getattr__(name: str) -> type[EngineParser]:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         raise RolloutError(f"multi_turn.format={__name__}:{name} needs SGLang, which is not here ({error})") from error
-    known = FunctionCallParser.ToolCallParserEnum
-    if name not in known:
+    parsers = FunctionCallParser.ToolCallParserEnum
+    if name not in parsers:
         raise RolloutError(
-            f"multi_turn.format={__name__}:{name}: SGLang has no such parser; it has {', '.join(sorted(known))}"
+            f"multi_turn.format={__name__}:{name}: SGLang has no such parser; it has {', '.join(sorted(parsers))}"
         )
     return type(name, (SglangParser,), {"name": f"{name} of SGLang", "parser": name, "__module__": __name__})
 
@@ -36,8 +36,10 @@ class SglangParser(EngineParser):
     parser: str
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call], set[str]]:
-        content, found = self._new(tools).parse_non_stream(text)
-        calls = [with_arguments(call.name or "", call.parameters, f"{call.name}({call.parameters})") for call in found]
+        content, tool_calls = self._new(tools).parse_non_stream(text)
+        calls = [
+            with_arguments(call.name or "", call.parameters, f"{call.name}({call.parameters})") for call in tool_calls
+        ]
         return content, calls, set()
 
     def has_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:

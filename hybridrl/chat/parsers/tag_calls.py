@@ -40,14 +40,14 @@ class QwenCoderParser(ToolParser):
         return "<tool_call>\n<function=" if name is None else f"<tool_call>\n<function={name}>\n"
 
     def _call(self, part: str, tools: Sequence[Mapping[str, Any]]) -> Call:
-        found = _FUNCTION.match(part)
-        name = found["name"].strip() if found else ""
-        if found is None or not name:
+        function = _FUNCTION.match(part)
+        name = function["name"].strip() if function else ""
+        if function is None or not name:
             return MalformedCall(part, "it has no <function=NAME>...</function>")
-        body, arguments = found["body"], {}
-        for one in _PARAMETER.finditer(body):
-            key = one["name"].strip()
-            arguments[key] = typed(_inner(one["value"]), name, key, tools)
+        body, arguments = function["body"], {}
+        for parameter in _PARAMETER.finditer(body):
+            key = parameter["name"].strip()
+            arguments[key] = typed(_inner(parameter["value"]), name, key, tools)
         rest = _PARAMETER.sub("", body)
         if rest.strip():
             return MalformedCall(part, f"{rest.strip()[:60]!r} stands outside of <parameter=NAME>...</parameter>")
@@ -77,8 +77,8 @@ class GlmParser(ToolParser):
         if not name or re.search(r"[\s<>{}]", name):
             return MalformedCall(part, "the name of the function must follow <tool_call>")
         arguments: dict[str, Any] = {}
-        for one in rest.split("<arg_key>") if mark else ():
-            key, closed, after = one.partition("</arg_key>")
+        for pair in rest.split("<arg_key>") if mark else ():
+            key, closed, after = pair.partition("</arg_key>")
             between, opened, value = after.partition("<arg_value>")
             value, ended, more = value.partition("</arg_value>")
             if not (closed and opened and ended) or between.strip() or more.strip():

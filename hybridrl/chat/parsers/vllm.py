@@ -25,8 +25,10 @@ def __getattr__(name: str) -> type[EngineParser]:
     try:
         cls = ToolParserManager.get_tool_parser(name)
     except KeyError:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise RolloutError(f"multi_turn.format={__name__}:{name}: vLLM has no such parser; it has {known}") from None
+        registered = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise RolloutError(
+            f"multi_turn.format={__name__}:{name}: vLLM has no such parser; it has {registered}"
+        ) from None
     return type(name, (VllmParser,), {"name": f"{name} of vLLM", "cls": cls, "__module__": __name__})
 
 
@@ -51,15 +53,15 @@ class VllmParser(EngineParser):
         body = {"messages": [], "model": "", "tools": described or None, "skip_special_tokens": False}
         request = ChatCompletionRequest.model_validate(body)
         parser = self.cls(self.tokenizer, described)
-        found = parser.extract_tool_calls(text, request)
+        extracted = parser.extract_tool_calls(text, request)
         marks = {
             value
             for key, value in vars(parser).items()
             if isinstance(value, str) and (key == "bot_token" or key.endswith("_start_token"))
         }
         calls = []
-        for call in found.tool_calls:
+        for call in extracted.tool_calls:
             name, arguments = call.function.name, call.function.arguments
             id = call.id if call.id and call.id in text else None  # parsers make ids up where the model gives none
             calls.append(with_arguments(name, arguments, f"{name}({arguments})", id))
-        return found.content or "", calls, marks
+        return extracted.content or "", calls, marks

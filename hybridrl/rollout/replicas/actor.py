@@ -175,8 +175,8 @@ class Replica:
         """Completions since the last call; waits up to `wait_s` for the first, and briefly for more."""
         if await self._await_done(1, wait_s):
             await self._await_done(max(1, len(self._tasks) // _GATHER_PART), _GATHER_S)
-        found, self._done = self._done, []
-        return found
+        completions, self._done = self._done, []
+        return completions
 
     async def _await_done(self, count: int, wait_s: float) -> bool:
         """Wait for so many completions, or for the last one; False where none came in time."""
@@ -287,10 +287,10 @@ class Replica:
         Args:
             after: reference of a call that has to be finished first, such as the one that submitted them.
         """
-        chosen = set(self._tasks) if ids is None else self._tasks.keys() & set(ids)
-        self._aborted.update(chosen)
+        request_ids = set(self._tasks) if ids is None else self._tasks.keys() & set(ids)
+        self._aborted.update(request_ids)
         await self._wake()
-        while inside := chosen & self._inside:
+        while inside := request_ids & self._inside:
             await self._engine_does(self._engine.abort(list(inside)))
             await asyncio.sleep(_DRAIN_POLL_S)
 
@@ -320,7 +320,7 @@ class Replica:
         await self._engine_does(self._engine.begin_update())
 
     async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
-        """What each of the engine's processes needs of the policy's tensors; see `InferenceEngine.requirements`."""
+        """The tensors of the policy that each of the engine's processes needs; see `InferenceEngine.requirements`."""
         return await self._engine_does(self._engine.requirements(checkpoint))
 
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
@@ -393,7 +393,7 @@ class Replica:
 
 
 def compiler_hint(text: str) -> str:
-    """What to install if an engine's kernels could not be compiled, as the end of a message; else an empty text."""
+    """Name the compiler to install if an engine's kernels could not be compiled, as the end of a message; else ""."""
     missing = [package for sign, package in _COMPILERS.items() if sign in text]
     if not missing:
         return ""

@@ -59,7 +59,7 @@ class Balancer:
         """
         loads = dict(in_flight)
         clients_at = dict(clients or dict.fromkeys(loads, 0))
-        given: dict[int, list[Request]] = {}
+        assigned: dict[int, list[Request]] = {}
         while self._queues:
             is_client = min(self._queues) > TRAINING_PRIORITY
             free = [
@@ -78,8 +78,8 @@ class Balancer:
                 self._remember(request.session, home)
             loads[home] += 1
             clients_at[home] += is_client
-            given.setdefault(home, []).append(request)
-        return given
+            assigned.setdefault(home, []).append(request)
+        return assigned
 
     def _next(self) -> Request:
         priority = min(self._queues)

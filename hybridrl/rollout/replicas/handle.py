@@ -54,7 +54,7 @@ class ReplicaPlacement:
 
 @dataclass
 class PoolSettings:
-    """How the pool starts and supervises its replicas; `RolloutConfig` describes the values.
+    """Settings of the start and supervision of replicas; `RolloutConfig` describes the values.
 
     Attributes:
         processes: number of processes of a replica's engine that hold weights.
@@ -85,7 +85,7 @@ class ReplicaProcess(NamedTuple):
 
 @dataclass
 class ReplicaHandle:
-    """What the pool knows of a replica."""
+    """A replica as the pool sees it: placement, state and current process."""
 
     index: int
     placement: ReplicaPlacement
@@ -146,8 +146,8 @@ class ReplicaHandle:
             why = "did not start in time (actor_rollout_ref.rollout.start_timeout_s)" + end_of_log(self.log_file)
             cause: Exception = error
         except RayTaskError as error:  # the replica has put the end of its log into the message
-            known = isinstance(error.cause, RolloutError)
-            why = "did not start: " + (str(error.cause) if known else repr(error.cause) + end_of_log(self.log_file))
+            has_log = isinstance(error.cause, RolloutError)
+            why = "did not start: " + (str(error.cause) if has_log else repr(error.cause) + end_of_log(self.log_file))
             cause = error
         except RayError as error:
             why, cause = f"died while it started: {error}{end_of_log(self.log_file)}", error

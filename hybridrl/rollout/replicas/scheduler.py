@@ -97,37 +97,37 @@ class Scheduler:
     def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests (all, where None); they return the tokens generated so far."""
         with self._lock:
-            chosen = set(self._futures) if ids is None else set(ids) & self._futures.keys()
-            self._aborted |= chosen
+            request_ids = set(self._futures) if ids is None else set(ids) & self._futures.keys()
+            self._aborted |= request_ids
             waiting = self._balancer.clear()
-            self._balancer.add(request for request in waiting if request.id not in chosen)
+            self._balancer.add(request for request in waiting if request.id not in request_ids)
             for request in waiting:
-                if request.id in chosen:
+                if request.id in request_ids:
                     self._complete(Completion(request.id, [], [], "abort"))
             for replica in self._replicas:
-                here = sorted(replica.in_flight.keys() & chosen)
+                here = sorted(replica.in_flight.keys() & request_ids)
                 if here:
                     replica.actor.abort.remote(here, replica.submitted)
 
     def remove_from(self, replica: ReplicaHandle) -> list[Request]:
         """The requests of a lost replica, which may no longer complete there. The lock is held."""
-        lost, replica.in_flight = list(replica.in_flight.values()), {}
-        self.rerun += len(lost)
+        requests, replica.in_flight = list(replica.in_flight.values()), {}
+        self.rerun += len(requests)
         self._balancer.forget(replica.index)
-        return lost
+        return requests
 
-    def run_again(self, replica: ReplicaHandle, lost: Sequence[Request], why: str) -> None:
+    def run_again(self, replica: ReplicaHandle, requests: Sequence[Request], why: str) -> None:
         """Queue lost requests before the others; one that was lost too often is given up. The lock is held."""
         limit = self._settings.max_restarts
-        self._losses.update(request.id for request in lost)
-        for request in lost:
+        self._losses.update(request.id for request in requests)
+        for request in requests:
             if request.id in self._aborted:
                 self._complete(Completion(request.id, [], [], "abort"))
             elif self._losses[request.id] > limit:  # it may be what ends the replicas
                 times = self._losses[request.id]
                 fault = f"its replica was lost {times} times (rollout.max_restarts={limit}); the last time {why}"
                 self._complete(Completion(request.id, [], [], "error", error=fault + end_of_log(replica.log_file)))
-        self._balancer.add([request for request in lost if request.id in self._futures], first=True)
+        self._balancer.add([request for request in requests if request.id in self._futures], first=True)
         self.dispatch()  # to the other replicas
 
     def fail(self, error: RolloutError) -> None:

@@ -180,7 +180,7 @@ class Supervisor:
             replica.state, replica.collecting, replica.health = ReplicaState.DOWN, None, None
             replica.incarnation = ""
             ray.kill(process.actor)  # it may be alive, hang, and hold what others wait for
-            lost = self._scheduler.remove_from(replica)
+            requests = self._scheduler.remove_from(replica)
             replica.failures += 1
             replica.restarts += 1
             limit = self._settings.max_restarts
@@ -193,8 +193,8 @@ class Supervisor:
                     )
                 )
                 return
-            self._scheduler.run_again(replica, lost, why)
-        notify(f"replica {replica.index}: {why}; {len(lost)} requests run again", "warning")
+            self._scheduler.run_again(replica, requests, why)
+        notify(f"replica {replica.index}: {why}; {len(requests)} requests run again", "warning")
         self._restart_if_down(replica)
 
     def _restart_if_down(self, replica: ReplicaHandle) -> None:
@@ -392,14 +392,14 @@ class Supervisor:
     def statistics(self) -> dict[str, dict[str, float]]:
         """See `ReplicaPool.statistics`."""
         with self._lock:
-            found = {
+            statistics = {
                 str(replica.index): {"restarts": float(replica.restarts), "in_flight": float(len(replica.in_flight))}
                 for replica in self._replicas
             }
-        asked = [(process.replica, process.actor.stats.remote()) for process in self._running()]
+        refs = [(process.replica, process.actor.stats.remote()) for process in self._running()]
         deadline = time.monotonic() + _CLOSE_S
-        for replica, ref in asked:
-            values = found[str(replica.index)]
+        for replica, ref in refs:
+            values = statistics[str(replica.index)]
             try:
                 values |= ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
             except RayError:  # just lost, or stuck; the watcher handles it
@@ -407,7 +407,7 @@ class Supervisor:
             values["weight_update_seconds"] = self._update_seconds
             if replica.state is ReplicaState.READY:
                 values["weights_version"] = float(self.version)
-        return found
+        return statistics
 
 
 def _ended(error: Exception) -> str:

@@ -223,7 +223,7 @@ class PartialOutput:
         cached_tokens: of the prompt, from the prefix cache.
         experts: int32, flat, in the order [t, all layers, K]; of the first t tokens of prompt and response. None before
             the end, and if they were not requested.
-        found: what was read of the prompt.
+        prompt_logprobs: of the prompt's tokens, for a request that reads.
     """
 
     token_ids: list[int]
@@ -232,7 +232,7 @@ class PartialOutput:
     message: str
     cached_tokens: int
     experts: np.ndarray | None = None
-    found: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Server:
@@ -340,7 +340,7 @@ class Server:
             async for reply in self._manager.generate_request(request, None):
                 output = _output(reply, False)
                 if output.finish != "abort":
-                    output.found = _findings(reply["meta_info"], reading)
+                    output.prompt_logprobs = _findings(reply["meta_info"], reading)
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output
@@ -362,7 +362,7 @@ class Server:
                 finish = reply["meta_info"].get("finish_reason") or {}
                 output = PartialOutput([], [], finish.get("type"), str(finish.get("message") or ""), 0)
                 if output.finish != "abort":
-                    output.found = PromptLogprobs(score=float(reply["embedding"][0]))
+                    output.prompt_logprobs = PromptLogprobs(score=float(reply["embedding"][0]))
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output

@@ -156,8 +156,8 @@ class Host:
                     output = await self.server.read(name, ids, request.reading, priority)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
-        if output.found is not None:
-            return Completion(request.id, [], [], "stop", found=output.found)
+        if output.prompt_logprobs is not None:
+            return Completion(request.id, [], [], "stop", found=output.prompt_logprobs)
         why = output.message or "it was aborted"
         return Completion(request.id, [], [], "abort" if running.aborted else "error", error=why)
 

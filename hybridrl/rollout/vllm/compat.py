@@ -233,29 +233,29 @@ def _has_layerwise_reload() -> bool:
 
 def current_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a user with today's names for those that older versions had."""
-    found = dict(arguments)
-    if found.pop("disable_mm_preprocessor_cache", False):
-        found.setdefault("mm_processor_cache_gb", 0)
-    return found
+    renamed = dict(arguments)
+    if renamed.pop("disable_mm_preprocessor_cache", False):
+        renamed.setdefault("mm_processor_cache_gb", 0)
+    return renamed
 
 
-def known_arguments(wanted: Mapping[str, Any], required: Mapping[str, Any]) -> dict[str, Any]:
-    """`wanted` and `required` as this version's engine takes them.
+def known_arguments(optional: Mapping[str, Any], required: Mapping[str, Any]) -> dict[str, Any]:
+    """`optional` and `required` as this version's engine takes them.
 
     Args:
-        wanted: tuning arguments; left out where this version does not know them.
-        required: arguments that this version has to know.
+        optional: tuning arguments; left out if this version does not have them.
+        required: arguments that this version must have.
 
     Raises:
         RolloutError: this version lacks a required argument, or one of the user's.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = AsyncEngineArgs.__dataclass_fields__.keys()
-    unknown = sorted(required.keys() - known)
+    fields = AsyncEngineArgs.__dataclass_fields__.keys()
+    unknown = sorted(required.keys() - fields)
     if unknown:
         name, version = installed()
         raise RolloutError(
             f"{name} {version} takes no {', '.join(unknown)} (see actor_rollout_ref.rollout.engine_kwargs.vllm)"
         )
-    return {key: value for key, value in wanted.items() if key in known} | dict(required)
+    return {key: value for key, value in optional.items() if key in fields} | dict(required)

@@ -82,9 +82,9 @@ class VLLMEngine(InferenceEngine):
 
     @property
     def _dtype(self) -> str:
-        """What the model computes in."""
-        wanted = self.spec.config.dtype
-        return wanted if wanted != "auto" else ("bfloat16" if self.spec.devices else "float32")
+        """The data type that the model computes in."""
+        dtype = self.spec.config.dtype
+        return dtype if dtype != "auto" else ("bfloat16" if self.spec.devices else "float32")
 
     @property
     def _processes(self) -> int:
@@ -137,18 +137,18 @@ class VLLMEngine(InferenceEngine):
 
     @classmethod
     def check_routing(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
-        key, asked = "actor_rollout_ref.rollout", "recording the experts of tokens (router_replay.mode=R3)"
+        key, feature = "actor_rollout_ref.rollout", "recording the experts of tokens (router_replay.mode=R3)"
         if reason := compat.why_no_routing(on_gpu):
-            raise RolloutError(f"{key}.name=vllm with {asked}: {reason}")
+            raise RolloutError(f"{key}.name=vllm with {feature}: {reason}")
         if not config.enable_prefix_caching:
             raise RolloutError(
-                f"{key}.enable_prefix_caching=False with {asked}: vLLM keeps them with the blocks of its prefix cache; "
-                "set it to True"
+                f"{key}.enable_prefix_caching=False with {feature}: vLLM keeps them with the blocks of its prefix "
+                "cache; set it to True"
             )
         if config.pipeline_model_parallel_size > 1:
             raise RolloutError(
-                f"{key}.pipeline_model_parallel_size={config.pipeline_model_parallel_size} with {asked}: vLLM does not "
-                "collect those of several stages; set it to 1"
+                f"{key}.pipeline_model_parallel_size={config.pipeline_model_parallel_size} with {feature}: vLLM does "
+                "not collect those of several stages; set it to 1"
             )
         layers_with_routers(config_of(model))
 
@@ -272,9 +272,9 @@ class VLLMEngine(InferenceEngine):
         )
 
     def _experts(self, answer: Any) -> np.ndarray | None:
-        """Those of a `CompletionOutput`: of the prompt's tokens, and of generated ones but the last."""
-        found = answer.routed_experts
-        return None if found is None else self._routing.chosen(found)
+        """The experts in a `CompletionOutput`: of the prompt's tokens, and of all generated ones but the last."""
+        experts = answer.routed_experts
+        return None if experts is None else self._routing.chosen(experts)
 
     @functools.cached_property
     def _routing(self) -> RecordedLayers:
@@ -374,8 +374,8 @@ class VLLMEngine(InferenceEngine):
             return
         self._released |= set(tags)
         if "weights" in self._released - self._asleep:  # vLLM can only release everything
-            kept = self.spec.gets_adapter or self.spec.load_weights  # nobody sends these weights again
-            level = 1 if kept else self.spec.config.sleep_level
+            keeps_weights = self.spec.gets_adapter or self.spec.load_weights  # nobody sends these weights again
+            level = 1 if keeps_weights else self.spec.config.sleep_level
             await compat.release_all(self._engine, self._asleep, level)
             self._asleep = set(MEMORY_TAGS)
         elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):

@@ -131,7 +131,7 @@ class ImageInputs:
         return mm_input(
             prompt_ids,
             _items({**self._seconds(images.tensors), "pixel_values": patches}),
-            {"image": [f"{weights}-{one}" for one in images.digests()]},
+            {"image": [f"{weights}-{digest}" for digest in images.digests()]},
             {"image": [PlaceholderRange(offset=first, length=count) for first, count in images.places]},
         )
 
@@ -199,7 +199,7 @@ def torchvision_or_stand_in() -> Iterator[None]:
     finally:
         sys.path.remove(str(STAND_INS))
         sys.meta_path[:] = finders
-        for name in [one for one in sys.modules if one.split(".")[0] == "torchvision"]:
+        for name in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
             del sys.modules[name]
 
 
@@ -212,13 +212,13 @@ def _replace_processor(model_type: str) -> None:
     with torchvision_or_stand_in():
         model_class = getattr(importlib.import_module(module), name)
     ModelRegistry.register_model(name, model_class)  # vLLM would import the module again, in a process of its own
-    known = model_class._processor_factory
-    if getattr(known.processor, "takes_patches", False):
+    factory = model_class._processor_factory
+    if getattr(factory.processor, "takes_patches", False):
         return
     model_class.get_mrope_input_positions = _positions
 
-    class Info(known.info):  # type: ignore[name-defined]
-        """What vLLM has to know of images before there are any."""
+    class Info(factory.info):  # type: ignore[name-defined]
+        """The facts about images that vLLM needs before there are any."""
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {"image": None}
@@ -229,7 +229,7 @@ def _replace_processor(model_type: str) -> None:
         def get_hf_processor(self, **options: object) -> Any:
             raise RuntimeError("images of requests are patches already; vLLM prepares none")
 
-    class Dummies(known.dummy_inputs):  # type: ignore[name-defined]
+    class Dummies(factory.dummy_inputs):  # type: ignore[name-defined]
         """Stand for the largest images at vLLM's start."""
 
         blank = Image.new("RGB", (1, 1))
@@ -240,7 +240,7 @@ def _replace_processor(model_type: str) -> None:
         def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> Any:
             return {"image": [self.blank] * mm_counts.get("image", 0)}
 
-    class Patches(known.processor):  # type: ignore[name-defined]
+    class Patches(factory.processor):  # type: ignore[name-defined]
         """Makes patches of those alone."""
 
         requires_tokenizer = False
@@ -255,11 +255,11 @@ def _replace_processor(model_type: str) -> None:
             if any(image is not Dummies.blank for image in images):
                 raise ValueError("images of requests have to be patches (hybridrl.rollout.images)")
             config = self.info.get_hf_config()
-            one = _largest(config, self.info.ctx.model_config.max_model_len)
+            largest = _largest(config, self.info.ctx.model_config.max_model_len)
             if config.model_type == "qwen2_5_vl":
-                one[SECONDS] = torch.zeros(1)
-            count = int(tokens_per_image(config, one["image_grid_thw"]))
-            every = {name: torch.cat([tensor] * len(images)) for name, tensor in one.items()}
+                largest[SECONDS] = torch.zeros(1)
+            count = int(tokens_per_image(config, largest["image_grid_thw"]))
+            every = {name: torch.cat([tensor] * len(images)) for name, tensor in largest.items()}
             return mm_input(
                 [int(config.image_token_id)] * (count * len(images)),
                 _items(every),

@@ -1,4 +1,4 @@
-"""What vLLM leaves on a machine when it ends: sockets in a temporary folder, and segments of shared memory.
+"""Removal of what vLLM leaves on a machine: sockets in a temporary folder, and segments of shared memory.
 
 Each replica has a folder for both: the sockets themselves, and the names of the segments.
 """
@@ -32,11 +32,11 @@ def note_segments(folder: Path) -> None:
 
     To be called before weights arrive: the segments that carry them belong to the trainer.
     """
-    found: set[str] = set()
+    segments: set[str] = set()
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with contextlib.suppress(OSError):
-            found.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
-    (folder / _SEGMENTS).write_text("\n".join(sorted(found)))
+            segments.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    (folder / _SEGMENTS).write_text("\n".join(sorted(segments)))
 
 
 def note_process() -> None:

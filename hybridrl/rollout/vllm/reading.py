@@ -60,14 +60,14 @@ async def read(engine: Any, request: Request) -> Completion:
 
 def _findings(logprobs: Any, reading: PrefillRequest) -> PromptLogprobs:
     """Read vLLM's flat lists: for each token but the first its own entry, and then the most likely ones."""
-    wanted = range(reading.first, len(logprobs.start_indices))
+    positions = range(reading.first, len(logprobs.start_indices))
     width = 1 + reading.top
 
     def table(values: list[Any], dtype: type) -> np.ndarray:
-        rows = [values[logprobs.start_indices[at] : logprobs.start_indices[at] + width] for at in wanted]
-        return np.asarray(rows, dtype=dtype).reshape(len(wanted), width)
+        rows = [values[logprobs.start_indices[at] : logprobs.start_indices[at] + width] for at in positions]
+        return np.asarray(rows, dtype=dtype).reshape(len(positions), width)
 
-    found = table(logprobs.logprobs, np.float32)
+    log_probs = table(logprobs.logprobs, np.float32)
     return PromptLogprobs(
-        log_probs=found[:, 0], top_log_probs=found[:, 1:], top_ids=table(logprobs.token_ids, np.int64)[:, 1:]
+        log_probs=log_probs[:, 0], top_log_probs=log_probs[:, 1:], top_ids=table(logprobs.token_ids, np.int64)[:, 1:]
     )

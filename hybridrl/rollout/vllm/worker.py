@@ -40,9 +40,9 @@ class WeightReceiverExtension:
     def hybridrl_require(self, pickled: bytes) -> bytes:
         """Return, pickled, the `Requirement` of this process for a pickled `Checkpoint`."""
         with self._hybridrl_loading():
-            found = self._hybridrl_shards.require(pickle.loads(pickled))
+            requirement = self._hybridrl_shards.require(pickle.loads(pickled))
             compat.begin_loading(self.model_runner.get_model())
-        return pickle.dumps(found)
+        return pickle.dumps(requirement)
 
     def hybridrl_load_bucket(self, pickled: bytes) -> None:
         """Load a pickled `Bucket` or `ShardBucket`."""

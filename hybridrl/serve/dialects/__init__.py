@@ -1,1 +1,1 @@
-"""How clients speak: OpenAI Chat, OpenAI Responses, Anthropic Messages; each to the inner conversation and back."""
+"""The APIs of clients, translated to the inner conversation and back: OpenAI Chat and Responses, Anthropic Messages."""

@@ -1,4 +1,4 @@
-"""What a dialect is: from a request to the inner conversation, and from replies to its answer or its events."""
+"""The interface of a dialect, which translates requests into inner ones, and replies into an answer or events."""
 
 import json
 import time
@@ -69,7 +69,7 @@ class Dialect(ABC):
         """The event of an error after the first event."""
 
     def keep_alive(self) -> str:
-        """What is sent while the model generates: a comment, which clients skip."""
+        """The event that is sent while the model generates: a comment, which clients skip."""
         return ": generating\n\n"
 
 

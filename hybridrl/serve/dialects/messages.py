@@ -60,9 +60,9 @@ class MessagesRequest(BaseModel):
         messages = [{"role": "system", "content": _text(self.system, "system")}] if self.system else []
         for number, message in enumerate(self.messages):
             messages += _inner_messages(message, number)
-        given = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "top_k")}
+        parameters = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "top_k")}
         return {
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in parameters.items() if value is not None},
             "messages": messages,
             "continue_final_message": messages[-1]["role"] == "assistant" if messages else False,
             "response_format": self._inner_format(),
@@ -82,14 +82,14 @@ class MessagesRequest(BaseModel):
 
     def _inner_format(self) -> dict[str, Any]:
         """OpenAI's form of `output_config.format`."""
-        given = self.output_config.get("format")
-        if not isinstance(given, Mapping):
+        output_format = self.output_config.get("format")
+        if not isinstance(output_format, Mapping):
             return {"type": "text"}
-        return {"type": given.get("type"), "json_schema": {"schema": given.get("schema")}}
+        return {"type": output_format.get("type"), "json_schema": {"schema": output_format.get("schema")}}
 
     @property
     def thinks(self) -> bool:
-        """Whether thoughts are wanted as blocks of the answer."""
+        """Whether the answer has thoughts as blocks."""
         return self.thinking.get("type", "disabled") != "disabled"
 
 
@@ -129,7 +129,7 @@ def _inner_messages(message: Mapping[str, Any], number: int) -> list[dict[str, A
         raise ApiError(400, f"messages: message {number}: 'content' must be text or a list of blocks", "messages")
     own_parts: list[Mapping[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    found: list[dict[str, Any]] = []
+    inner: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -140,7 +140,7 @@ def _inner_messages(message: Mapping[str, Any], number: int) -> list[dict[str, A
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             result = _content(block.get("content") or "", f"messages: message {number}")
-            found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": result})
+            inner.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": result})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         else:
@@ -150,20 +150,20 @@ def _inner_messages(message: Mapping[str, Any], number: int) -> list[dict[str, A
                 "thinking are supported",
                 "messages",
             )
-    if own_parts or calls or not found:
+    if own_parts or calls or not inner:
         own: dict[str, Any] = {"role": role, "content": _content(own_parts, f"messages: message {number}")}
         if calls:
             own["tool_calls"] = calls
         if thoughts:
             own["reasoning_content"] = "\n".join(thoughts)
-        found.append(own)
-    return found
+        inner.append(own)
+    return inner
 
 
 def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
     """A string, the text of blocks, or with images the parts of OpenAI's chat API."""
     blocks = value if isinstance(value, list) else ()
-    if not any(isinstance(one, Mapping) and one.get("type") == "image" for one in blocks):
+    if not any(isinstance(part, Mapping) and part.get("type") == "image" for part in blocks):
         return _text(value, where)
     return [
         _image(block, where)
@@ -195,8 +195,8 @@ def _text(value: Any, where: str) -> str:
     """The text of a string or of text blocks."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(_is_text(one) for one in value):
-        return "\n".join(one["text"] for one in value)
+    if isinstance(value, list) and all(_is_text(block) for block in value):
+        return "\n".join(block["text"] for block in value)
     raise ApiError(400, f"{where}: only text and blocks of type text are supported here", where.partition(":")[0])
 
 
@@ -233,9 +233,9 @@ class MessagesDialect(Dialect):
         events: list[str] = []
         for number, block in enumerate(self._blocks(reply)):
             deltas = {
-                "text": lambda one: {"type": "text_delta", "text": one["text"]},
-                "thinking": lambda one: {"type": "thinking_delta", "thinking": one["thinking"]},
-                "tool_use": lambda one: {"type": "input_json_delta", "partial_json": as_text(one["input"])},
+                "text": lambda content: {"type": "text_delta", "text": content["text"]},
+                "thinking": lambda content: {"type": "thinking_delta", "thinking": content["thinking"]},
+                "tool_use": lambda content: {"type": "input_json_delta", "partial_json": as_text(content["input"])},
             }
             events += [
                 _event("content_block_start", index=number, content_block=block | _EMPTY[block["type"]]),

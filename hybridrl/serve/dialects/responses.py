@@ -60,7 +60,7 @@ class ResponsesRequest(BaseModel):
 
     @property
     def keep_from(self) -> int | None:
-        """How many messages of the conversation hold for this response alone; None: it is not kept."""
+        """Number of first messages that hold for this response alone; None: the conversation is not stored."""
         return int(bool(self.instructions)) if self.store else None
 
     def inner(self, stored: Callable[[str], list[Message]] | None) -> ChatRequest:
@@ -89,9 +89,9 @@ class ResponsesRequest(BaseModel):
             before = stored(self.previous_response_id)
         if self.instructions:  # they hold for this response alone, and replace earlier ones
             before.insert(0, {"role": "system", "content": self.instructions})
-        given = {name: value for name, value in extra.items() if name in _SAMPLING}
+        sampling = {name: value for name, value in extra.items() if name in _SAMPLING}
         request = ChatRequest.model_validate(
-            given
+            sampling
             | {
                 "messages": [*before, *_messages_of(self.input)],
                 "max_tokens": self.max_output_tokens,
@@ -106,10 +106,10 @@ class ResponsesRequest(BaseModel):
 
     def _inner_format(self) -> dict[str, Any]:
         """The chat API's form of `text.format`."""
-        given = self.text.get("format")
-        if not isinstance(given, Mapping):
+        text_format = self.text.get("format")
+        if not isinstance(text_format, Mapping):
             return {"type": "text"}
-        return {"type": given.get("type"), "json_schema": {"schema": given.get("schema")}}
+        return {"type": text_format.get("type"), "json_schema": {"schema": text_format.get("schema")}}
 
 
 def _unsupported(message: str, param: str) -> ApiError:
@@ -126,10 +126,10 @@ def _inner_tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"type": "function", "function": {key: tool.get(key) for key in ("name", "description", "parameters")}}
 
 
-def _messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+def _messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """Input items as messages; what the model wrote in one turn becomes one message."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[Message] = []
     turn: Message | None = None  # of the model, to which items are added
 
@@ -140,7 +140,7 @@ def _messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             messages.append(turn)
         return turn
 
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") == "assistant":
             if turn is not None and (turn["content"] or turn.get("tool_calls")):
@@ -270,8 +270,8 @@ class ResponsesDialect(Dialect):
 
     def failed(self, exchange: CallContext, error: ApiError) -> list[str]:
         about = error.body()["error"]
-        found = self._response(exchange, "failed") | {"error": {"code": "server_error", "message": about["message"]}}
-        return [self._event("failed", response=found)]
+        response = self._response(exchange, "failed") | {"error": {"code": "server_error", "message": about["message"]}}
+        return [self._event("failed", response=response)]
 
     def _event(self, kind: str, **fields: Any) -> str:
         name = f"response.{kind}"
