@@ -60,24 +60,24 @@ def with_absolute_places(tree: Mapping[str, Any], root: type) -> dict[str, Any]:
     renamed: dict[str, str] = {}
 
     def below(inner: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name, value in inner.items():
             key = f"{prefix}{name}"
             if isinstance(value, Mapping) and key not in fields:
-                found[name] = below(value, f"{key}.")
+                result[name] = below(value, f"{key}.")
             else:
-                found[name] = absolute_value(root, key, value)
-                if isinstance(value, str) and value != found[name] and place_of(root, key) == "model":
-                    renamed[value] = found[name]
-        return found
+                result[name] = absolute_value(root, key, value)
+                if isinstance(value, str) and value != result[name] and place_of(root, key) == "model":
+                    renamed[value] = result[name]
+        return result
 
-    found = below(tree, "")
+    result = below(tree, "")
     for key, field in fields.items():  # what is called as a model is, if it is given no other name
         *parents, last = key.split(".")
-        group = functools.reduce(lambda inner, name: inner.get(name, {}), parents, found)
+        group = functools.reduce(lambda inner, name: inner.get(name, {}), parents, result)
         if field.metadata.get("follows") and isinstance(group.get(last), str) and group[last] in renamed:
             group[last] = renamed[group[last]]
-    return found
+    return result
 
 
 def absolute_value(root: type, key: str, value: Any) -> Any:
@@ -99,11 +99,11 @@ def absolute_value(root: type, key: str, value: Any) -> Any:
     return _absolute(value) if is_argument and ("/" in value or Path(value).suffix) and _exists(value) else value
 
 
-def same_place(one: Any, other: Any) -> bool:
-    """Whether two values are equal, or one is the absolute path of the other, as from any working directory."""
-    if one == other or not (isinstance(one, str) and isinstance(other, str)):
-        return bool(one == other)
-    short, long = sorted((one, other), key=os.path.isabs)
+def same_place(value: Any, other: Any) -> bool:
+    """Whether two values are equal, or either is an absolute path that the other may stand for in some folder."""
+    if value == other or not (isinstance(value, str) and isinstance(other, str)):
+        return bool(value == other)
+    short, long = sorted((value, other), key=os.path.isabs)
     parts = Path(short).parts
     return os.path.isabs(long) and not os.path.isabs(short) and bool(parts) and Path(long).parts[-len(parts) :] == parts
 

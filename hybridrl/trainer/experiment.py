@@ -85,45 +85,45 @@ def definition_of(config: ConfigNode) -> Definition:
         what the first is computed from. `parts`: for those settings, the digest of each file by name, for messages.
         `models`: what identifies the model that a setting names, see `identities_of`.
     """
-    found: Definition = {"values": {}, "code": {}, "parts": {}, "models": {}}
+    definition: Definition = {"values": {}, "code": {}, "parts": {}, "models": {}}
     idle = tuple(idle_settings(config))
     tree = dict(leaves(as_dict(config), set(declared(type(config)))))
     open_mappings(tree)
     for key, value in tree.items():
         if key == DATA:
-            found["values"][key] = found["code"][key] = digest(contents(value))[:12]
+            definition["values"][key] = definition["code"][key] = digest(contents(value))[:12]
             continue
         if key.startswith((*_NOT_PART, *idle)) and key != f"{_MODEL}enable":
             continue
         if place_of(type(config), key) == "model":
             if value and (identities := identities_of(value)):
-                found["models"][key] = identities
+                definition["models"][key] = identities
             continue
         if isinstance(value, Mapping) and not key.startswith(_SETTINGS):
-            found["models"] |= {name: identities_of(model) for name, model in _models_in(value, key)}
+            definition["models"] |= {name: identities_of(model) for name, model in _models_in(value, key)}
         if key == "reward.reward_kwargs" and isinstance(value, Mapping):
             value = {name: item for name, item in value.items() if name not in _WHERE and name != "token_env"}
         reader = _Reader(exact=False)
         content = reader.content_of(value, key)
         if reader.parts or key.startswith(_SETTINGS):
-            found["values"][key] = _short_digest(content)
+            definition["values"][key] = _short_digest(content)
         if reader.parts:
-            found["code"][key] = _short_digest(_Reader(exact=True).content_of(value, key))
-            found["parts"][key] = {name: part[:12] for name, part in reader.parts.items()}
-    return found
+            definition["code"][key] = _short_digest(_Reader(exact=True).content_of(value, key))
+            definition["parts"][key] = {name: part[:12] for name, part in reader.parts.items()}
+    return definition
 
 
 def complete_models(definition: Definition, config: ConfigNode) -> Definition:
     """Add the contents of models that had not been downloaded when `definition` was made, and are now."""
     models = {
-        key: identities if any(one.startswith(CONTENT) for one in identities) else None
+        key: identities if any(identity.startswith(CONTENT) for identity in identities) else None
         for key, identities in definition.get("models", {}).items()
     }
     if all(models.values()):
         return definition
     tree = dict(leaves(as_dict(config), set(declared(type(config)))))
     open_mappings(tree)
-    now = {key: known or identities_of(tree[key]) or definition["models"][key] for key, known in models.items()}
+    now = {key: complete or identities_of(tree[key]) or definition["models"][key] for key, complete in models.items()}
     return {**definition, "models": now}
 
 
@@ -132,9 +132,9 @@ def contents_of(config: ConfigNode) -> dict[str, str]:
 
     The result does not change with the layout of code, or with the place of files.
     """
-    found = definition_of(config)
-    models = {key: identities[0] for key, identities in found["models"].items()}
-    return models | {key: found["values"][key] for key in found["code"] if key != DATA}
+    definition = definition_of(config)
+    models = {key: identities[0] for key, identities in definition["models"].items()}
+    return models | {key: definition["values"][key] for key in definition["code"] if key != DATA}
 
 
 def changed_keys(before: Definition, now: Definition) -> list[str]:

@@ -55,11 +55,11 @@ def parts_of_file(file: Path, exact: bool) -> list[tuple[str, str]]:
             Docstrings count where something may read them: of functions with a decorator, such as tools, and in files
             that mention `__doc__` or the like.
     """
-    found: dict[Path, str] = {}
-    _collect(file.resolve(), "", [file.resolve().parent], found)
+    collected: dict[Path, str] = {}
+    _collect(file.resolve(), "", [file.resolve().parent], collected)
     return [
         (name, _digest_of_source(path, exact) if path.suffix == ".py" else digest_of_content(path))
-        for path, name in found.items()
+        for path, name in collected.items()
     ]
 
 
@@ -104,15 +104,15 @@ def _installed_folders() -> list[Path]:
     return [Path(folder).resolve() for folder in installed if folder]
 
 
-def _collect(file: Path, name: str, roots: list[Path], found: dict[Path, str]) -> None:
+def _collect(file: Path, name: str, roots: list[Path], collected: dict[Path, str]) -> None:
     """Add a file, and what it reads, with the names that it is imported by.
 
     Args:
         roots: the folders that the names of modules start from; those that the code adds to `sys.path` are added.
     """
-    if file in found:
+    if file in collected:
         return
-    found[file] = name
+    collected[file] = name
     if file.suffix != ".py":
         return
     try:
@@ -126,15 +126,15 @@ def _collect(file: Path, name: str, roots: list[Path], found: dict[Path, str]) -
     for level, module in read.modules:
         folders = roots if level == 0 else [file.parents[min(level, len(file.parents)) - 1]]
         if level and (package := folders[0] / "__init__.py").is_file():
-            _collect(package, f"{'.' * level}", roots, found)
+            _collect(package, f"{'.' * level}", roots, collected)
         parts = module.split(".")
         for count in range(1, len(parts) + 1):  # packages are imported, too
             path = local_file(".".join(parts[:count]), folders)
             if path is not None:
-                _collect(path, ".".join(parts[:count]), roots, found)
+                _collect(path, ".".join(parts[:count]), roots, collected)
     for path in read.files:
         if not any(map(path.is_relative_to, installed)):
-            _collect(path, f"file {path.name}", roots, found)
+            _collect(path, f"file {path.name}", roots, collected)
 
 
 def _digest_of_source(file: Path, exact: bool) -> str:

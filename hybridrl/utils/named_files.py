@@ -51,17 +51,17 @@ def named_files(tree: ast.Module, file: Path) -> NamedFiles:
         file: its place.
     """
     reader = _Reader(tree, file)
-    found = NamedFiles(modules=list(dict.fromkeys(reader.modules())))
+    names = NamedFiles(modules=list(dict.fromkeys(reader.modules())))
     written = {path for value in reader.written() for path in places(value, file.parent)}
     changes_path = any(_last(node) in ("path", "addsitedir") for node in ast.walk(tree))
     for value in reader.values():
         for path in places(value, file.parent):
             if path.is_file() and path != file and path not in written and path.suffix not in OF_PROGRAMS:
-                found.files.append(path)
+                names.files.append(path)
             elif changes_path and path.is_dir():
-                found.folders.append(path)
-    found.files, found.folders = list(dict.fromkeys(found.files)), list(dict.fromkeys(found.folders))
-    return found
+                names.folders.append(path)
+    names.files, names.folders = list(dict.fromkeys(names.files)), list(dict.fromkeys(names.folders))
+    return names
 
 
 def places(value: str | Path, folder: Path) -> list[Path]:
