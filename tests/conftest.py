@@ -390,14 +390,11 @@ def shared_ray(ray_session: None) -> SharedRay:
 @pytest.fixture(scope="session")
 def ray_session(fork_base: None) -> Iterator[None]:
     """One Ray for all tests of the session (`tests/shared_ray.py`)."""
-    import forked_processes
     import ray
 
     if ray.is_initialized():
         yield
         return
-    with_engines = group(os.environ["PYTEST_CURRENT_TEST"]) == "engines"
-    with forked_processes.running(Path(os.environ["RAY_TMPDIR"]), with_engines):
-        _shared_ray.start()
-        yield
-        _shared_ray.end()
+    _shared_ray.start(with_engines=group(os.environ["PYTEST_CURRENT_TEST"]) == "engines")
+    yield
+    _shared_ray.end()

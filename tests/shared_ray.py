@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import forked_processes
 import psutil
@@ -17,10 +19,19 @@ class SharedRay:
 
     def __init__(self) -> None:
         self._processes: dict[str, psutil.Process] = {}
+        self._servers = ExitStack()
+        self._with_engines = False
 
-    def start(self) -> None:
+    def start(self, with_engines: bool) -> None:
+        """Start it, with the servers that fork its workers.
+
+        Args:
+            with_engines: see `forked_processes.running`.
+        """
         from hybridrl.single_controller.ray.start import start_ray
 
+        self._with_engines = with_engines
+        self._servers.enter_context(forked_processes.running(Path(os.environ["RAY_TMPDIR"]), with_engines))
         with pytest.MonkeyPatch.context() as patch:
             # Ray's process for logs looks for new files twice a second, among those of all workers that ever ran.
             patch.setenv("LOG_NAME_UPDATE_INTERVAL_S", "1.5")
@@ -41,6 +52,7 @@ class SharedRay:
 
         self._processes = {}
         ray.shutdown()
+        self._servers.close()
 
     def check(self) -> None:
         """Start another one where a test has ended this one.
@@ -53,7 +65,7 @@ class SharedRay:
         ended = [name for name, process in self._processes.items() if not _runs(process)]
         if ended:
             self.end()
-            self.start()
+            self.start(self._with_engines)
             raise AssertionError(
                 f"{' and '.join(ended)} of the Ray that all tests share ended during this test: it may end processes "
                 "that it has started, and not others below this one"

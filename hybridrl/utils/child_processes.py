@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 
 from hybridrl.utils.forked import keep_blocked_in_children
 
@@ -48,6 +50,25 @@ def ignore_stop_signals() -> None:
         os.register_at_fork(after_in_child=_obey_stop_signals)
         _shielded = True
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+@contextlib.contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Undo that the block replaces handlers of stop signals: Ray's core aborts the process where it gets SIGTERM.
+
+    Unlike `signal.signal`, it works in every thread. A signal without a handler of this process is left as it is.
+    """
+    library, before = ctypes.CDLL(None), {}
+    for number in STOP_SIGNALS:
+        action = ctypes.create_string_buffer(_SIZE_OF_SIGACTION)
+        library.sigaction(number, None, action)
+        if ctypes.c_void_p.from_buffer(action).value not in (None, int(signal.SIG_IGN)):  # None: the default
+            before[number] = action
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            library.sigaction(number, action, None)
 
 
 def keep_exit_codes(adopt_orphans: bool = True) -> None:

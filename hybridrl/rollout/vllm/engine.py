@@ -342,6 +342,7 @@ class VLLMEngine(InferenceEngine):
 
     async def load_adapter(self, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._adapter is not None:
             await self._engine.remove_lora(self._adapter.lora_int_id)
@@ -351,6 +352,8 @@ class VLLMEngine(InferenceEngine):
         self._adapter = LoRARequest(f"policy-{self._adapters}", self._adapters, str(folder))
         try:
             loaded = await self._engine.add_lora(self._adapter)
+        except EngineDeadError:
+            raise
         except Exception as error:  # vLLM passes on whatever its processes raised
             raise RolloutError(f"vLLM refuses the adapter: {error}; set rollout.lora_transfer=merged") from error
         finally:

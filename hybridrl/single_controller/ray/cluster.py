@@ -27,7 +27,7 @@ from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
 from hybridrl.single_controller.ray.start import start_ray
 from hybridrl.single_controller.ray.watch import ClusterWatch
-from hybridrl.utils.child_processes import keep_exit_codes
+from hybridrl.utils.child_processes import keep_exit_codes, keeping_handlers
 from hybridrl.utils.cores import available_cores
 
 _ANSWER_LIMIT_S = 10.0
@@ -88,7 +88,8 @@ def init_ray(
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])
-            start_ray(**options)
+            with keeping_handlers():
+                start_ray(**options)
         except ConnectionError as error:
             raise PlacementError(
                 f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or ray_kwargs.ray_init.address) "
