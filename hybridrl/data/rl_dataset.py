@@ -18,7 +18,7 @@ from hybridrl.data.chat import FieldNotice, check_chat_template, render, truncat
 from hybridrl.data.files import read_table
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
-from hybridrl.data.table import REWARD_MODEL, Table, table_of
+from hybridrl.data.table import Table, table_of
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
@@ -147,7 +147,7 @@ class RLHFDataset(Dataset):
         others = [one for one in MEDIA_COLUMNS if one not in read]
         refuse_media(self.table, key, others if self._images is not None else [*read, *others])
         self._check_extra_info()
-        self._check_reward_model()
+        self.table.check_ground_truths()
         if self._images is not None:  # what the model reads of the images travels, not the files
             self._taken += [one for one in read if one in self.table.columns]
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
@@ -350,17 +350,6 @@ class RLHFDataset(Dataset):
         self.serialize_dataset = self.use_shm = False
         self.return_multi_modal_inputs = self._images is not None
         self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
-
-    def _check_reward_model(self) -> None:
-        """Refuse ground truths that nothing would read: reward functions would get None."""
-        for index, value in enumerate(self.table.column(REWARD_MODEL) if REWARD_MODEL in self.table.columns else []):
-            if value is not None and not isinstance(value, Mapping):
-                raise DataError(
-                    f"{self.table.locate(index)}: column {REWARD_MODEL!r} is {type(value).__name__} "
-                    f"({str(value)[:40]!r}), and the ground truth is read from an object. Write "
-                    '{"style": "rule", "ground_truth": ANSWER}, name the column of the answer with '
-                    "data.ground_truth_key=COLUMN, or rename the column."
-                )
 
     def _check_extra_info(self) -> None:
         values = self.table.column("extra_info") if "extra_info" in self.table.columns else []

@@ -181,6 +181,20 @@ class Table:
         part, inner = self._find(index)
         return part.locate(inner)
 
+    def check_ground_truths(self) -> None:
+        """Refuse ground truths that nothing would read: reward functions would get None.
+
+        Raises:
+            DataError: a row's `reward_model` is no object; the error names the row.
+        """
+        for index, value in enumerate(self.column(REWARD_MODEL) if REWARD_MODEL in self.columns else []):
+            if value is not None and not isinstance(value, Mapping):
+                raise DataError(
+                    f"{self.locate(index)}: column {REWARD_MODEL!r} is {type(value).__name__} ({str(value)[:40]!r}), "
+                    'and the ground truth is read from an object. Write {"style": "rule", "ground_truth": ANSWER}, '
+                    "name the column of the answer with data.ground_truth_key=COLUMN, or rename the column."
+                )
+
     def with_ground_truth(self, name: str, key: str = "data.ground_truth_key") -> Table:
         """Return the table with a column `reward_model`, `{style, ground_truth}`, of the values of another column.
 
