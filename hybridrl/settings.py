@@ -6,10 +6,14 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from hybridrl.registry import Registry
+
+#: what a setting names. model: a folder, or a hub id; data: files, globs or data sets of the hub; file: a file that is
+#: read; code: Python files or modules; output: a file or folder that is written
+Place = Literal["model", "data", "file", "code", "output"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ def key(
     path: str | None = None,
     needs: Any = None,
     read_by: Any = None,
+    place: Place | None = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -67,11 +72,13 @@ def key(
         read_by: of a mapping whose keys the user chooses: what checks them before a run, see
             `hybridrl.config.schema.mappings`.
         path: location of the setting below the group that reads it; None: in the group itself.
+        place: what the value names, if it names something outside the configuration.
         choices, later, synonyms, means, registry, ge, gt, le, lt: see `ValueLimits`.
     """
     limits = ValueLimits(choices, later, synonyms or {}, means, registry, ge, gt, le, lt)
     metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path, "needs": needs}
     metadata["read_by"] = read_by
+    metadata["place"] = place
     if default is MISSING:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):

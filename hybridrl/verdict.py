@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-#: rewards are numbers of 32 bits in a batch, where larger ones would be infinite
-LARGEST_REWARD = 3.4e38
+#: rewards are numbers of 32 bits in a batch, where differences and sums of larger ones would be infinite
+LARGEST_REWARD = 1e30
 
 
 class Reason(StrEnum):

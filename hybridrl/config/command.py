@@ -18,6 +18,7 @@ from hybridrl.config.checks.run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
+from hybridrl.config.repeat import search_modules_of
 from hybridrl.config.torchrun import leave_torchrun
 from hybridrl.errors import ConfigError, UserError, WorkerError
 from hybridrl.utils.files import NO_SPACE
@@ -126,6 +127,7 @@ def user_file(words: argparse.Namespace) -> tuple[str | None, str | None]:
         raise ConfigError(f"--config {words.config}: no such file (from {Path.cwd()})")
     if path.suffix != ".yaml":
         raise ConfigError(f"--config {words.config}: the name of a YAML file has to end in .yaml")
+    search_modules_of(path.absolute())
     return str(path.parent), path.stem
 
 

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.compose import register_resolvers
+from hybridrl.config.places import same_place
 from hybridrl.config.schema.node import declared, default_tree
 from hybridrl.config.schema.root import ROOTS
 
@@ -48,7 +49,7 @@ def differences(config: Mapping[str, Any]) -> list[Difference]:
             default = _resolved(values, key, default, value)
             if isinstance(default, str):  # what it follows may be a synonym; the value is in canonical spelling
                 default = fields[key].metadata["limits"].synonyms.get(default, default)
-        if default != value:
+        if not same_place(default, value):
             found.append(Difference(key, value, default))
     return found
 

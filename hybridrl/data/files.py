@@ -245,10 +245,13 @@ def _unreadable(error: Exception) -> str:
 def _read_csv(path: Path, key: str) -> RowsPart:
     """Read a CSV or TSV file with a line of column names. Values stay text, so that 007 is not 7; empty ones are None.
 
-    A row is named by its first line, because quoted text may contain line breaks.
+    A row is named by its first line, because quoted text may contain line breaks. Where the first line has a space
+    after its commas, one after other commas is no part of a value either.
     """
     csv.field_size_limit(_MAX_FIELD)
-    reader = csv.reader(io.StringIO(_text(path, key), newline=""), delimiter=_DELIMITERS[format_of(path)], strict=True)
+    text, delimiter = _text(path, key), _DELIMITERS[format_of(path)]
+    is_spaced = f"{delimiter} " in text.partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
     names: list[str] = []

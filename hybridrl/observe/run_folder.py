@@ -16,15 +16,17 @@ from typing import Any
 import yaml
 
 from hybridrl.config import as_dict as config_as_dict
+from hybridrl.config.places import with_absolute_places
+from hybridrl.config.repeat import CONFIG as CONFIG
+from hybridrl.config.repeat import STARTED_IN
+from hybridrl.config.repeat import VERSIONS as VERSIONS
 from hybridrl.config.schema.node import ConfigNode
 from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import plain
 from hybridrl.utils.files import write_text
 from hybridrl.version import __version__
 
-CONFIG = "config.yaml"
 CHANGES = "config_changes.yaml"
-VERSIONS = "versions.json"
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -42,17 +44,25 @@ def as_dict(config: Any) -> dict[str, Any]:
     return plain(config)
 
 
+def settings_of(config: Any) -> dict[str, Any]:
+    """Convert a configuration to nested plain data, with absolute paths, as `config.yaml` has it."""
+    tree = as_dict(config)
+    return with_absolute_places(tree, type(config)) if isinstance(config, ConfigNode) else tree
+
+
 def write_run_info(folder: str | Path, config: Any, *, resumed: bool = False) -> None:
     """Write `config.yaml` (resolved settings) and `versions.json` (see `versions`) into the run's folder.
 
-    A resumed run keeps the `config.yaml` of its first start; `config_changes.yaml` next to it has what changed since
-    (`hybridrl.trainer.settings_change`). `versions.json` always describes the current start.
+    Settings that name files and folders of this machine have absolute paths in `config.yaml`, so that the run can be
+    repeated from another folder. A resumed run keeps the `config.yaml` of its first start; `config_changes.yaml` next
+    to it has what changed since (`hybridrl.trainer.settings_change`). `versions.json` always describes the current
+    start.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (resumed and (folder / CONFIG).exists()):
         (folder / CHANGES).unlink(missing_ok=True)
-        write_text(folder / CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True, width=120))
+        write_text(folder / CONFIG, yaml.safe_dump(settings_of(config), sort_keys=False, allow_unicode=True, width=120))
     write_text(folder / VERSIONS, json.dumps(versions(), indent=1, ensure_ascii=False) + "\n")
 
 
@@ -87,6 +97,7 @@ def versions() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "host": platform.node(),
         "command": sys.argv,
+        STARTED_IN: os.getcwd(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "packages": dict(sorted(_packages().items(), key=lambda item: item[0].lower())),
     }

@@ -28,7 +28,8 @@ class ExtraColumns:
     """Makes columns of extra information, batch after batch.
 
     A number that a function returned is its accuracy (`acc`) only if it tells right from wrong: after the first one
-    that is neither 0 nor 1, numbers are called `score`.
+    that is neither 0 nor 1, numbers are called `score`. Beside dicts, a number means `{"score": number}`, with the same
+    `acc` if dicts have one and the number is 0 or 1.
 
     Args:
         unscored: `score` and `acc` of a sample that the function returned nothing for.
@@ -38,7 +39,7 @@ class ExtraColumns:
         self._unscored = unscored
         self._reported: set[str] = set()  # names that some samples lacked
         self._is_accuracy = True
-        self._returns_dicts = False
+        self._returns_dicts = self._has_accuracy = False
 
     def __call__(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         """Name -> one value per sample, None where a sample's dict lacks it.
@@ -49,9 +50,10 @@ class ExtraColumns:
             extras: one per sample, see `extra_of`.
             outcomes: one per sample.
         """
+        self._returns_dicts |= any(outcome.extra is not None for outcome in outcomes)
+        self._has_accuracy |= any("acc" in outcome.extra for outcome in outcomes if outcome.extra is not None)
         extras = self._named(extras, outcomes)
         names = dict.fromkeys(name for extra in extras for name in extra)
-        self._returns_dicts |= any(outcome.extra is not None for outcome in outcomes)
         if outcomes and not names and not self._returns_dicts:  # no sample of a function of numbers has a score
             names["acc" if self._is_accuracy else "score"] = None
         failed = [outcome.extra is None and _without_result(outcome) for outcome in outcomes]
@@ -73,12 +75,21 @@ class ExtraColumns:
         numbers = [one.extra is None and not _without_result(one) for one in outcomes]
         if any(is_number and one.score not in (0, 1) for is_number, one in zip(numbers, outcomes, strict=True)):
             self._is_accuracy = False
+        if self._returns_dicts:
+            return [
+                self._beside_dicts(extra, one.score) if is_number else dict(extra)
+                for extra, one, is_number in zip(extras, outcomes, numbers, strict=True)
+            ]
         if self._is_accuracy:
             return [dict(extra) for extra in extras]
         return [
             {"score" if is_number and name == "acc" else name: value for name, value in extra.items()}
             for extra, is_number in zip(extras, numbers, strict=True)
         ]
+
+    def _beside_dicts(self, extra: Mapping[str, Any], score: float) -> dict[str, Any]:
+        named = {"score": score} | {name: value for name, value in extra.items() if name != "acc"}
+        return named | {"acc": score} if self._has_accuracy and score in (0, 1) else named
 
 
 def check_keys(names: Iterable[str], source: str, read: Collection[str] = (), *, of_roles: bool = False) -> None:

@@ -68,6 +68,7 @@ def main() -> None:
     _join(limits["group"], lambda fault: send(limits["report"], report | {"isolated": "", "failed": fault}))
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, no end of a process is told
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _prctl(_PDEATHSIG, signal.SIGTERM)
     _prctl(_SUBREAPER, 1)

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -153,7 +154,7 @@ class LocalSandbox(Sandbox):
     def _run_in(
         self, folder: str, out: str, words: Sequence[str], program: Program, limits: Limits, group: Path | None
     ) -> tuple[Ended, bool]:
-        report, write = os.pipe()
+        report, write = _pipe()
         settings = {
             **{name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mb", "processes", "files_mb")},
             "folder": folder,
@@ -210,6 +211,23 @@ def check_paths(paths: Iterable[str]) -> None:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path or "/".join(parts) != path:
             raise SandboxError(f"file {path!r}: give a path relative to the program's folder, without '..'")
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe whose descriptors are none of the standard streams, also where the caller has closed those."""
+    ends = os.pipe()
+    moved: list[int] = []
+    try:
+        for descriptor in ends:
+            moved.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3))
+    except OSError:
+        for descriptor in moved:
+            os.close(descriptor)
+        raise
+    finally:
+        for descriptor in ends:
+            os.close(descriptor)
+    return moved[0], moved[1]
 
 
 def _memory() -> IO[bytes]:

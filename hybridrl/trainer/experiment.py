@@ -1,29 +1,31 @@
-"""What defines an experiment besides its model and algorithm: training data, reward, tools, environments, user code.
+"""What defines an experiment besides its algorithm: models, training data, reward, tools, environments, user code.
 
-A checkpoint holds a digest of each setting that takes part. Where a setting names a file, its content counts and its
-place does not, so that a resumed run notices an edited file, and takes a moved one for what it was.
+A checkpoint holds a digest of each setting that takes part. Where a setting names a file or a model, its content counts
+and its place does not, so that a resumed run notices an edited file, and takes a moved one for what it was.
 """
 
-import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hybridrl.checkpoint.files import digest, sha256
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.checkpoint.files import digest
 from hybridrl.config.differences import leaves
+from hybridrl.config.places import place_of
 from hybridrl.config.schema.node import ConfigNode, declared
 from hybridrl.data.files import contents
 from hybridrl.observe.run_folder import as_dict
-from hybridrl.utils.code_digest import digest_of_file, digest_of_pickle, local_file
+from hybridrl.trainer.model_content import CONTENT, identities_of
+from hybridrl.trainer.open_settings import idle_settings, open_mappings
+from hybridrl.utils.code_digest import digest_of_pickle, local_file, parts_of_file
+from hybridrl.utils.content_digest import digest_of_content, digest_of_files, digest_of_model, is_model
 
 #: of a checkpoint: its state, and the entry there that holds the experiment's definition
 STATE_FILE, EXPERIMENT = "trainer.json", "experiment"
-Definition = dict[str, dict[str, str]]
+Definition = dict[str, dict[str, Any]]
 
 DATA = "data.train_files"
 _MULTI_TURN, _AGENT = "actor_rollout_ref.rollout.multi_turn.", "actor_rollout_ref.rollout.agent."
@@ -64,8 +66,13 @@ _NOT_PART = (
 _MODULES = ("external_lib", "optimizer_impl", "class_path", "function_tool_path", "custom_cls.path", "module.path")
 #: settings whose `path` is a file or module of functions
 _CALLED = ("reward.custom_reward_function.", "reward.functions.", f"{_JUDGE}parse.")
+#: settings with arguments for code, whose texts may name any file
+_WITH_ARGUMENTS = ("reward.", _MULTI_TURN, _AGENT)
 _TEXTS = (".jinja", ".jinja2", ".j2", ".txt", ".md")
 _YAML = (".yaml", ".yml")
+#: files of an environment's or a tool's folder that are its code and texts
+_OF_FOLDERS = (".py", ".toml", ".json", ".sh", *_TEXTS, *_YAML)
+_NAMES_FOLDER = re.compile(r"(folder|dir|directory|path|root|model|judge)s?$")
 _REFERENCE = re.compile(r"(?:pkg://)?([A-Za-z_][\w.]*)(:[\w.]+)?")
 
 
@@ -75,37 +82,66 @@ def definition_of(config: ConfigNode) -> Definition:
     Returns:
         `values`: the digests of settings with the contents of the files that they name; `code`: for those settings that
         name files, digests of their bytes. If either is as it was, nothing has changed: versions of Python differ in
-        what the first is computed from.
+        what the first is computed from. `parts`: for those settings, the digest of each file by name, for messages.
+        `models`: what identifies the model that a setting names, see `identities_of`.
     """
-    found: Definition = {"values": {}, "code": {}}
-    idle = () if isinstance(config, PPOTrainerConfig) and config.reward.reward_model.enable else (_MODEL,)
-    for key, value in leaves(as_dict(config), set(declared(type(config)))):
+    found: Definition = {"values": {}, "code": {}, "parts": {}, "models": {}}
+    idle = tuple(idle_settings(config))
+    tree = dict(leaves(as_dict(config), set(declared(type(config)))))
+    open_mappings(tree)
+    for key, value in tree.items():
         if key == DATA:
             found["values"][key] = found["code"][key] = digest(contents(value))[:12]
             continue
         if key.startswith((*_NOT_PART, *idle)) and key != f"{_MODEL}enable":
             continue
+        if place_of(type(config), key) == "model":
+            if value and (identities := identities_of(value)):
+                found["models"][key] = identities
+            continue
+        if isinstance(value, Mapping) and not key.startswith(_SETTINGS):
+            found["models"] |= {name: identities_of(model) for name, model in _models_in(value, key)}
         if key == "reward.reward_kwargs" and isinstance(value, Mapping):
             value = {name: item for name, item in value.items() if name not in _WHERE and name != "token_env"}
-        files: list[Path] = []
-        resolved = _resolved(value, key, False, files)
-        if files or key.startswith(_SETTINGS):
-            found["values"][key] = _short_digest(resolved)
-        if files:
-            found["code"][key] = _short_digest(_resolved(value, key, True, files))
+        reader = _Reader(exact=False)
+        content = reader.content_of(value, key)
+        if reader.parts or key.startswith(_SETTINGS):
+            found["values"][key] = _short_digest(content)
+        if reader.parts:
+            found["code"][key] = _short_digest(_Reader(exact=True).content_of(value, key))
+            found["parts"][key] = {name: part[:12] for name, part in reader.parts.items()}
     return found
 
 
-def code_of(config: ConfigNode) -> dict[str, str]:
-    """Return digests of the settings that name files, without the training data, that do not change with layout."""
+def complete_models(definition: Definition, config: ConfigNode) -> Definition:
+    """Add the contents of models that had not been downloaded when `definition` was made, and are now."""
+    models = {
+        key: identities if any(one.startswith(CONTENT) for one in identities) else None
+        for key, identities in definition.get("models", {}).items()
+    }
+    if all(models.values()):
+        return definition
+    tree = dict(leaves(as_dict(config), set(declared(type(config)))))
+    open_mappings(tree)
+    now = {key: known or identities_of(tree[key]) or definition["models"][key] for key, known in models.items()}
+    return {**definition, "models": now}
+
+
+def contents_of(config: ConfigNode) -> dict[str, str]:
+    """Return what models and files hold that settings name, without the training data, by setting.
+
+    The result does not change with the layout of code, or with the place of files.
+    """
     found = definition_of(config)
-    return {key: found["values"][key] for key in found["code"] if key != DATA}
+    models = {key: identities[0] for key, identities in found["models"].items()}
+    return models | {key: found["values"][key] for key in found["code"] if key != DATA}
 
 
 def changed_keys(before: Definition, now: Definition) -> list[str]:
     """Return the settings whose values, or whose files' contents, differ between two results of `definition_of`.
 
-    A setting that only one of them has counts if it names files: the other version may not have had the setting.
+    A setting that only one of them has counts if it names files: the other version may not have had the setting. A
+    model counts if both know what it is.
     """
     changed = []
     for key in dict.fromkeys([*before["values"], *now["values"]]):
@@ -115,57 +151,120 @@ def changed_keys(before: Definition, now: Definition) -> list[str]:
         same = any(was is not None and was == current for was, current in pairs)
         if not same and (names_files or not is_new):
             changed.append(key)
-    return changed
+    models = before.get("models", {})
+    return changed + [key for key in models if key in now["models"] and not set(models[key]) & set(now["models"][key])]
+
+
+def compared_keys(before: Definition, now: Definition) -> set[str]:
+    """Return the settings whose contents were compared."""
+    return set(before["values"]) & set(now["values"]) | set(before.get("models", {})) & set(now["models"])
+
+
+def changed_parts(key: str, before: Definition, now: Definition) -> list[str]:
+    """Return the names of the files of a setting that have other contents, or that only one of both has."""
+    was, current = before.get("parts", {}).get(key), now["parts"].get(key)
+    if was is None or current is None:
+        return []
+    return [name for name in dict.fromkeys([*was, *current]) if was.get(name) != current.get(name)]
+
+
+def shown_content(key: str, definition: Definition) -> str | None:
+    """Return what messages call the content of a setting; None if it names no file."""
+    models: Mapping[str, list[str]] = definition.get("models", {})
+    return models[key][0].removeprefix(CONTENT)[:12] if key in models else definition["code"].get(key)
 
 
 def _short_digest(value: Any) -> str:
     return digest(value)[:12]
 
 
-def _resolved(value: Any, key: str, exact: bool, files: list[Path]) -> Any:
-    """Replace what names a file in a value by digests of the file's content, and add the files to `files`."""
+class _Reader:
+    """Replaces what names a file in a value by digests of the file's content.
+
+    Args:
+        exact: whether code is compared by its bytes, see `parts_of_file`.
+
+    Attributes:
+        parts: a digest of each file, by its name.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self.parts: dict[str, str] = {}
+
+    def content_of(self, value: Any, key: str) -> Any:
+        """Return the value of a setting, as plain data, with contents in the place of names."""
+        if isinstance(value, Mapping):
+            return {str(name): self.content_of(item, f"{key}.{name}") for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.content_of(item, key) for item in value]
+        if not isinstance(value, str):
+            return value if value is None or isinstance(value, bool | int | float) else repr(value)
+        if key == f"{_AGENT}command":
+            words = value.split()
+            modules = [before == "-m" for before in ["", *words]]
+            return [
+                self._of_text(word, f"{key}.module.path" if is_module else key)
+                for word, is_module in zip(words, modules, strict=False)
+            ]
+        if key.endswith("external_lib") and "," in value:
+            return [self.content_of(part.strip(), key) for part in value.split(",")]
+        return self._of_text(value, key)
+
+    def _of_text(self, text: str, key: str) -> Any:
+        path, _, name = text.partition(":") if ".py:" in text else (text, "", "")
+        file = Path(os.path.expanduser(path))  # pathlib's raises an error for a text such as ~~
+        if not _exists(file):
+            pass
+        elif file.is_dir():
+            if key.startswith(_WITH_ARGUMENTS) and _NAMES_FOLDER.search(key):
+                return ["content", self._add(file, _digest_of_folder(file))]
+        elif file.suffix in _YAML:
+            self.parts[file.name] = digest_of_content(file)
+            return ["yaml", self._of_yaml(file, key)]
+        elif file.suffix == ".py":
+            return ["content", self._of_code(file), name]
+        elif file.suffix == ".pkl":
+            return ["content", self._add(file, digest_of_pickle(file, self._exact))]
+        elif file.suffix in _TEXTS or key.startswith(_WITH_ARGUMENTS):
+            is_program = key == f"{_AGENT}command" and file.is_absolute() and os.access(file, os.X_OK)
+            return text if is_program else ["content", self._add(file, digest_of_content(file))]
+        module = _local_module(text, key)
+        return text if module is None else ["content", self._of_code(module), text]
+
+    def _add(self, file: Path, content: str) -> str:
+        self.parts[file.name] = content
+        return content
+
+    def _of_code(self, file: Path) -> str:
+        parts = sorted(parts_of_file(file, self._exact))
+        self.parts |= {name.removeprefix("file ") or file.name: part for name, part in parts}
+        return digest(parts)
+
+    def _of_yaml(self, file: Path, key: str) -> Any:
+        try:
+            parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError):
+            return digest_of_content(file)
+        return self.content_of(parsed, f"{key}.")
+
+
+def _models_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the folders of models that arguments of engines name, such as that of a draft model."""
     if isinstance(value, Mapping):
-        return {str(name): _resolved(item, f"{key}.{name}", exact, files) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_resolved(item, key, exact, files) for item in value]
-    if not isinstance(value, str):
-        return value if value is None or isinstance(value, bool | int | float) else repr(value)
-    if key == f"{_AGENT}command":
-        return [_of_text(word, key, exact, files) for word in value.split()]
-    if key.endswith("external_lib") and "," in value:
-        return [_resolved(part.strip(), key, exact, files) for part in value.split(",")]
-    return _of_text(value, key, exact, files)
+        for name, item in value.items():
+            yield from _models_in(item, f"{key}.{name}")
+    elif isinstance(value, str) and _exists(Path(os.path.expanduser(value))) and is_model(Path(value).expanduser()):
+        yield key, value
 
 
-def _of_text(text: str, key: str, exact: bool, files: list[Path]) -> Any:
-    path, _, name = text.partition(":") if ".py:" in text else (text, "", "")
-    file = Path(os.path.expanduser(path))  # pathlib's raises an error for a text such as ~~
-    if file.suffix in _YAML and _is_file(file):
-        files.append(file)
-        return ["yaml", _of_yaml(file, key, exact, files)]
-    is_text = file.suffix in _TEXTS or key == f"{_JUDGE}template"
-    is_text = is_text or (file.suffix == ".json" and key.startswith((_MULTI_TURN, _AGENT)))  # servers of tools
-    if is_text and _is_file(file):
-        return _content(sha256, file, files)
-    if file.suffix == ".py" and _is_file(file):
-        return [*_content(functools.partial(digest_of_file, exact=exact), file, files), name]
-    if file.suffix == ".pkl" and _is_file(file):
-        return _content(functools.partial(digest_of_pickle, exact=exact), file, files)
-    module = _local_module(text, key)
-    return text if module is None else [*_content(functools.partial(digest_of_file, exact=exact), module, files), text]
-
-
-def _content(compute: Callable[[Path], str], file: Path, files: list[Path]) -> list[str]:
-    files.append(file)
-    return ["content", compute(file)]
-
-
-def _of_yaml(file: Path, key: str, exact: bool, files: list[Path]) -> Any:
-    try:
-        parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError):
-        return sha256(file)
-    return _resolved(parsed, f"{key}.", exact, files)
+def _digest_of_folder(folder: Path) -> str:
+    """The digest of a model, or of the code and texts in a folder, without hidden ones."""
+    if is_model(folder):
+        return digest_of_model(folder)
+    paths = (path for path in folder.rglob("*") if path.suffix in _OF_FOLDERS and path.is_file())
+    visible = (path for path in paths if not any(part[0] == "." for part in path.relative_to(folder).parts))
+    return digest_of_files(folder, visible)
 
 
 def _local_module(text: str, key: str) -> Path | None:
@@ -182,8 +281,8 @@ def _local_module(text: str, key: str) -> Path | None:
     return None
 
 
-def _is_file(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.exists()
     except (OSError, ValueError):  # a long text, or one with a null byte
         return False

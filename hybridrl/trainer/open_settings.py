@@ -14,7 +14,7 @@ from hybridrl.config.differences import leaves
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.distillation import TeacherModelConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.node import declared
+from hybridrl.config.schema.node import ConfigNode, declared
 
 ROLE_SETTINGS, TEACHERS = "roles", "distillation.teacher_models"
 
@@ -36,9 +36,13 @@ def open_mappings(*trees: dict[str, Any]) -> None:
                 tree |= dict(_settings_of(where, name, mapping.get(name, {}))) | tree
 
 
-def idle_settings(config: PPOTrainerConfig) -> list[str]:
-    """Return what the keys of roles and teachers begin with that take no part in the run."""
+def idle_settings(config: ConfigNode) -> list[str]:
+    """Return what the keys of models, roles and teachers begin with that take no part in the run."""
+    if not isinstance(config, PPOTrainerConfig):
+        return []
     idle = [f"{ROLE_SETTINGS}.{name}." for name, spec in ROLES.items() if not spec.needed(config)]
+    idle += ["critic."] * (not config.use_critic)
+    idle += ["reward.reward_model."] * (not config.reward.reward_model.enable)
     return idle if config.distillation.enabled else [*idle, "distillation.distillation_loss.", f"{TEACHERS}."]
 
 

@@ -21,7 +21,7 @@ from hybridrl.observe.tracking import Tracking
 from hybridrl.programs import STOPPED, ProgramResult
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.background_save import BackgroundSave, Writers
-from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, definition_of
+from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, complete_models, definition_of
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.interrupt import StopRequest
 from hybridrl.trainer.phases import PhaseTimer, take_spans
@@ -321,6 +321,7 @@ class TrainingRun:
             self.complete_save()
             unfinished = self.store.begin(self.step)
             try:
+                self._definition = complete_models(self._definition, self.config)
                 state = {"step": self.step, EXPERIMENT: self._definition, "state": write(unfinished.folder)}
                 save_json(unfinished.folder / STATE_FILE, state)
             except BaseException as error:

@@ -16,25 +16,33 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.convert import show
 from hybridrl.config.differences import leaves
+from hybridrl.config.places import absolute_value, same_place
 from hybridrl.config.schema.node import ConfigNode, declared, default_tree
 from hybridrl.errors import CheckpointError, UserError
-from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes
-from hybridrl.observe.run_folder import as_dict as written
-from hybridrl.trainer.experiment import Definition, changed_keys, definition_of
+from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes, settings_of
+from hybridrl.trainer.experiment import (
+    DATA,
+    Definition,
+    changed_keys,
+    changed_parts,
+    compared_keys,
+    definition_of,
+    shown_content,
+)
 from hybridrl.trainer.open_settings import idle_settings, names_model, open_mappings
 from hybridrl.utils.files import write_text
 
 _HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
-_PATHS = (
+_MODELS = (
     "actor_rollout_ref.model.path",
     "critic.model.path",
     "reward.reward_model.model.path",
     "model.path",
-    "data.train_files",
 )
+#: begins the name of a change of what a setting names
+_CONTENT_OF = "content of "
 _LOSSES = ("actor_rollout_ref.actor.policy_loss.loss_mode", "sft.loss_type", "dpo.loss_type", "rm.loss_type")
 _DISTILLATION = ("distillation.enabled", "distillation.distillation_loss.loss_mode")
 _EXPERIMENT = ("algorithm.adv_estimator", *_LOSSES, *_DISTILLATION)
@@ -63,22 +71,25 @@ class SettingChange:
 
     Attributes:
         redefines: whether what it names has another content; None: contents were not compared.
+        parts: the names of the files that have another content.
     """
 
     key: str
     was: Any
     now: Any
     redefines: bool | None = None
+    parts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.key} was {show(self.was)}, now {show(self.now)}"
+        parts = f" (in {', '.join(self.parts[:5])}{', ...' * (len(self.parts) > 5)})" if self.parts else ""
+        return f"{self.key} was {show(self.was)}, now {show(self.now)}{parts}"
 
     @property
     def is_another_experiment(self) -> bool:
         """Whether the run would go on with another model, other data, another algorithm, reward or environment."""
         if self.redefines is not None:
             return self.redefines
-        if self.key in _PATHS or names_model(self.key):
+        if self.key == DATA or _is_model(self.key):
             return _absolute(self.was) != _absolute(self.now)
         return self.key in _EXPERIMENT
 
@@ -102,12 +113,14 @@ def find_changes(folder: Path, config: ConfigNode) -> list[SettingChange]:
         earlier = dict(leaves(first, set(declared(type(config)))))
         for entry in read_changes(folder):
             earlier |= {key: change["now"] for key, change in entry["changes"].items()}
+        # earlier versions wrote paths as they were given
+        earlier = {key: absolute_value(type(config), key, value) for key, value in earlier.items()}
     except (OSError, UserError, yaml.YAMLError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} or {CHANGES} next to it cannot be read ({type(error).__name__}: {error}), so it is unknown "
             "whether this run continues that one; remove both to continue with the settings of now"
         ) from error
-    tree = yaml.safe_load(yaml.safe_dump(written(config)))
+    tree = yaml.safe_load(yaml.safe_dump(settings_of(config)))
     found, wanted = _program_of(groups), _program_of(tree)
     if found != wanted:
         raise OtherExperimentError(
@@ -116,15 +129,12 @@ def find_changes(folder: Path, config: ConfigNode) -> list[SettingChange]:
         )
     now = dict(leaves(tree, set(declared(type(config)))))
     open_mappings(earlier, now)
-    idle = [] if not isinstance(config, PPOTrainerConfig) else ["critic."] * (not config.use_critic)
-    if isinstance(config, PPOTrainerConfig):
-        idle += idle_settings(config)
-        idle += ["reward.reward_model."] * (not config.reward.reward_model.enable)
+    idle = tuple(idle_settings(config))
     changes = [
         SettingChange(key, earlier[key], value)
         for key, value in now.items()
         if key in earlier and earlier[key] != value and key not in _HOW_TO_RESUME
-        if not key.startswith(tuple(idle)) or key == "reward.reward_model.enable"
+        if not key.startswith(idle) or key == "reward.reward_model.enable"
     ]
     return [change for change in changes if not _only_follows(change, earlier, now, type(config))]
 
@@ -151,18 +161,19 @@ def compare(
         return changes
     now = definition_of(config) if now is None else now
     redefined = changed_keys(before, now)
-    compared = set(redefined) | (set(before["values"]) & set(now["values"]))
+    compared = set(redefined) | compared_keys(before, now)
     changes = [replace(one, redefines=one.key in redefined) if one.key in compared else one for one in changes]
     by_value = {change.key for change in changes}
     contents: dict[
         tuple[str | None, str | None], SettingChange
     ] = {}  # settings that follow another one have its content
     for key in redefined:
-        pair = (before["code"].get(key), now["code"].get(key))
+        pair = (shown_content(key, before), shown_content(key, now))
         if pair == (None, None) and key not in by_value:
             pair = (before["values"].get(key), now["values"].get(key))
         if pair != (None, None):
-            contents.setdefault(pair, SettingChange(f"content of {key}", *pair, redefines=True))
+            parts = tuple(changed_parts(key, before, now))
+            contents.setdefault(pair, SettingChange(f"{_CONTENT_OF}{key}", *pair, redefines=True, parts=parts))
     return [*changes, *contents.values()]
 
 
@@ -180,7 +191,7 @@ def check_same_experiment(folder: Path, changes: list[SettingChange]) -> None:
             ". Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
             "trainer.resume_mode=disable to start over in this one. To continue that run with the new values on "
             "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N",
-            any(one.is_another_experiment and (one.key in _PATHS[:-1] or names_model(one.key)) for one in changes),
+            any(one.is_another_experiment and _is_model(one.key.removeprefix(_CONTENT_OF)) for one in changes),
         )
 
 
@@ -205,7 +216,8 @@ def _only_follows(change: SettingChange, earlier: Mapping[str, Any], now: Mappin
     if "${" not in str(raw):
         return False
     return all(
-        _resolved(change.key, raw, values) == value for values, value in ((earlier, change.was), (now, change.now))
+        same_place(_resolved(change.key, raw, values), value)
+        for values, value in ((earlier, change.was), (now, change.now))
     )
 
 
@@ -216,6 +228,10 @@ def _resolved(key: str, raw: Any, values: Mapping[str, Any]) -> Any:
         OmegaConf.update(config, name, value, force_add=True)
     found = OmegaConf.select(config, key)
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def _is_model(key: str) -> bool:
+    return key in _MODELS or names_model(key)
 
 
 def _absolute(value: Any) -> list[str]:

@@ -1,6 +1,8 @@
 """Digests of a user's code that do not change with its place, and, if asked for, not with comments and layout."""
 
 import ast
+import dis
+import functools
 import hashlib
 import pickle
 import re
@@ -8,28 +10,57 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from hybridrl.utils.content_digest import digest_of_content
+from hybridrl.utils.named_files import OF_PROGRAMS, WRITERS, WRITING_CLASSES, named_files, places
 from hybridrl.utils.source import parsed
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 #: packages that belong to the library, or that stand in for it
 _LIBRARY = ("hybridrl", "verl")
+#: words in a source whose code may read docstrings
+_READ_DOCSTRINGS = (b"__doc__", b"getdoc", b"get_json_schema", b"docstring", b"verifiers")
+#: decorators that do not
+_PLAIN_DECORATORS: tuple[str, ...] = (
+    "property",
+    "cached_property",
+    "setter",
+    "staticmethod",
+    "classmethod",
+    "abstractmethod",
+)
+_PLAIN_DECORATORS += ("cache", "lru_cache", "wraps", "overload", "override", "contextmanager", "dataclass")
+#: of `open`
+_WRITING_MODES = ("w", "a", "x", "wb", "ab", "xb", "wt", "at", "w+", "a+", "r+", "w+b", "r+b")
 
 
 def digest_of_file(file: Path, exact: bool) -> str:
-    """Return a digest of a Python file and of the local modules that it imports, wherever they lie.
+    """Return a digest of a Python file, of the local modules that it imports, and of the files that it names.
+
+    Neither counts where the files lie; see `parts_of_file`.
+    """
+    return _digest(repr(sorted(parts_of_file(file, exact))).encode())
+
+
+def parts_of_file(file: Path, exact: bool) -> list[tuple[str, str]]:
+    """Return a name and a digest for a Python file and for everything that it reads (`named_files`).
 
     Args:
         file: need not be valid Python.
-        exact: of the bytes; False: of the syntax tree, which comments and layout are not part of.
+        exact: of the bytes; False: of the syntax tree, which comments, docstrings and layout are not part of.
+            Docstrings count where something may read them: of functions with a decorator, such as tools, and in files
+            that mention `__doc__` or the like.
     """
     found: dict[Path, str] = {}
-    _collect(file.resolve(), "", file.resolve().parent, found)
-    parts = sorted((name, _digest_of_source(path, exact)) for path, name in found.items())
-    return _digest(repr(parts).encode())
+    _collect(file.resolve(), "", [file.resolve().parent], found)
+    return [
+        (name, _digest_of_source(path, exact) if path.suffix == ".py" else digest_of_content(path))
+        for path, name in found.items()
+    ]
 
 
 def digest_of_pickle(file: Path, exact: bool) -> str:
@@ -45,13 +76,14 @@ def digest_of_pickle(file: Path, exact: bool) -> str:
     return _digest(repr((shape, content if exact else b"")).encode())
 
 
-def local_file(name: str, folder: Path | None = None) -> Path | None:
-    """Return the file of a module that lies in `folder` or elsewhere on the path, but is not installed; else None."""
+def local_file(name: str, folders: Sequence[Path] = ()) -> Path | None:
+    """Return the file of a module that lies in `folders` or elsewhere on the path, but is not installed; else None."""
     if not _MODULE.fullmatch(name) or name.partition(".")[0] in _LIBRARY:
         return None
-    for root in ([] if folder is None else [folder]) + _local_folders():
+    for root in [*folders, *_local_folders()]:
         base = root.joinpath(*name.split("."))
-        for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+        compiled = (base.with_name(f"{base.name}{suffix}") for suffix in EXTENSION_SUFFIXES)
+        for path in (base / "__init__.py", base.with_name(f"{base.name}.py"), *compiled):
             if path.is_file():
                 return path.resolve()
     return None
@@ -59,49 +91,79 @@ def local_file(name: str, folder: Path | None = None) -> Path | None:
 
 def _local_folders() -> list[Path]:
     """The folders of `sys.path` that hold neither the standard library nor installed packages."""
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    installed |= {*site.getsitepackages(), site.getusersitepackages()}
-    roots = [Path(folder).resolve() for folder in installed if folder]
+    roots = _installed_folders()
     folders = dict.fromkeys(Path(folder or ".").resolve() for folder in sys.path)
     return [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(root) for root in roots)]
 
 
-def _collect(file: Path, name: str, root: Path, found: dict[Path, str]) -> None:
-    """Add a file, and the local ones that it imports, with the names that they are imported by."""
+@functools.cache
+def _installed_folders() -> list[Path]:
+    """The folders of the standard library and of installed packages."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    installed |= {*site.getsitepackages(), site.getusersitepackages()}
+    return [Path(folder).resolve() for folder in installed if folder]
+
+
+def _collect(file: Path, name: str, roots: list[Path], found: dict[Path, str]) -> None:
+    """Add a file, and what it reads, with the names that it is imported by.
+
+    Args:
+        roots: the folders that the names of modules start from; those that the code adds to `sys.path` are added.
+    """
     if file in found:
         return
     found[file] = name
+    if file.suffix != ".py":
+        return
     try:
-        tree = parsed(file.read_bytes(), file)
+        read = named_files(parsed(file.read_bytes(), file), file)
     except (SyntaxError, ValueError):
         return
-    for module, folder in _imports(tree, file, root):
+    installed = _installed_folders()
+    roots += [
+        folder for folder in read.folders if folder not in roots and not any(map(folder.is_relative_to, installed))
+    ]
+    for level, module in read.modules:
+        folders = roots if level == 0 else [file.parents[min(level, len(file.parents)) - 1]]
+        if level and (package := folders[0] / "__init__.py").is_file():
+            _collect(package, f"{'.' * level}", roots, found)
         parts = module.split(".")
         for count in range(1, len(parts) + 1):  # packages are imported, too
-            path = local_file(".".join(parts[:count]), folder)
+            path = local_file(".".join(parts[:count]), folders)
             if path is not None:
-                _collect(path, ".".join(parts[:count]), folder, found)
-
-
-def _imports(tree: ast.Module, file: Path, root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each module that a file may import, with the folder that its name starts from."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, root) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            folder = root if node.level == 0 else file.parents[node.level - 1]
-            prefix = f"{node.module}." if node.module else ""
-            yield from ((f"{prefix}{alias.name}".removesuffix(".*"), folder) for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
-            yield from ((arg.value, root) for arg in node.args[:1] if isinstance(getattr(arg, "value", None), str))  # type: ignore[attr-defined]
+                _collect(path, ".".join(parts[:count]), roots, found)
+    for path in read.files:
+        if not any(map(path.is_relative_to, installed)):
+            _collect(path, f"file {path.name}", roots, found)
 
 
 def _digest_of_source(file: Path, exact: bool) -> str:
     content = file.read_bytes()
     try:
-        return _digest(content if exact else ast.dump(parsed(content, file)).encode())
+        return _digest(content if exact else ast.dump(_without_docstrings(parsed(content, file), content)).encode())
     except (SyntaxError, ValueError):
         return _digest(content)
+
+
+def _without_docstrings(tree: ast.Module, source: bytes) -> ast.Module:
+    """Remove texts that stand alone, unless something may read them."""
+    if any(word in source for word in _READ_DOCSTRINGS):
+        return tree
+    for node in ast.walk(tree):
+        is_read = any(_last(decorator) not in _PLAIN_DECORATORS for decorator in getattr(node, "decorator_list", ()))
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and not (is_read and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            node.body = [entry for entry in body if not _is_text(entry)]  # type: ignore[attr-defined]
+    return tree
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _last(decorator: ast.expr) -> str:
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def _digest(content: bytes) -> str:
@@ -138,9 +200,7 @@ class _Shape:
 
     def _of_object(self, value: Any) -> Any:
         if isinstance(value, types.CodeType):
-            names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
-            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
-            return ("code", value.co_code, names, counts, [self.of(constant) for constant in value.co_consts])
+            return self._of_code(value)
         if isinstance(value, types.ModuleType):
             return ("module", *self._of_module(value.__name__))
         if isinstance(value, type | types.FunctionType) and _is_importable(value):
@@ -160,18 +220,37 @@ class _Shape:
             return ("object", self.of(type(value)))
         return ("object", self.of(type(value)), self.of(parts[1:3]) if isinstance(parts, tuple) else parts)
 
+    def _of_code(self, code: types.CodeType) -> Any:
+        """Describe the bytecode, without constants that it does not load, such as docstrings."""
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~_HAS_DOCSTRING)
+        loaded = {step.arg for step in dis.get_instructions(code) if step.opcode in dis.hasconst}
+        constants = [self.of(value) if number in loaded else None for number, value in enumerate(code.co_consts)]
+        return ("code", code.co_code, names, counts, constants)
+
+    def _files(self, code: types.CodeType, used: Sequence[Any]) -> list[str]:
+        """Digests of the files that a function and the values it uses name, if it does not write any."""
+        texts = [value for value in (*code.co_consts, *used) if isinstance(value, str | Path)]
+        writes = any(text in _WRITING_MODES for text in code.co_consts if isinstance(text, str))
+        if writes or any(name.startswith(WRITERS) or name.endswith(WRITING_CLASSES) for name in code.co_names):
+            return []
+        files = [path for text in texts for path in places(text, Path.cwd()) if path.is_file()]
+        return [digest_of_content(path) for path in dict.fromkeys(files) if path.suffix not in OF_PROGRAMS]
+
     def _of_function(self, function: types.FunctionType) -> Any:
         used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
         cells = [_content_of(cell) for cell in function.__closure__ or ()]
         parts = (function.__code__, function.__defaults__, function.__kwdefaults__, cells, dict(sorted(used.items())))
-        return ("function", [self.of(part) for part in parts])
+        return ("function", [self.of(part) for part in parts], self._files(function.__code__, [*used.values(), *cells]))
 
     def _of_module(self, name: str) -> tuple[str, str]:
         file = local_file(name)
         return name, "" if file is None else digest_of_file(file, self._exact)
 
 
-_OF_CLASSES = ("__dict__", "__weakref__", "__module__", "__firstlineno__", "__slotnames__", "__static_attributes__")
+_OF_CLASSES: tuple[str, ...] = ("__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__")
+_OF_CLASSES += ("__slotnames__", "__static_attributes__")
+_HAS_DOCSTRING = 0x4000000  # of `co_flags`, since Python 3.13
 
 
 def _is_importable(value: Any) -> bool:

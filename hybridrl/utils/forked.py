@@ -25,7 +25,7 @@ def inherited_by_children(numbers: Iterable[signal.Signals]) -> None:
 
 
 def keep_blocked_in_children(numbers: Iterable[signal.Signals]) -> None:
-    """Let what this thread forks from now on block these signals as it does itself, also after `default_in_children`."""
+    """Let what this thread forks from now on block these signals as it does, also after `default_in_children`."""
     _mask.kept = frozenset(numbers)
 
 

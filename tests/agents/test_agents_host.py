@@ -166,7 +166,7 @@ def test_a_result_arrives_though_the_agent_has_closed_its_output(host: AgentHost
 def test_a_command_that_writes_no_verdict_did_not_fail_by_itself(write: str, tmp_path: Path) -> None:
     """A folder or a pipe of that name was as if the command had left the score to the reward function."""
     (tmp_path / "agent.sh").write_text(write + "\n")
-    made = AgentHost(Program(command=("/bin/sh", str(tmp_path / "agent.sh"))))
+    made = AgentHost(AgentProgram(command=("/bin/sh", str(tmp_path / "agent.sh"))))
     try:
         with pytest.raises(AgentFailed, match=r"agent (wrote|made|returned)") as caught:
             run(made, "any")

@@ -17,6 +17,8 @@ from hybridrl.config import ConfigError, load_config
 from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import check_idle, conditional
 from hybridrl.config.compose import compose_config
+from hybridrl.config.roles import ROLES, RoleSpec
+from hybridrl.config.schema.engine import OptimConfig
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.trainer.api import Trainer
 
@@ -549,3 +551,12 @@ def test_the_later_of_two_words_counts_and_both_are_named(words: list[str]) -> N
 def test_a_keyword_and_a_mapping_may_not_contradict() -> None:
     with pytest.raises(ConfigError, match=r"keyword lr.*config"):
         Trainer("grpo", model="org/m", data=[{"prompt": "a"}], lr=1e-5, config={f"{ACTOR}.optim.lr": 1e-4})
+
+
+def test_a_role_with_a_setting_that_has_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [("seed", int), ("optim", OptimConfig, dataclasses.field(default_factory=OptimConfig))]
+    settings = dataclasses.make_dataclass("Settings", fields)
+    own = RoleSpec("own", worker=None, needed=lambda _: True, placement=("own",), mesh="own", settings=settings)
+    monkeypatch.setitem(ROLES, "own", own)
+    told = sentences("ppo_trainer", ["+roles.own={seed: 1, optim: {lr: 0.1, num_cycles: 2, betas: [0.9, 0.999]}}"])
+    assert list(told) == ["roles.own.optim.num_cycles"]

@@ -280,3 +280,11 @@ def test_a_fingerprint_follows_the_content(write, rows):
     write("org/name/test.jsonl", rows[:3])
     again = fingerprints([str(path), "org/name:test"])
     assert all(was != now for was, now in zip(first, again, strict=True))
+
+
+def test_a_space_after_the_commas_of_a_csv_is_no_part_of_values(tmp_path: Path) -> None:
+    """The names lost it, and the values kept it, so an answer was ' 3'."""
+    (tmp_path / "a.csv").write_text('prompt, answer\n"q, 1", "3, or 4"\nr, 5 \n', encoding="utf-8")
+    assert read_table(tmp_path / "a.csv").column("answer") == ["3, or 4", "5 "]
+    (tmp_path / "b.csv").write_text("prompt,answer\nq, 3\n", encoding="utf-8")
+    assert read_table(tmp_path / "b.csv").column("answer") == [" 3"]

@@ -48,8 +48,10 @@ def forked_apart() -> Iterator[str]:
 def _jobs(python: str, log: Path, **environment: str) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def start_job(*arguments: str, module: str = "hybridrl.trainer.main_ppo") -> Job:
-        file = log.with_name(f"{log.name}{len(jobs)}.log")
+    def start_job(
+        *arguments: str, module: str = "hybridrl.trainer.main_ppo", folder: Path | None = None
+    ) -> Job:  # in `folder`
+        file = (folder or log.parent) / f"{log.name}{len(jobs)}.log"
         jobs.append(Job([python, "-m", module, *arguments], file, os.environ | environment))
         return jobs[-1]
 

@@ -518,12 +518,25 @@ def test_a_finished_run_says_so_and_what_is_different_now(run: Runner, skipped: 
     assert lr in (skipped.folder / "config_changes.yaml").read_text()
 
 
-# ---------------------------------------------------------------- Ctrl-C
+# ---------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("moment", ["ray starts", "workers start"])
-def test_ctrl_c_before_the_first_step_ends_at_once(
-    grpo: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+@pytest.mark.parametrize(
+    ("moment", "number", "ending", "status"),
+    [
+        ("ray starts", signal.SIGINT, "interrupted", 130),
+        ("ray starts", signal.SIGTERM, "ended by SIGTERM", -signal.SIGTERM),
+        ("workers start", signal.SIGTERM, "ended by SIGTERM", -signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(
+    grpo: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    number: int,
+    ending: str,
+    status: int,
 ) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
@@ -533,11 +546,10 @@ def test_ctrl_c_before_the_first_step_ends_at_once(
             job.wait_for(lambda: "generating with" in job.output)
         else:
             job.wait_for(lambda: any("ray::" in name for name in processes_of(mark)), every=0.25)
-        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-        status = job.wait()
+        os.killpg(job.process.pid, number)  # as a terminal and `timeout` do: to the whole group
+        assert job.wait() == status, job.output[-4000:]
     finally:
         job.close()
-    assert status == 130, job.output[-4000:]
-    assert job.output.rstrip().endswith("interrupted") and "Traceback" not in job.output
+    assert job.output.rstrip().endswith(ending) and "Traceback" not in job.output
     assert not list((tmp_path / "run").glob("global_step_*"))
     assert_all_end(mark)

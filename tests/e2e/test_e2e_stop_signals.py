@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import psutil
 import pytest
 from e2e_tools import Job, records
 
-PPO, SFT = "hybridrl.trainer.main_ppo", "hybridrl.trainer.main_sft"
+PPO, SFT, EVALUATION = (f"hybridrl.trainer.main_{name}" for name in ("ppo", "sft", "eval"))
 
 # The score says whether a program that the reward function starts can be ended as anywhere else.
 REWARD = """
@@ -211,4 +212,29 @@ def test_a_later_second_sigterm_leaves_the_step_and_saves_the_one_before(
     assert job.wait() == 75, job.output[-4000:]
     assert "stopped by SIGTERM after step 1 of" in job.output
     assert json.loads((folder / "latest_checkpointed_iteration.txt").read_text()) == 1
+    assert_ends(processes)
+
+
+@pytest.mark.slow(10)
+def test_main_eval_ends_by_the_signal_with_all_that_it_has_started(
+    start_real: Callable[..., Job], tmp_path: Path
+) -> None:
+    mark = tmp_path / "scoring"
+    held = (
+        f"def compute_score(*_, **__):\n    import time\n    open({str(mark)!r}, 'w').close()\n    time.sleep(1000)\n"
+    )
+    (tmp_path / "score.py").write_text(held)
+    row = {"prompt": "1 + 1", "responses": ["2"], "data_source": "mine", "reward_model": {"ground_truth": "2"}}
+    pd.DataFrame([row]).to_parquet(tmp_path / "answers.parquet")
+    job = start_real(
+        f"data.path={tmp_path / 'answers.parquet'}",
+        f"reward.custom_reward_function.path={tmp_path / 'score.py'}",
+        "reward.timeout_s=1000",
+        module=EVALUATION,
+    )
+    job.wait_for(mark.exists)
+    processes = family(job)
+    to_group(job, signal.SIGTERM)
+    assert job.wait() == -signal.SIGTERM and "ended by SIGTERM" in job.output, job.output[-4000:]
+    assert not list(tmp_path.glob("*.json"))
     assert_ends(processes)

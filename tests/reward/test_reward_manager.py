@@ -593,3 +593,19 @@ def test_sessions_that_bring_no_score_along_are_refused_where_no_function_runs(m
         manager(batch)
     batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([0.5, 1.0])
     assert manager(batch).sum(-1).tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("right", "columns"),
+    [
+        ("{'score': 1.0, 'acc': True}", {"score": [1.0, 0.0, 1.0], "acc": [True, 0.0, True]}),
+        ("{'score': 1.0, 'letters': 2}", {"score": [1.0, 0.0, 1.0], "letters": [2, None, 2]}),
+        ("{'score': 2.0, 'acc': 1}", {"score": [2.0, 0.0, 2.0], "acc": [1, 0.0, 1]}),
+    ],
+)
+def test_a_number_beside_dicts_is_their_score(manager_for, make_batch, user_file, right, columns):
+    """The mean of the scores counted right answers alone, and the accuracy wrong ones alone."""
+    source = f"def compute_score(solution_str, ground_truth):\n    return {right} if ground_truth == '1' else 0.0\n"
+    manager = manager_for(user_file(source))
+    batch = make_batch(["1", "2", "3"], reward_model=[{"ground_truth": text} for text in "121"])
+    assert manager(batch, return_dict=True)["reward_extra_info"] == columns

@@ -124,7 +124,12 @@ def test_same_answer(answer, reference, same):
 
 
 @pytest.mark.parametrize(
-    "bomb", ["9^{9^{9^9}}", "9**9**9**9", "10^{1000000000}", "100000!", "((2!)!)!!", "(" * 5000, "1" * 5000]
+    "bomb",
+    [
+        *("9^{9^{9^9}}", "9**9**9**9", "10^{1000000000}", "100000!", "((2!)!)!!", "(" * 5000, "1" * 5000),
+        *("9^{9^{9}}", "9**9**9", r"\sqrt[3]{9^{9^9}}", r"\frac{1}{9^{9^9}}", r"\left(10^{10}\right)!", "(9^9)!"),
+        r"\binom{1000000}{500000}",
+    ],
 )
 def test_astronomic_answers_are_wrong_at_once(bomb):
     """Each of them would keep a parser or an integer power busy for hours; in a thread nothing could stop it."""
@@ -133,6 +138,13 @@ def test_astronomic_answers_are_wrong_at_once(bomb):
     thread.start()
     thread.join(timeout=20)
     assert results == [False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"), [("2^{3^2}", "512"), ("2^{2^3}", "256"), (r"\binom{2024}{2}", "2047276"), ("(2+1)!", "6")]
+)
+def test_small_powers_of_powers_are_computed(answer, reference):
+    assert same_answer(answer, reference)
 
 
 def test_answers_are_compared_in_any_thread():

@@ -14,11 +14,14 @@ import pytest
 import yaml
 
 import hybridrl
+from hybridrl.config import validate
+from hybridrl.config.compose import compose_config
 from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.notify import listening, notify
+from hybridrl.observe.run_folder import settings_of, write_run_info
 from hybridrl.trainer.api import SHORT_NAMES, trained_part
 
 ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
@@ -222,6 +225,21 @@ except KeyError as error:
     assert "critic/score/mean" in str(error)
 print("both ran in", first.folder, second.folder)
 """
+
+
+def test_settings_of_a_call_can_be_used_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`config.yaml` names the rows, the function and the model that the call gave, wherever it is read."""
+    trainer = grpo(default_local_dir="runs/a")
+    write_run_info("runs/a", trainer.config)
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
+    composed = compose_config("ppo_trainer", ["trainer.default_local_dir=b"], str(here / "runs/a"), "config")
+    assert composed.notices == []
+    validate(composed.config)
+    assert composed.config.actor_rollout_ref.model.path == str(here / "model")
+    assert Path(composed.config.data.train_files[0]).parent == here / "runs/a/data"
+    assert Path(str(composed.config.reward.custom_reward_function.path)).parent == here / "runs/a/reward"
+    assert settings_of(composed.config)["trainer"]["default_local_dir"] == str(here / "other/b")
 
 
 def test_the_trained_model_is_where_the_row_of_the_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:

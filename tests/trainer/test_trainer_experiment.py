@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -404,20 +405,39 @@ def test_data_are_compared_in_order_and_folders_with_all_their_files(place: Path
     assert changed_keys(first, record("[train.jsonl,shards,s3://bucket/rows]")) == ["data.train_files"]
 
 
-def test_responses_of_other_code_are_not_taken_for_finished(place: Path) -> None:
-    """Generation compares the settings of its output by itself; those include what user code they name."""
+def test_responses_of_other_code_or_models_are_not_taken_for_finished(place: Path) -> None:
+    """Generation compares the settings of its output by itself; those include what code and models they name."""
     from hybridrl.trainer.generation.run_generation import _settings
 
-    def settings(*more: str) -> dict[str, object]:
+    model, adapter = "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"
+    for folder in ("model", "adapter"):
+        (place / folder).mkdir()
+        (place / folder / "config.json").write_text("{}")
+        (place / folder / "model.safetensors").write_text("1")
+
+    def changes(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+        return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+
+    def settings(*more: str) -> dict[str, Any]:
         return _settings(load_config("generation", ["data.path=[train.jsonl]", "data.output_path=out.parquet", *more]))
 
     plain = settings()
-    assert not any(name.startswith("content of") for name in plain), "outputs of earlier versions are as they were"
-    first = settings("data.custom_cls.path=lib.py")
-    assert first == settings("data.custom_cls.path=lib.py")
+    assert not any(name.startswith("content of") for name in plain)
+    words = ["data.custom_cls.path=lib.py", f"{model}=model", f"{adapter}=adapter"]
+    first = settings(*words)
+    assert first == settings(*words)
     replace("lib.py", "4", "5")()
-    second = settings("data.custom_cls.path=lib.py")
-    assert [name for name in first if first[name] != second[name]] == ["content of data.custom_cls.path"]
+    second = settings(*words)
+    assert changes(first, second) == ["content of data.custom_cls.path"]
+    shutil.move("model", "moved")
+    words[1] = f"{model}=moved"
+    assert settings(*words) == second, "its place does not count"
+    (place / "moved/model.safetensors").touch()
+    assert settings(*words) == second, "and neither does its time"
+    for folder, key in (("moved", model), ("adapter", adapter)):
+        (place / folder / "model.safetensors").write_text("2")
+        assert changes(second, settings(*words)) == [f"content of {key}"]
+        (place / folder / "model.safetensors").write_text("1")
 
 
 @pytest.mark.parametrize("text", ["~~ be kind ~~", "~nobody/x.py", "a" * 5000, "a.b:c.d"])

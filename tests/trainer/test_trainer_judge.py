@@ -200,4 +200,8 @@ def test_the_documented_fields_are_those_that_are_taken(words: list[str]) -> Non
     fields: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "seed": 3, "chat_template_kwargs": {"enable_thinking": False}}
     assert sorted(fields) == sorted(SERVED_FIELDS)
     given = "{top_p: 0.9, top_k: 5, seed: 3, chat_template_kwargs: {enable_thinking: false}}"
-    validate(load_config("ppo_trainer", [*words, f"{JUDGE}.temperature=0.7", f"{JUDGE}.extra_body={given}"]))
+    template = "{{ messages }}{{ enable_thinking }}"
+    own = [f"{JUDGE}.temperature=0.7", f"{JUDGE}.extra_body={given}"]
+    validate(load_config("ppo_trainer", [*words, *own, f'{MODEL}.model.custom_chat_template="{template}"']))
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinking=False: the chat template of"):
+        validate(load_config("ppo_trainer", [*words, *own]))

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config.checks.branches import ConfigBranch, branches, value_at
 from hybridrl.config.output import as_dict
 from hybridrl.config.schema.needs import Condition, Needs, Unmet, conditions
-from hybridrl.config.schema.node import ValueLimits, default_tree, is_group
+from hybridrl.config.schema.node import Follow, ValueLimits, default_of, default_tree, is_group
 from hybridrl.config.schema.root import ROOTS, RootConfig
 from hybridrl.config.verl.tables import idle_notices
 
@@ -76,7 +76,7 @@ def check_idle(config: RootConfig, others: Sequence[str] = ()) -> tuple[list[str
             noticed = _is_noticed(type(config), key)
             reason = Idle(unmet.because, unmet.remedy)
             settings = found.setdefault((unmet.because, unmet.remedy, noticed), reason).settings
-            settings[key] = "null" if value is None else str(value)
+            settings[key] = str(value)
     faults = [idle.text() for (_, _, noticed), idle in found.items() if not noticed]
     return faults, [idle.text() for (_, _, noticed), idle in found.items() if noticed]
 
@@ -154,17 +154,32 @@ def default_of_key(root: type, item: Conditional, tree: Mapping[str, Any]) -> An
 
 
 def _is_set(branch: ConfigBranch, config: RootConfig, item: Conditional, value: Any, tree: Mapping[str, Any]) -> bool:
-    """Whether a setting was set to something else than its default.
+    """Whether a setting was set to something else than its default. Null sets nothing.
 
     A program may assign a setting that others follow, after which these only seem to be set: what they have counts only
     if they were set themselves.
     """
+    if value is None:
+        return False
     if branch.where:
         path = item.key.removeprefix(branch.prefix)
-        default = _at(_defaults(branch.settings), path)
+        default = _declared_default(branch.settings, path)
         return branch.sets(path) and ("${" in str(default) or value != default)
     follows = "${" in str(_at(_defaults(branch.settings), item.key))
     return (not follows or item.key in config.set_keys) and value != default_of_key(type(config), item, tree)
+
+
+def _declared_default(settings: type, path: str) -> Any:
+    """The default of a setting of a dataclass, which other settings may lack; an interpolation where it follows."""
+    name, _, rest = path.partition(".")
+    item = next(each for each in dataclasses.fields(settings) if each.name == name)
+    if not rest:
+        return default_of(item)
+    changed = (item.metadata.get("changed") or {}).get(rest, ...)
+    if changed is not ...:
+        return changed.interpolation if isinstance(changed, Follow) else changed
+    assert isinstance(item.type, type)
+    return _declared_default(item.type, rest)
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:

@@ -17,7 +17,9 @@ _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub
 class CustomClassConfig(ConfigNode):
     """`data.custom_cls`: a user's dataset class."""
 
-    path: str | None = key(None, "Python file or importable module with the class; null: the library's class")
+    path: str | None = key(
+        None, "Python file or importable module with the class; null: the library's class", place="code"
+    )
     name: str | None = key(None, "name of the class", needs=is_set(".path"))
 
 
@@ -25,7 +27,7 @@ class CustomClassConfig(ConfigNode):
 class SamplerConfig(ConfigNode):
     """`data.sampler`: the order of the training prompts."""
 
-    class_path: str | None = key(None, "Python file or importable module; null: shuffle and seed decide")
+    class_path: str | None = key(None, "Python file or importable module; null: shuffle and seed decide", place="code")
     class_name: str | None = key(
         None,
         "name of the sampler class, built with (data_source=dataset, data_config=data)",
@@ -93,8 +95,8 @@ class PromptConfig(ConfigNode):
 class DataConfig(PromptConfig):
     """`data` of `ppo_trainer`."""
 
-    train_files: list[str] = key([], f"training data: {_FILES}; must be set")
-    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
+    train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
+    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1, needs=is_set(".val_files"))
     reward_fn_key: str = key("data_source", "column that selects the reward function")
@@ -120,11 +122,13 @@ class DataConfig(PromptConfig):
         None,
         "YAML file with the tools that prompts describe to the model; null: none",
         follows="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+        place="file",
     )
     function_tool_path: str | None = key(
         None,
         "Python file or module with such tools; null: none",
         follows="${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
+        place="code",
     )
 
 
@@ -132,8 +136,8 @@ class DataConfig(PromptConfig):
 class SupervisedDataConfig(ConfigNode):
     """What `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
 
-    train_files: list[str] = key([], f"training data: {_FILES}; must be set")
-    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
+    train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
+    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1, needs=is_set(".val_files"))
     system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
@@ -204,13 +208,13 @@ class PairsDataConfig(SupervisedDataConfig):
 class GenerationDataConfig(PromptConfig):
     """`data` of `generation`."""
 
-    path: list[str] = key([], f"prompts: {_FILES}; must be set")
+    path: list[str] = key([], f"prompts: {_FILES}; must be set", place="data")
     max_samples: int = key(-1, "number of rows to use; -1: all", ge=-1)
     n_samples: int = key(1, "responses per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     batch_size: int = key(
         128, "prompts per part: each part is saved when it is complete, and an interrupted one is generated again", gt=0
     )
-    output_path: str = key("", "parquet file to write: the rows with their responses; must be set")
+    output_path: str = key("", "parquet file to write: the rows with their responses; must be set", place="output")
     response_key: str = key("responses", "column of the responses")
     log_probs: bool = key(False, "keep the log-probability of each token, and the tokens")
     overwrite: bool = key(False, "replace an output_path, or parts of it, made with other settings")
@@ -220,7 +224,7 @@ class GenerationDataConfig(PromptConfig):
 class EvaluationDataConfig(ConfigNode):
     """`data` of `evaluation`."""
 
-    path: list[str] = key([], f"responses: {_FILES}; must be set")
+    path: list[str] = key([], f"responses: {_FILES}; must be set", place="data")
     max_samples: int = key(-1, "number of rows to score, from the first; -1: all", ge=-1)
     response_key: str = key("responses", "column of the responses, a list of texts")
     prompt_key: str = key("prompt", "column of the prompts, for functions that take them")
@@ -230,4 +234,6 @@ class EvaluationDataConfig(ConfigNode):
     )
     ground_truth_key: str | None = key(None, "column of the ground truth; null: reward_model_key holds it")
     extra_info_key: str = key("extra_info", "column of further information for the reward function")
-    output_path: str | None = key(None, "JSON file to write; null: that of the first file, ending in .eval.json")
+    output_path: str | None = key(
+        None, "JSON file to write; null: that of the first file, ending in .eval.json", place="output"
+    )

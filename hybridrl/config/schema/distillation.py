@@ -55,7 +55,7 @@ class TeacherInferenceConfig(ServingConfig):
 class TeacherModelConfig(ConfigNode):
     """`distillation.teacher_models.NAME`: a teacher."""
 
-    model_path: str | None = key(None, "directory in Hugging Face format, or a hub id; must be set")
+    model_path: str | None = key(None, "directory in Hugging Face format, or a hub id; must be set", place="model")
     num_replicas: int = key(
         0,
         "with inference.name: replicas; 0: the teachers divide their own pool equally, and fill that of the policy. "

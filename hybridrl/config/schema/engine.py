@@ -134,7 +134,9 @@ class OptimConfig(ConfigNode):
         synonyms=names.OPTIMIZER_SYNONYMS,
     )
     optimizer_impl: str = key(
-        "torch.optim", "module or Python file that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
+        "torch.optim",
+        "module or Python file that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit",
+        place="code",
     )
     lr: float = key(1e-6, "peak learning rate", ge=0)
     betas: list[float] = key(

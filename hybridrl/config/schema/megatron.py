@@ -35,7 +35,7 @@ class MegatronConfig(EngineConfig):
     use_distributed_optimizer: bool = key(True, "split the optimizer state over the data-parallel ranks", needs=LEARNS)
     use_dist_checkpointing: bool = key(False, "load the first weights from dist_checkpointing_path")
     dist_checkpointing_path: str | None = key(
-        None, "folder of a distributed checkpoint of Megatron-core", needs=on(".use_dist_checkpointing")
+        None, "folder of a distributed checkpoint of Megatron-core", needs=on(".use_dist_checkpointing"), place="model"
     )
     override_ddp_config: dict[str, Any] = key(
         {}, "fields of Megatron-core's DistributedDataParallelConfig", needs=LEARNS, read_by="ddp-fields"

@@ -32,13 +32,18 @@ class TiledMLPConfig(ConfigNode):
 class ModelConfig(ConfigNode):
     """`actor_rollout_ref.model`, `critic.model`, and `model` of supervised fine-tuning."""
 
-    path: str = key("", "directory in Hugging Face format, or a hub id `org/name`; must be set")
-    tokenizer_path: str | None = key(None, "directory or hub id of the tokenizer; null: that of the model")
-    hf_config_path: str | None = key(None, "directory or hub id of the model's config.json; null: that of the model")
+    path: str = key("", "directory in Hugging Face format, or a hub id `org/name`; must be set", place="model")
+    tokenizer_path: str | None = key(
+        None, "directory or hub id of the tokenizer; null: that of the model", place="model"
+    )
+    hf_config_path: str | None = key(
+        None, "directory or hub id of the model's config.json; null: that of the model", place="model"
+    )
     custom_chat_template: str | None = key(None, "a Jinja chat template that replaces the tokenizer's")
     external_lib: str | None = key(
         None,
         "Python module or file, or several joined by commas, imported before anything is built, to register user code",
+        place="code",
     )
     override_config: dict[str, Any] = key(
         {}, "entries that override the model's config.json, e.g. attn_implementation", read_by="model-fields"
@@ -64,7 +69,7 @@ class ModelConfig(ConfigNode):
         needs=(is_not_set(".lora_adapter_path"), above(".lora_rank")),
     )
     lora_adapter_path: str | None = key(
-        None, "folder of an adapter in PEFT's format to go on from; its own rank, alpha and layers count"
+        None, "folder of an adapter in PEFT's format to go on from; its own rank, alpha and layers count", place="model"
     )
     load_in_4bit: bool = key(
         False,

@@ -15,7 +15,7 @@ class PrimeConfig(ConfigNode):
     """`roles.prime`: the model whose log-probabilities against a frozen copy are the process rewards."""
 
     model: ModelConfig = group(ModelConfig)
-    ref_path: str | None = key(None, "weights of the frozen copy; null: the first weights of the model")
+    ref_path: str | None = key(None, "weights of the frozen copy; null: the first weights of the model", place="model")
     beta_train: float = key(0.05, "factor of the log-ratio in the process rewards", gt=0)
     update: str = key(
         "after",

@@ -43,7 +43,9 @@ class GlobalProfilerConfig(ConfigNode):
         needs=(is_set(".steps"), _A_RANK),
     )
     steps: list[int] | None = key(None, "steps that are profiled, from 1", needs=is_set(".tool"))
-    save_path: str = key("outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"))
+    save_path: str = key(
+        "outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>", needs=is_set(".tool"), place="output"
+    )
     global_tool_config: ToolsConfig = group(ToolsConfig)
 
 

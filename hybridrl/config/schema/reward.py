@@ -47,6 +47,7 @@ class CustomRewardConfig(ConfigNode):
         None,
         "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source",
         needs=_FUNCTIONS,
+        place="code",
     )
     name: str | None = key(
         None, "its name; null: compute_score, compute_reward, or the only function of the file", needs=is_set(".path")
@@ -60,6 +61,7 @@ class CustomRewardConfig(ConfigNode):
 class RewardPartConfig(CustomRewardConfig):
     """One entry of `reward.functions`."""
 
+    path: str | None = key(None, "as that of `custom_reward_function`", needs=())
     weight: float = key(1.0, "factor of its score in the sum")
 
 
@@ -67,7 +69,7 @@ class RewardPartConfig(CustomRewardConfig):
 class RewardModuleConfig(ConfigNode):
     """`reward.reward_manager.module`: the location of a user's own manager."""
 
-    path: str | None = key(None, "Python file that holds the manager class")
+    path: str | None = key(None, "Python file that holds the manager class", place="code")
     name: str | None = key(None, "name of the class")
 
 
@@ -238,7 +240,9 @@ class ScoringConfig(ConfigNode):
 class ParseConfig(ConfigNode):
     """`reward.reward_model.judge.parse`: the function that reads a judge's answer."""
 
-    path: str | None = key(None, "Python file with the function; null: the number after the last `Score:`")
+    path: str | None = key(
+        None, "Python file with the function; null: the number after the last `Score:`", place="code"
+    )
     name: str | None = key(
         None,
         "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be",
@@ -269,6 +273,7 @@ class JudgeConfig(ConfigNode):
         "file with the question, a Jinja template of prompt, messages, response, ground_truth, data_source and "
         "extra_info; null: a question that asks for a score from 0 to 10",
         needs=_A_JUDGE,
+        place="file",
     )
     system_prompt: str | None = key(None, "text of a system message before the question", needs=_A_JUDGE)
     parse: ParseConfig = group(ParseConfig, inner={"path": _PARSING_JUDGE})

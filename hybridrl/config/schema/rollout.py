@@ -185,6 +185,7 @@ class PrometheusConfig(ConfigNode):
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
         "Prometheus' configuration file; other jobs in it are kept",
         needs=on(".enable"),
+        place="output",
     )
     served_model_name: str | None = key(
         None,
@@ -229,10 +230,12 @@ class MultiTurnConfig(ConfigNode):
         ),
     )
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS, needs=_MANY_TURNS)
-    tool_config_path: str | None = key(None, "YAML file with tools; null: none")
-    function_tool_path: str | None = key(None, "Python file or module with functions marked @function_tool; null: none")
+    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file")
+    function_tool_path: str | None = key(
+        None, "Python file or module with functions marked @function_tool; null: none", place="code"
+    )
     interaction_config_path: str | None = key(
-        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none"
+        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none", place="file"
     )
     turn_rewards: bool = key(
         False,
@@ -287,7 +290,9 @@ class AgentConfig(ConfigNode):
         "else single_turn_agent",
     )
     agent_loop_config_path: str | None = key(
-        None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
+        None,
+        "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none",
+        place="file",
     )
     num_workers: int | None = key(
         None,
@@ -313,6 +318,7 @@ class AgentConfig(ConfigNode):
         None,
         "YAML file with environments, {environments: [{name, class_name, config}]}; null: none",
         needs=_ENVIRONMENT,
+        place="file",
     )
     environment_timeout_s: float = key(
         60.0,
@@ -331,6 +337,7 @@ class AgentConfig(ConfigNode):
         "gateway_agent: the agent, a function (base_url, api_key, row) as module:function or FILE.py:function, async "
         "or not; null: agent.command",
         needs=_GATEWAY,
+        place="code",
     )
     command: str | None = key(
         None,
@@ -360,6 +367,7 @@ class AgentConfig(ConfigNode):
         "gateway agents: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; "
         "null: none is written",
         needs=_GATEWAY,
+        place="output",
     )
     retries: int = key(
         1,

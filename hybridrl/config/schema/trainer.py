@@ -37,6 +37,7 @@ class RunConfig(JobConfig):
         "checkpoints/hybridrl/default",
         "folder of the run: configuration, metrics, report, checkpoints",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        place="output",
     )
     logger: list[str] = key(
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
@@ -58,6 +59,7 @@ class RunConfig(JobConfig):
         None,
         "checkpoint folder `.../global_step_N` of resume_mode=resume_path",
         needs=among(".resume_mode", "resume_path"),
+        place="output",
     )
     on_nonfinite: str = key(
         "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
@@ -179,10 +181,13 @@ class TrainerConfig(RunConfig):
         needs=on(".report"),
     )
     rollout_data_dir: str | None = key(
-        None, "folder of these dumps; null: rollouts/ in default_local_dir", needs=above(".dump_freq")
+        None, "folder of these dumps; null: rollouts/ in default_local_dir", needs=above(".dump_freq"), place="output"
     )
     validation_data_dir: str | None = key(
-        None, "folder of validation dumps; null: validation/ in default_local_dir", needs=is_set("data.val_files")
+        None,
+        "folder of validation dumps; null: validation/ in default_local_dir",
+        needs=is_set("data.val_files"),
+        place="output",
     )
     health: HealthConfig = group(HealthConfig)
 
@@ -211,5 +216,7 @@ class RayConfig(ConfigNode):
 
     ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init", read_by="ray-arguments")
     timeline_json_file: str | None = key(
-        None, "file for Ray's timeline of tasks, written at the end of the run, for chrome://tracing or Perfetto"
+        None,
+        "file for Ray's timeline of tasks, written at the end of the run, for chrome://tracing or Perfetto",
+        place="output",
     )

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import re
 from decimal import Decimal
 
@@ -10,9 +11,13 @@ from hybridrl.reward.score.writing import SCALES, unify
 
 _LIMIT_S = 10.0  # seconds of processor time for parsing and comparing two expressions
 _LONGEST = 500  # characters; no reference answer is longer, and a parser is not linear
+_EXPONENT_DIGITS = 3  # more than these make a power astronomic
 _HUGE_POWER = re.compile(
     r"(\^|\*\*)\s*[\{\(]?\s*-?\d{4,}|(\^|\*\*)[^+\-=,]*(\^|\*\*)[^+\-=,]*(\^|\*\*)|\d{3,}\s*!|!\s*!"
+    r"|\([\d\s^{}+*.]*\^[\d\s^{}+*.]*(?:\\right)?\)\s*!|binom\s*\{\s*\d{4,}\s*\}\s*\{\s*\d{4,}"
 )
+#: an exponent that is a power of whole numbers
+_TOWER = re.compile(r"(?:\^|\*\*)\s*[\{\(]*\s*(\d+)\s*(?:\^|\*\*)\s*[\{\(]*\s*(\d+)")
 
 _PERCENT = re.compile(
     r"^(?P<value>.*?[\d})])\s*(?:\\?%|(?:\\(?:text|mbox|mathrm)\{\s*)?(?:percent|per cent)\}?)\s*\.?$"
@@ -57,6 +62,11 @@ _CHOICE = re.compile(
     r"(?:\\[ ,;]|\s)*(?P<text>.*)",
     re.DOTALL,
 )
+_NEXT_CHOICE = re.compile(r"(?<![A-Za-z\\])(?:\([A-J]\)|[A-J][.):](?!\w))|\b(?:or|and)\s+\(?[A-J]\b")
+#: relations; an answer without one is another
+_RELATION = re.compile(r"\\(?:neq?|geq?|leq?|geqslant|leqslant|gt|lt)(?![A-Za-z])|[<>]")
+#: feet and inches, minutes and seconds
+_PRIMES = re.compile(r"\d\s*['\u2019\u2032]\s*\d")
 #: names of one unit, for answers and references that both have one
 _SAME_UNIT = {
     name: names.split()[0]
@@ -181,6 +191,8 @@ def _choice(text: str) -> tuple[str, str]:
     if match is None:
         return "", ""
     behind = match["text"].strip()
+    if _NEXT_CHOICE.search(behind):
+        return "", ""  # several choices
     if behind and re.match(r"[-+*/^=_]|\\(?:cdot|times|cup|cap|le|ge|in)\b", behind):
         return "", ""  # the beginning of a formula
     return match["enclosed"] or match["marked"] or match["alone"], behind
@@ -205,6 +217,13 @@ def _shares(value: str) -> tuple[str, str]:
     return value, f"\\frac{{{value}}}{{100}}"
 
 
+def _is_astronomic(answer: str) -> bool:
+    """Whether an answer would compute a number of thousands of digits, which a computer algebra system writes out."""
+    towers = ((int(base), int(exponent)) for base, exponent in _TOWER.findall(answer))
+    is_huge = any(exponent * math.log10(max(base, 1)) >= _EXPONENT_DIGITS for base, exponent in towers)
+    return is_huge or _HUGE_POWER.search(answer) is not None
+
+
 def _same_value(answer: str, reference: str) -> bool:
     """`same_answer` of unified texts, percentages aside."""
     if _contradict(answer, reference):
@@ -222,9 +241,11 @@ def _same_value(answer: str, reference: str) -> bool:
         return False
     if _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs) and Decimal(ours) == Decimal(theirs):
         return True
+    if max(ours.count(":"), theirs.count(":")) > 1:  # ratios of several numbers, whose order counts
+        return False
     if ("~" in ours) != ("~" in theirs) or {_brackets(ours), _brackets(theirs)} == {"set", "ordered"}:
         return False
-    if _HUGE_POWER.search(answer):
+    if _is_astronomic(answer):
         return False
     return _verify(_written_out(answer), _written_out(reference))
 
@@ -270,9 +291,12 @@ def _is_product(word: str) -> bool:
 
 
 def _contradict(answer: str, reference: str) -> bool:
-    """Whether both texts name a base, a power of a unit, or one of some opposites, and not the same one; and whether
-    one is a number, and the other a multiple of variables.
+    """Whether both texts name a base, a power of a unit, or one of some opposites, and not the same one; whether one
+    is a number, and the other a multiple of variables; and whether one alone has a relation, or feet and inches.
     """
+    for mark in (_RELATION, _PRIMES):
+        if (mark.search(answer) is None) != (mark.search(reference) is None):
+            return True
     bases = [_BASE.search(text) for text in (answer, reference)]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return True

@@ -36,7 +36,15 @@ _SIGNS = _FULL_WIDTH | {
     0x202F: " ",
 }
 #: what mathematics without LaTeX is written with; not in `_SIGNS`, since a grader of plain numbers would see a 2 in m^2
-_WRITTEN = {0x2264: r"\le ", 0x2265: r"\ge ", 0x20AC: "", 0x00A3: "", 0x20B9: "", 0x2205: r"\emptyset "}
+_WRITTEN = {
+    0x2260: r"\neq ",
+    0x2264: r"\le ",
+    0x2265: r"\ge ",
+    0x20AC: "",
+    0x00A3: "",
+    0x20B9: "",
+    0x2205: r"\emptyset ",
+}
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 #: powers with a sign or in parentheses
 _POWER = re.compile(r"\^\s*(?:([+-]\d+)|\(\s*([+-]?\d+)\s*\))")

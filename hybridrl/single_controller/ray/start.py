@@ -46,12 +46,12 @@ def start_ray(**options: Any) -> None:
     if options.get("address") != "local":
         ray.init(**options)
         return
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         try:
             _start(options)
             return
         except _GivenUpError as error:
-            if not (left and error.late_agent):
+            if not (tries_left and error.late_agent):
                 raise PlacementError(str(error)) from error
             notify("Ray's raylet has ended because its agent did not start within 30 s: starting Ray again", "warning")
 
@@ -63,11 +63,11 @@ def _start(options: dict[str, Any]) -> None:
         with _Patience(before).inside_ray():
             ray.init(**options)
     except _GivenUpError:
-        left = _rays_processes() - before
-        for process in left:
+        started = _rays_processes() - before
+        for process in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=_END_S)
+        psutil.wait_procs(started, timeout=_END_S)
         raise
 
 

@@ -6,14 +6,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint import digest
 from hybridrl.config import GenerationConfig, as_dict, validate
 from hybridrl.data.files import fingerprints
 from hybridrl.models.info import check_files, checked_identity, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
-from hybridrl.trainer.experiment import code_of
+from hybridrl.trainer.experiment import contents_of
 from hybridrl.trainer.generation.output import OutputFile, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
 from hybridrl.trainer.generation.report import Report
@@ -21,7 +20,6 @@ from hybridrl.trainer.generation.responders import ClusterResponder, EndpointRes
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
 _OVERLAP = 2  # parts in progress with an engine: at the end of a part only a few long responses are left
-_WEIGHTS = (".safetensors", ".bin", ".json")
 
 
 def run_generation(config: GenerationConfig) -> None:
@@ -92,20 +90,12 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
         "files": fingerprints(config.data.path),
         **{f"data.{name}": value for name, value in data.items()},
         **{f"rollout.{name}": rollout[name] for name in names},
-        "model.path": model.path,
-        "model.weights": _weights(model.path),
+        **({} if Path(model.path).expanduser().is_dir() else {"model.path": model.path}),
         "model.custom_chat_template": model.custom_chat_template,
         "model.override_config": model.override_config,
         **({"rollout.openai": openai} if is_endpoint(rollout.name) else {}),
-        **{f"content of {key}": content for key, content in code_of(config).items()},
+        **{f"content of {key}": content for key, content in contents_of(config).items()},
     }
-
-
-def _weights(path: str) -> str:
-    """Return a digest that changes when the model's files are replaced: of names, sizes and times, not contents."""
-    folder = Path(path).expanduser()
-    files = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS) if path and folder.is_dir() else []
-    return digest([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def _generate(config: GenerationConfig, responder: Responder, output: OutputFile) -> None:

@@ -1,0 +1,232 @@
+"""Finds what a Python file reads besides itself: modules that it imports, and files that it names in its source.
+
+Nothing is run. Expressions of literals, `__file__`, `os.path` and `pathlib` are computed, so that
+`open(os.path.join(os.path.dirname(__file__), "rubric.txt"))` names a file. Names that are made while the code runs are
+not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: functions that import what their first argument names
+_IMPORTERS = ("import_module", "__import__")
+#: what leaves a path as it is, as far as its content is concerned
+_SAME = ("abspath", "realpath", "expanduser", "normpath", "fspath", "str", "resolve", "absolute", "as_posix", "strip")
+_PATH_CLASSES = ("Path", "PurePath", "PosixPath", "PurePosixPath")
+#: functions and methods that write what their arguments name, by their names or by what these begin with
+WRITERS = ("to_", "save", "dump", "write", "touch", "unlink", "remove", "connect", "basicConfig")
+WRITING_CLASSES = ("FileHandler", "FileLock", "SummaryWriter", "Memory", "Cache", "Lock", "Shelf")
+#: files that programs keep for themselves
+OF_PROGRAMS = (".log", ".lock", ".pid", ".tmp", ".out", ".err", ".db", ".sqlite", ".sqlite3", ".pyc")
+_MAX_NAME = 1024
+
+
+@dataclass
+class NamedFiles:
+    """What one Python file reads.
+
+    Attributes:
+        modules: modules that it may import: how many packages up a name begins (0: it is absolute), and the name.
+        folders: folders that it may put on `sys.path`.
+        files: files that exist and that it names, next to it or from the working directory, without those it writes.
+    """
+
+    modules: list[tuple[int, str]] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+
+def named_files(tree: ast.Module, file: Path) -> NamedFiles:
+    """Find what a Python file reads.
+
+    Args:
+        tree: its syntax tree.
+        file: its place.
+    """
+    reader = _Reader(tree, file)
+    found = NamedFiles(modules=list(dict.fromkeys(reader.modules())))
+    written = {path for value in reader.written() for path in places(value, file.parent)}
+    changes_path = any(_last(node) in ("path", "addsitedir") for node in ast.walk(tree))
+    for value in reader.values():
+        for path in places(value, file.parent):
+            if path.is_file() and path != file and path not in written and path.suffix not in OF_PROGRAMS:
+                found.files.append(path)
+            elif changes_path and path.is_dir():
+                found.folders.append(path)
+    found.files, found.folders = list(dict.fromkeys(found.files)), list(dict.fromkeys(found.folders))
+    return found
+
+
+def places(value: str | Path, folder: Path) -> list[Path]:
+    """Return what a name names that exists: from the working directory, and in `folder`."""
+    text = str(value)
+    if not 0 < len(text) <= _MAX_NAME or "\n" in text or "\0" in text:
+        return []
+    given = Path(os.path.expanduser(text))
+    try:
+        candidates = [Path.cwd() / given, folder / given]
+        return list(dict.fromkeys(place.resolve() for place in candidates if place.exists()))
+    except (OSError, ValueError, RuntimeError):  # no name of a file, or a loop of links
+        return []
+
+
+class _Reader:
+    """Computes the expressions of a file that may be paths.
+
+    Args:
+        tree: its syntax tree.
+        file: its place, which is `__file__`.
+    """
+
+    def __init__(self, tree: ast.Module, file: Path) -> None:
+        self._tree = tree
+        self._file = file
+        self._cache: dict[int, str | Path | None] = {}
+        self._assigned: dict[str, ast.expr] = {}
+        self._texts_alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self._assigned.setdefault(target.id, node.value)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                self._assigned.setdefault(node.target.id, node.value)
+
+    def values(self) -> Iterator[str | Path]:
+        """Yield every text and path of the file, without docstrings."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.expr) and not (isinstance(node, ast.Constant) and id(node) in self._texts_alone):
+                value = self.value(node)
+                if value is not None:
+                    yield value
+
+    def modules(self) -> Iterator[tuple[int, str]]:
+        """Yield the level and the name of each module that the file may import."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Import):
+                yield from ((0, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names if alias.name != "*"] or [""]
+                yield from ((node.level, ".".join(filter(None, (node.module, name)))) for name in names)
+            elif isinstance(node, ast.Call) and _last(node.func) in _IMPORTERS:
+                yield from self._imported(node)
+
+    def _imported(self, node: ast.Call) -> Iterator[tuple[int, str]]:
+        """What `import_module(name, package)` or `__import__(name)` imports."""
+        words = {word.arg: word.value for word in node.keywords}
+        given = [self.value(value) for value in (*node.args[:1], *filter(None, [words.get("name")]))]
+        package = [self.value(value) for value in (*node.args[1:2], *filter(None, [words.get("package")]))]
+        if not given or not isinstance(given[0], str):
+            return
+        name = given[0].lstrip(".")
+        level = len(given[0]) - len(name)
+        if level and package and isinstance(package[0], str):  # by name, and not `__package__`
+            parts = package[0].split(".")
+            level, name = 0, ".".join([*parts[: len(parts) - level + 1], name])
+        yield level, name
+
+    def written(self) -> Iterator[str | Path]:
+        """Yield the names of files that the code writes."""
+        for node in ast.walk(self._tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = _last(node.func)
+            of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            if name == "open":
+                is_method = bool(of) and self.value(of[0]) is not None
+                if self._writes(node.args[0 if is_method else 1 :], node.keywords) or _last(of[0] if of else None) in (
+                    "shelve",
+                    "dbm",
+                ):
+                    yield from self._known([*of, *node.args[:1], *(word.value for word in node.keywords)])
+            elif name.startswith(WRITERS) or name.endswith(WRITING_CLASSES):
+                yield from self._known([*of, *node.args, *(word.value for word in node.keywords)])
+
+    def _writes(self, others: list[ast.expr], keywords: list[ast.keyword]) -> bool:
+        """Whether the mode of an `open` says so, which is the first of its other arguments."""
+        modes = [*others[:1], *(word.value for word in keywords if word.arg in ("mode", "flag"))]
+        values = [self.value(mode) for mode in modes]
+        return any(isinstance(value, str) and set(value) & set("wax+") for value in values)
+
+    def _known(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
+        yield from (value for node in nodes if (value := self.value(node)) is not None)
+
+    def value(self, node: ast.expr) -> str | Path | None:
+        """The text or path that an expression has; None if that is not known."""
+        if id(node) not in self._cache:
+            self._cache[id(node)] = None  # of a name that is made of itself
+            with contextlib.suppress(ValueError, IndexError, OSError, RuntimeError):  # no path can be made of it
+                self._cache[id(node)] = self._compute(node)
+        return self._cache[id(node)]
+
+    def _compute(self, node: ast.expr) -> str | Path | None:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, ast.Name):
+            if node.id == "__file__":
+                return str(self._file)
+            return self.value(self._assigned[node.id]) if node.id in self._assigned else None
+        if isinstance(node, ast.Attribute):
+            of = self.value(node.value)
+            return of.parent if isinstance(of, Path) and node.attr == "parent" else None
+        if isinstance(node, ast.Subscript):
+            return self._parents(node)
+        if isinstance(node, ast.BinOp):
+            return _joined(node.op, self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.JoinedStr):
+            parts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in node.values]
+            return None if None in parts else "".join(map(str, parts))
+        return self._of_call(node) if isinstance(node, ast.Call) else None
+
+    def _parents(self, node: ast.Subscript) -> Path | None:
+        """`path.parents[N]`."""
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "parents":
+            of = self.value(node.value.value)
+            if isinstance(of, Path) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
+                return of.parents[node.slice.value]
+        return None
+
+    def _of_call(self, node: ast.Call) -> str | Path | None:
+        name = _last(node.func)
+        if name in ("getcwd", "cwd") and not node.args:
+            return Path.cwd()
+        arguments = [self.value(argument) for argument in node.args]
+        of = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if name in _PATH_CLASSES:
+            return None if None in arguments else Path(*(part for part in arguments if part is not None))
+        if of is not None and name in _SAME:
+            return of
+        if isinstance(of, Path) and name in ("joinpath", "with_name", "with_suffix"):
+            return None if None in arguments else _method(of, name, arguments)
+        if not arguments or None in arguments or isinstance(of, str):
+            return None
+        first = str(arguments[0])
+        if name == "dirname":
+            return os.path.dirname(first)
+        if name == "join":
+            return os.path.join(*map(str, arguments))
+        return arguments[0] if name in _SAME and len(arguments) == 1 else None
+
+
+def _method(path: Path, name: str, arguments: list[Any]) -> Path:
+    return Path(getattr(path, name)(*map(str, arguments)))
+
+
+def _joined(operator: ast.operator, left: str | Path | None, right: str | Path | None) -> str | Path | None:
+    if left is None or right is None:
+        return None
+    if isinstance(operator, ast.Div) and (isinstance(left, Path) or isinstance(right, Path)):
+        return Path(left) / right
+    return left + right if isinstance(operator, ast.Add) and isinstance(left, str) and isinstance(right, str) else None
+
+
+def _last(node: ast.AST | None) -> str:
+    """The last part of a dotted name."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
