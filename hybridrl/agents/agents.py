@@ -1,4 +1,4 @@
-"""What the sessions of a run share: tools, parser, templates and the loops by name; made and checked at start-up."""
+"""Creation and check of the objects that a run's sessions share: tools, parser, templates and loops by name."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class Agents:
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
         environments: None where no loop acts on them.
-        gateways: what runs the agents of loops behind the run's server, by the name of the loop.
+        gateways: run the agents of loops behind the run's server, by the name of the loop.
         interactions: simulated users; None where there are none.
         reader: of the images of sessions; None: the model reads text alone.
     """
@@ -70,7 +70,7 @@ class Agents:
     reader: ImageReader | None = None
 
     def seen(self) -> SeenImages | None:
-        """What a session knows of its images; None: the model reads text alone."""
+        """Return a record of images for a new session; None: the model reads text alone."""
         return None if self.reader is None else SeenImages(self.reader)
 
     @property
@@ -78,8 +78,8 @@ class Agents:
         """Number of worker processes that run sessions; 0: the controller runs all of them."""
         if all(entry.cls.runs_on_controller() for entry in self.loops.values()):
             return 0
-        given = self.config.actor_rollout_ref.rollout.agent.num_workers
-        return min(_MOST_WORKERS, available_cores() // _CORES_PER_WORKER) if given is None else given
+        setting = self.config.actor_rollout_ref.rollout.agent.num_workers
+        return min(_MOST_WORKERS, available_cores() // _CORES_PER_WORKER) if setting is None else setting
 
     @property
     def acts_on_controller(self) -> bool:
@@ -126,7 +126,7 @@ class Agents:
 
 
 def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[Any]) -> Agents | None:
-    """What the sessions of a run share, checked; None where every prompt is answered once, without agents.
+    """Create and check the objects that a run's sessions share; None if each prompt is answered once, without agents.
 
     Args:
         datasets: whose rows may name a loop in the column `agent_name`; None entries are skipped.
@@ -149,46 +149,46 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
             "ground_truth"
         )
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
-    made = make_agents(config, copy.deepcopy(tokenizer), default, names, ends)
-    turns = made.turns
+    agents = make_agents(config, copy.deepcopy(tokenizer), default, names, ends)
+    turns = agents.turns
     for data in datasets:
-        _check_columns(made.loops, default, data)
+        _check_columns(agents.loops, default, data)
         if getattr(data, "has_videos", False):
             raise RolloutError(
                 f"data.video_key={config.data.video_key}: rows have videos, and sessions of agents show images and "
                 "text; leave out these rows, or answer each prompt once, without agents"
             )
-    for tool in made.tools.values():
+    for tool in agents.tools.values():
         tool.check_settings(settings)
-    if made.interactions is not None:
+    if agents.interactions is not None:
         named = "interaction_kwargs"
-        made.interactions.check_rows(kwargs_of(row, named) for data in datasets for row in _rows_with(data, named))
+        agents.interactions.check_rows(kwargs_of(row, named) for data in datasets for row in _rows_with(data, named))
         turns.check(None)
-    if TOOLS in names and (made.tools or made.interactions is None):
-        _check_tools(made.tools, turns)
-    made.environments = _environments(rollout.agent, made.loops, datasets, turns)
-    if made.environments is not None and made.workers and not made.acts_on_controller:
-        made.environments.close()  # that they start was checked; each worker starts its own
-    acted_on = "" if made.environments is None else f"; environments: {', '.join(made.environments.entries)}"
-    notify(f"agents: {', '.join(names)}; tools: {', '.join(made.tools) or 'none'}{acted_on}")
-    entries = {name: (entry.cls, entry.arguments) for name, entry in made.loops.items()}
-    made.gateways = gateways_of(rollout, entries, turns)
-    if made.gateways and made.reader is not None:
+    if TOOLS in names and (agents.tools or agents.interactions is None):
+        _check_tools(agents.tools, turns)
+    agents.environments = _environments(rollout.agent, agents.loops, datasets, turns)
+    if agents.environments is not None and agents.workers and not agents.acts_on_controller:
+        agents.environments.close()  # that they start was checked; each worker starts its own
+    acted_on = "" if agents.environments is None else f"; environments: {', '.join(agents.environments.entries)}"
+    notify(f"agents: {', '.join(names)}; tools: {', '.join(agents.tools) or 'none'}{acted_on}")
+    entries = {name: (entry.cls, entry.arguments) for name, entry in agents.loops.items()}
+    agents.gateways = gateways_of(rollout, entries, turns)
+    if agents.gateways and agents.reader is not None:
         for data in datasets:  # agents send the images of their rows
             data.keeps_image_files = True
-    if rollout.agent.num_workers and not made.workers:
+    if rollout.agent.num_workers and not agents.workers:
         notify(
             f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers} has no effect here: sessions of "
             f"{', '.join(names)} only wait for the model or for an agent's own process, and run on the controller",
             "warning",
         )
-    return made
+    return agents
 
 
 def make_agents(
     config: PPOTrainerConfig, tokenizer: Any, default: str, names: Iterable[str], ends: Sequence[int]
 ) -> Agents:
-    """What the sessions of a process share, without environments and gateway.
+    """Create the objects that the sessions of a process share, without environments and gateway.
 
     Args:
         tokenizer: which nothing else uses.
@@ -218,7 +218,7 @@ def make_agents(
 
 
 def _reader(config: PPOTrainerConfig) -> ImageReader | None:
-    """What makes patches of the images of sessions; None for a model that reads text alone."""
+    """The reader that makes patches of the images of sessions; None for a model that reads text alone."""
     model = config.actor_rollout_ref.model
     if not is_vision_model(config_of(model)):
         return None
@@ -237,25 +237,27 @@ def _environments(
     """
     if not any(entry.cls.uses_environments for entry in loops.values()):
         keys = ("default_environment", "environment_config_path")
-        given = [name for name in keys if getattr(agent, name) is not None]
-        if given:
+        unread = [name for name in keys if getattr(agent, name) is not None]
+        if unread:
             raise RolloutError(
-                f"{_ROLLOUT}.agent.{given[0]}={getattr(agent, given[0])} without a loop that acts on environments; set "
-                f"{_ROLLOUT}.agent.default_agent_loop=env_agent, or name env_agent in the column agent_name"
+                f"{_ROLLOUT}.agent.{unread[0]}={getattr(agent, unread[0])} without a loop that acts on environments; "
+                f"set {_ROLLOUT}.agent.default_agent_loop=env_agent, or name env_agent in the column agent_name"
             )
         return None
     turns.check(None)
-    named = [kwargs_of(row, "env_kwargs").get("name") for data in datasets for row in _rows_with(data, "env_kwargs")]
-    wanted = dict.fromkeys(str(name) for name in named if name)
-    return load_environments(agent.environment_config_path, agent.default_environment, wanted)
+    row_names = [
+        kwargs_of(row, "env_kwargs").get("name") for data in datasets for row in _rows_with(data, "env_kwargs")
+    ]
+    names = dict.fromkeys(str(name) for name in row_names if name)
+    return load_environments(agent.environment_config_path, agent.default_environment, names)
 
 
 def kwargs_of(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The arguments that a row has in the column of this name, or in that entry of `extra_info` as verl's data do."""
-    found, info = row.get(name), row.get("extra_info")
-    if found is None and isinstance(info, Mapping):
-        found = info.get(name)
-    return dict(found or {})
+    kwargs, info = row.get(name), row.get("extra_info")
+    if kwargs is None and isinstance(info, Mapping):
+        kwargs = info.get(name)
+    return dict(kwargs or {})
 
 
 def _rows_with(dataset: Any, name: str) -> list[dict[str, Any]]:
@@ -301,7 +303,7 @@ def _check_columns(loops: Mapping[str, LoopEntry], default: str, dataset: Any) -
     if columns is None:
         return
     named = dataset.column("agent_name") if "agent_name" in columns else [None]
-    for name in dict.fromkeys(default if one is None else str(one) for one in named):
+    for name in dict.fromkeys(default if loop_name is None else str(loop_name) for loop_name in named):
         lacking = [column for column in loops[name].cls.needs_columns if column not in columns]
         if lacking:
             raise RolloutError(
@@ -320,10 +322,10 @@ def _registered(name: str) -> type[AgentLoopBase]:
             "actor_rollout_ref.model.external_lib names, listed in rollout.agent.agent_loop_config_path, or named "
             "itself as module:Class"
         )
-    found = AGENT_LOOPS.get(name)
-    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
-        raise RolloutError(f"agent loop {name!r}: {found!r} is not derived from hybridrl.agents.AgentLoopBase")
-    return found
+    cls = AGENT_LOOPS.get(name)
+    if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
+        raise RolloutError(f"agent loop {name!r}: {cls!r} is not derived from hybridrl.agents.AgentLoopBase")
+    return cls
 
 
 def listed_loops(path: str | None) -> dict[str, LoopEntry]:
@@ -332,11 +334,11 @@ def listed_loops(path: str | None) -> dict[str, LoopEntry]:
         return {}
     setting, form = f"{_ROLLOUT}.agent.agent_loop_config_path", "{name: NAME, _target_: NAME or MODULE.CLASS, ...}"
     key = f"{setting}={path}"
-    found = {}
+    loops = {}
     for number, entry in enumerate(entries_of(path, setting, None, form)):
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise RolloutError(f"{key}: entry {number} is {entry!r}, and must be {form}")
         cls = class_of(str(entry["_target_"]), f"{key}: _target_", AGENT_LOOPS, AgentLoopBase)
         arguments = {str(name): value for name, value in entry.items() if name not in ("name", "_target_")}
-        found[str(entry["name"])] = LoopEntry(cls, arguments)
-    return found
+        loops[str(entry["name"])] = LoopEntry(cls, arguments)
+    return loops

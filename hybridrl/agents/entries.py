@@ -47,8 +47,8 @@ def class_of(name: str, where: str, registry: Registry[Any], base: type = object
         return registry.get(name)
     path, _, short = name.rpartition(":" if ":" in name else ".")
     if not path:
-        known = ", ".join(registry.names())
-        raise RolloutError(f"{where}: there is no {registry.kind} {name!r}; known are {known}, or MODULE.CLASS")
+        registered = ", ".join(registry.names())
+        raise RolloutError(f"{where}: there is no {registry.kind} {name!r}; known are {registered}, or MODULE.CLASS")
     return load_class(path, short, where, f"{where}: class_name", base, RolloutError)
 
 
@@ -59,14 +59,14 @@ def named_entries(path: str, key: str, group: str) -> dict[str, tuple[str, dict[
         RolloutError: the file or an entry is wrong, or two entries have one name.
     """
     form = "{name: NAME, class_name: NAME or MODULE.CLASS, config: {...}}"
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    entries: dict[str, tuple[str, dict[str, Any]]] = {}
     for number, entry in enumerate(entries_of(path, key, group, form)):
         where = f"{key}={path}: {group}[{number}]"
-        known = {"name", "class_name", "config"}
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str) or set(entry) - known:
+        fields = {"name", "class_name", "config"}
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str) or set(entry) - fields:
             raise RolloutError(f"{where} is {entry!r}, and must be {form}")
         name = str(entry.get("name") or entry["class_name"])
-        if name in found:
+        if name in entries:
             raise RolloutError(f"{where}: an earlier entry is called {name}, too; rename one")
-        found[name] = (entry["class_name"], {str(k): v for k, v in (entry.get("config") or {}).items()})
-    return found
+        entries[name] = (entry["class_name"], {str(k): v for k, v in (entry.get("config") or {}).items()})
+    return entries

@@ -184,15 +184,15 @@ class Gateway:
                 trace = await self._call("GET", f"/sessions/{id}/trace")
         try:
             try:
-                found = await self._call("DELETE", f"/sessions/{id}")
+                description = await self._call("DELETE", f"/sessions/{id}")
             except _UnknownSession:
                 raise
             except RolloutError:
                 await asyncio.sleep(_PAUSE_S)
-                found = await self._call("DELETE", f"/sessions/{id}")
+                description = await self._call("DELETE", f"/sessions/{id}")
         except _UnknownSession:
             return Closed()
-        return Closed(int(found["too_long"]), bool(found["cut"]), found["messages"], trace)
+        return Closed(int(description["too_long"]), bool(description["cut"]), description["messages"], trace)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
@@ -207,8 +207,8 @@ class Gateway:
         try:
             request = urllib.request.Request(url, data, headers, method=method)
             with opener.open(request, timeout=_CALL_S) as answer:
-                found: dict[str, Any] = json.loads(answer.read())
-                return found
+                content: dict[str, Any] = json.loads(answer.read())
+                return content
         except urllib.error.HTTPError as error:
             kind = _UnknownSession if error.code == 404 else RolloutError
             raise kind(f"{method} {path.partition('-')[0]}: {_reason(error)}") from error
@@ -235,7 +235,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 class AgentLoop(Protocol):
-    """What a class of agent loops says about its agents; see `AgentLoopBase`."""
+    """The attributes of a class of agent loops that describe its agents; see `AgentLoopBase`."""
 
     uses_gateway: ClassVar[bool]
     agent_settings: ClassVar[Sequence[str]]
@@ -247,7 +247,7 @@ class AgentLoop(Protocol):
 def gateways_of(
     rollout: RolloutConfig, loops: Mapping[str, tuple[type[AgentLoop], Mapping[str, Any]]], turns: Turns
 ) -> dict[str, Gateway]:
-    """What runs agents behind the run's server, by the name of the loop.
+    """Create the gateways that run agents behind the run's server, by the name of the loop.
 
     Args:
         loops: those of the run, with the arguments of their entries.
@@ -275,15 +275,15 @@ def gateways_of(
     for fault in check_connections(rollout):
         raise RolloutError(fault)
     turns.check(None)
-    found: dict[str, Gateway] = {}
+    gateways: dict[str, Gateway] = {}
     try:
         for name, (cls, arguments) in used.items():
-            found[name] = Gateway(rollout, cls.start_agents(rollout, arguments))
+            gateways[name] = Gateway(rollout, cls.start_agents(rollout, arguments))
     except BaseException:
-        for gateway in found.values():
+        for gateway in gateways.values():
             gateway.close()
         raise
-    return found
+    return gateways
 
 
 def program_of(config: RolloutConfig) -> AgentProgram:
@@ -294,10 +294,10 @@ def program_of(config: RolloutConfig) -> AgentProgram:
     """
     agent = config.agent
     if (agent.function is None) == (agent.command is None):
-        found = "neither" if agent.function is None else "both"
+        count = "neither" if agent.function is None else "both"
         raise RolloutError(
             f"the loop gateway_agent runs {KEY}.function (module:function or FILE.py:function) or {KEY}.command, and "
-            f"{found} of them is set; set one"
+            f"{count} of them is set; set one"
         )
     words = tuple(shlex.split(agent.command)) if agent.command is not None else ()
     if agent.command is not None and not words:
@@ -383,7 +383,7 @@ class AgentHost:
             os.close(life)  # whatever is left of the agent ends
 
     def _result(self, answer: bytes) -> Result:
-        """What an agent has answered.
+        """Decode the answer of an agent.
 
         Raises:
             AgentFailed: it failed.
@@ -391,13 +391,13 @@ class AgentHost:
         if not answer:
             raise AgentFailed("the agent's process ended without an answer")
         try:
-            found = decode_result(answer)
+            message = decode_result(answer)
         except MalformedMessage as error:
             raise AgentFailed(f"the agent's process sent something else than its result: {error}") from None
         self._losses = 0
-        if found.kind not in ("score", "missing"):
-            raise AgentFailed(found.text, by_itself=found.kind == "raised")
-        return agent_result(found)
+        if message.kind not in ("score", "missing"):
+            raise AgentFailed(message.text, by_itself=message.kind == "raised")
+        return agent_result(message)
 
     async def _fork(self, connection: int, life: int) -> None:
         """Have an agent started that has these descriptors, by another process where this one has died."""
@@ -409,7 +409,7 @@ class AgentHost:
                     return
             await asyncio.to_thread(self._start_again, control)
 
-    def _start_again(self, lost: socket.socket) -> None:
+    def _start_again(self, control: socket.socket) -> None:
         """Start another process in place of one that has ended.
 
         Raises:
@@ -418,7 +418,7 @@ class AgentHost:
         with self._lock:
             if self._closed:
                 raise RolloutError("the process that starts agents was closed with the run")
-            if self._control is not lost:  # another session has started it
+            if self._control is not control:  # another session has started it
                 return
             status, fault = self._end(), "it died"
             while fault:
@@ -448,7 +448,7 @@ class AgentHost:
 
 
 async def _message(reader: asyncio.StreamReader) -> bytes:
-    """What an agent sends, without its length; nothing where it ended before.
+    """Read the message of an agent, without its length; empty if the agent ended before.
 
     Raises:
         AgentFailed: it is longer than any result.

@@ -1,4 +1,4 @@
-"""What an agent loop is: the conversation of one session, with token ids in and out."""
+"""The interface of agent loops: the conversation of one session, with token ids in and out."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -48,7 +48,7 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """What a session, or a part of one, gives to training; the fields are verl's.
+    """The output of a session, or of a part of one, for training; the fields are verl's.
 
     Attributes:
         prompt_ids: tokens before the first generated one.
@@ -60,7 +60,7 @@ class AgentLoopOutput:
             With a `NoVerdict` in any output, the whole session is missing: its sample is generated again or leaves its
             group, as `algorithm.missing` says.
         num_turns: of user, model and tools together.
-        metrics: seconds by what they were spent on.
+        metrics: seconds per activity.
         extra_fields: further columns of the batch.
         routed_experts: not read, because the sampler's own are known; verl's loops give them.
         multi_modal_data: `{"images": [...]}`: all images of the trajectory in order, as the last request had them as
@@ -96,7 +96,7 @@ class AgentLoopOutput:
 
 @dataclass
 class TokenOutput:
-    """What the policy generated; the fields are verl's.
+    """Tokens that the policy generated; the fields are verl's.
 
     Attributes:
         token_ids: generated tokens, the one that ends the turn included.
@@ -173,7 +173,7 @@ class SessionClient:
         return self._seconds
 
     async def complete(self, request: Request) -> Completion:
-        """What the policy writes for a request of a gateway agent. May be called in another thread.
+        """Generate the completion of a gateway agent's request. May be called in another thread.
 
         A request that was aborted, because the agent has gone, is no part of the session. The request's own seed is not
         used: with it, all samples of a prompt would be alike.
@@ -214,8 +214,8 @@ class SessionClient:
         Raises:
             RolloutError: the engine generated from other images than it was given.
         """
-        wanted = "" if images is None else images.digest()
-        if self.images is not None and completion.token_ids and completion.image_digest != wanted:
+        digest = "" if images is None else images.digest()
+        if self.images is not None and completion.token_ids and completion.image_digest != digest:
             raise RolloutError("a session's response was generated from other images than those of its request")
         self.generated.append((prompt, completion))
         if self.images is not None:
@@ -258,7 +258,7 @@ class SessionClient:
         image_data: Sequence[Any] | None = None,
         **media: Any,
     ) -> TokenOutput:
-        """What the policy writes after a prompt.
+        """Generate the tokens that follow a prompt.
 
         Args:
             request_id: verl's argument; requests of a session share a replica without it.
@@ -308,8 +308,10 @@ class SessionClient:
             routed_experts=completion.routed_experts,
         )
 
-    def _settings(self, given: Mapping[str, Any], turn: int) -> SamplingParams:
-        changes = {_NAMES.get(name, name): value for name, value in given.items() if name not in _WITHOUT_EFFECT}
+    def _settings(self, sampling_params: Mapping[str, Any], turn: int) -> SamplingParams:
+        changes = {
+            _NAMES.get(name, name): value for name, value in sampling_params.items() if name not in _WITHOUT_EFFECT
+        }
         if changes.get("repetition_penalty") == 1.0:
             changes.pop("repetition_penalty")
         if unknown := changes.keys() - set(_SETTINGS):
@@ -323,10 +325,10 @@ class SessionClient:
         self._tell_of_difference(sampling, "an agent loop")
         return sampling
 
-    def _tell_of_difference(self, given: SamplingParams, who: str) -> None:
+    def _tell_of_difference(self, sampling: SamplingParams, who: str) -> None:
         """Warn where tokens to train on come from another distribution than that which training computes."""
         usual = self._sampling
-        if self._trains and given.json_schema is not None:
+        if self._trains and sampling.json_schema is not None:
             notify(
                 f"{who} keeps its answers to a JSON schema: their tokens are sampled from what the schema leaves of "
                 "the policy's distribution, and training computes log-probabilities without it. Ask for the format in "
@@ -334,13 +336,13 @@ class SessionClient:
                 "warning",
                 once=True,
             )
-        if not self._trains or not (given.do_sample or usual.do_sample):
+        if not self._trains or not (sampling.do_sample or usual.do_sample):
             return
-        names = ("temperature", "top_p", "top_k") if given.do_sample and usual.do_sample else ("do_sample",)
-        differing = [name for name in names if getattr(given, name) != getattr(usual, name)]
+        names = ("temperature", "top_p", "top_k") if sampling.do_sample and usual.do_sample else ("do_sample",)
+        differing = [name for name in names if getattr(sampling, name) != getattr(usual, name)]
         if differing:
             notify(
-                f"{who} samples with {_listed(given, differing)}, and training computes log-probabilities with "
+                f"{who} samples with {_listed(sampling, differing)}, and training computes log-probabilities with "
                 f"actor_rollout_ref.rollout.{_listed(usual, differing)}: on tokens with response_mask 1 they are those "
                 "of another distribution. Set both alike, or give such tokens response_mask 0",
                 "warning",
@@ -441,7 +443,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def start_agents(cls, rollout: RolloutConfig, arguments: Mapping[str, Any]) -> AgentRunner:
-        """What runs the agents, once per run; read where the class has `uses_gateway`.
+        """Start the runner of the agents, once per run; called if the class has `uses_gateway`.
 
         Args:
             rollout: `actor_rollout_ref.rollout`.
@@ -469,7 +471,7 @@ class AgentLoopBase(ABC):
         """
         if self.server_manager.images is not None:
             return await self.server_manager.images.reader.prepared(messages)
-        parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+        parts = [part for entry in messages if isinstance(entry.get("content"), list) for part in entry["content"]]
         if any(part.get("type") != "text" for part in parts):
             raise RolloutError("a message of a session has an image, and the model reads text alone; use text")
         return [dict(message) for message in messages]

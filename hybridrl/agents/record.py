@@ -1,4 +1,4 @@
-"""From what a loop returned to a trajectory, against the record of what was generated for its session."""
+"""Conversion of a loop's output into a trajectory, checked against the record of the session's generations."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -26,7 +26,7 @@ def trajectory_of(
     sample: int,
     session: str,
     turn: int,
-    seen: SeenImages | None = None,
+    session_images: SeenImages | None = None,
 ) -> Trajectory:
     """The trajectory with the sampler's log-probabilities and versions of the weights.
 
@@ -35,8 +35,8 @@ def trajectory_of(
     Args:
         generated: (prompt, completion) of each call in the session.
         session, turn: see `Trajectory`.
-        seen: the images of the session; None: the model reads text alone. The trajectory gets those that the sampler
-            saw.
+        session_images: the images of the session; None: the model reads text alone. The trajectory gets those that the
+            sampler saw.
 
     Raises:
         RolloutError: a token of `response_mask` 1 is not one that the policy generated here, or the score is not
@@ -51,11 +51,11 @@ def trajectory_of(
     whole = [*output.prompt_ids, *output.response_ids]
     log_probs: list[float | None] = [None] * len(output.response_ids)
     versions = [NO_VERSION] * len(output.response_ids)
-    by = [[version for version, count in one.versions for _ in range(count)] for _, one in generated]
+    by = [[version for version, count in completion.versions for _ in range(count)] for _, completion in generated]
     images, calls = None, list(range(len(generated)))
-    if seen is not None:
-        given = None if output.multi_modal_data is None else output.multi_modal_data.get("images") or ()
-        images, calls = seen.of_trajectory(whole, generated, given)
+    if session_images is not None:
+        returned = None if output.multi_modal_data is None else output.multi_modal_data.get("images") or ()
+        images, calls = session_images.of_trajectory(whole, generated, returned)
         if calls:
             extra[IMAGE_DIGEST] = generated[calls[-1]][1].image_digest
     for place, call, number in generated_in(whole, generated):
@@ -65,7 +65,9 @@ def trajectory_of(
         versions[place - start] = by[call][number] if number < len(by[call]) else NO_VERSION
     _check(output, log_probs)
     # where the mask is 0, nothing of a token is trained on
-    kept = [version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)]
+    trained_versions = [
+        version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)
+    ]
     return Trajectory(
         uid,
         sample,
@@ -73,7 +75,7 @@ def trajectory_of(
         list(output.response_ids),
         [int(mask) for mask in output.response_mask],
         [0.0 if log_prob is None else log_prob for log_prob in log_probs],
-        _spans(kept),
+        _spans(trained_versions),
         session=session,
         turn=turn,
         reward=reward,
@@ -82,8 +84,8 @@ def trajectory_of(
         turn_ends=[place for place, _ in output.turn_rewards],
         turn_states=[(place, state_key(state)) for place, state in output.turn_states],
         multimodal={} if images is None else tensors_of(images),
-        image_mask=None if seen is None else _mask(images, len(whole)),
-        positions=None if seen is None else seen.reader.positions(whole, images),
+        image_mask=None if session_images is None else _mask(images, len(whole)),
+        positions=None if session_images is None else session_images.reader.positions(whole, images),
         routed_experts=_experts_in(whole, generated, calls, start + _last_trained(output)),
     )
 
@@ -109,27 +111,27 @@ def _experts_in(
     Raises:
         RolloutError: the engine returned too few; the trainer would replay others.
     """
-    known: np.ndarray | None = None
+    experts: np.ndarray | None = None
     for number in sorted(calls):
         prompt, completion = generated[number]
-        count = _common(whole, [*prompt, *completion.token_ids])
+        count = _common_prefix(whole, [*prompt, *completion.token_ids])
         if count > len(prompt) and completion.routed_experts is not None:  # it wrote a part of the trajectory
-            known = extended(known, completion.routed_experts[:count])
-    if known is None:
+            experts = extended(experts, completion.routed_experts[:count])
+    if experts is None:
         return None
-    if len(known) < last:
+    if len(experts) < last:
         raise RolloutError(
-            f"the engine returned the experts of {len(known)} tokens of a session of which {last} were computed; set "
+            f"the engine returned the experts of {len(experts)} tokens of a session of which {last} were computed; set "
             "actor_rollout_ref.actor.router_replay.mode to R2 or disabled"
         )
-    known = known[: len(whole)]
-    return torch.from_numpy(np.concatenate([known, np.repeat(known[-1:], len(whole) - len(known), axis=0)]))
+    experts = experts[: len(whole)]
+    return torch.from_numpy(np.concatenate([experts, np.repeat(experts[-1:], len(whole) - len(experts), axis=0)]))
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    pairs = zip(left, right, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix of two sequences."""
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _reward_of(output: AgentLoopOutput) -> float | None:
@@ -151,8 +153,8 @@ def _check(output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
                 f"{output.response_ids[place]}), which the policy did not generate after the tokens before it "
                 "(and their images); keep generated token ids as they are, and give text of others response_mask=0"
             )
-    for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
-        for place, value in given:
+    for name, entries in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
+        for place, value in entries:
             if not 0 <= place < len(output.response_mask) or not output.response_mask[place]:
                 raise RolloutError(
                     f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "

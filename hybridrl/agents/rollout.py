@@ -57,7 +57,7 @@ class AgentRollout(Rollout):
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """Of the weights; see `Rollout`."""
+        """The version of the weights; see `Rollout`."""
         return self.inner.version
 
     def generate(self, prompts: DataProto) -> DataProto:
@@ -73,7 +73,9 @@ class AgentRollout(Rollout):
         batch = batch_of(
             trajectories,
             self._agents.tokenizer.pad_token_id,
-            prompt_width=max([prompts.batch["input_ids"].shape[1], *(len(one.prompt_ids) for one in trajectories)]),
+            prompt_width=max(
+                [prompts.batch["input_ids"].shape[1], *(len(trajectory.prompt_ids) for trajectory in trajectories)]
+            ),
             response_width=self._config.response_length,
         )
         if missing:
@@ -93,21 +95,24 @@ class AgentRollout(Rollout):
             for row, (uid, sample) in zip(rows_of(prompts), names, strict=True)
         ]
         try:
-            found = await asyncio.gather(*sessions)
+            results = await asyncio.gather(*sessions)
         finally:
             for session in sessions:
                 session.cancel()
             await asyncio.gather(*sessions, return_exceptions=True)
-        return [one for answered, _ in found for one in answered], [one for _, lost in found for one in lost]
+        return (
+            [trajectory for trajectories, _ in results for trajectory in trajectories],
+            [sample for _, missing in results for sample in missing],
+        )
 
     async def _session(self, batch: "_Batch", task: Task) -> tuple[list[Trajectory], list[MissingSample]]:
-        """The trajectories of one session, told to `on_finished` at once, and the attempts at it without a verdict."""
+        """The trajectories of a session, passed to `on_finished` at once, and the attempts at it without a verdict."""
         name = task.row.get("agent_name")
         async with batch.places(self._agents.uses_gateway(name)):
             attempt, missing = await self._attempts(batch, task, self._agents.runs_on_controller(name))
         if attempt.verdict is None:
-            for spent in attempt.spent:
-                self._counts.add(spent)
+            for cost in attempt.costs:
+                self._counts.add(cost)
             if self.on_finished is not None:
                 self.on_finished(attempt.trajectories)
             return attempt.trajectories, missing
@@ -169,7 +174,7 @@ class AgentRollout(Rollout):
         return self.inner.health()
 
     def metrics(self) -> dict[str, float]:
-        """Those of the rollout, and of the sessions since the previous call.
+        """Metrics of the rollout, and of the sessions since the previous call.
 
         `agent_loop/{generate_sequences,tool_calls}/{mean,max}` are seconds per session, `agent_loop/tool_faults/KIND`
         the share of sessions with such a fault, `agent_loop/sessions_{retried,failed}` counts, and
@@ -187,7 +192,7 @@ class AgentRollout(Rollout):
 
 
 class _Batch:
-    """What the sessions of a batch share.
+    """The client and the places that the sessions of a batch share.
 
     Args:
         client: generates.
@@ -205,29 +210,33 @@ class _Batch:
 
 
 class _Counts:
-    """What sessions did since the previous metrics."""
+    """Counts and costs of the sessions since the previous metrics."""
 
     def __init__(self) -> None:
-        self._spent: list[Spent] = []
+        self._costs: list[Spent] = []
         self._retried = self._failed = 0
 
-    def add(self, spent: Spent) -> None:
-        self._spent.append(spent)
+    def add(self, cost: Spent) -> None:
+        self._costs.append(cost)
 
     def failed(self, again: bool) -> None:
         self._retried += again
         self._failed += not again
 
     def take(self) -> dict[str, float]:
-        found = {"agent_loop/sessions_retried": float(self._retried), "agent_loop/sessions_failed": float(self._failed)}
+        metrics = {
+            "agent_loop/sessions_retried": float(self._retried),
+            "agent_loop/sessions_failed": float(self._failed),
+        }
         for name in ("generate_sequences", "tool_calls"):
-            values = [float(getattr(one, name)) for one in self._spent]
+            values = [float(getattr(cost, name)) for cost in self._costs]
             if values:
-                found[f"agent_loop/{name}/mean"], found[f"agent_loop/{name}/max"] = float(np.mean(values)), max(values)
-        for kind in sorted({kind for one in self._spent for kind in one.faults}):
-            found[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in one.faults for one in self._spent]))
-        self._spent, self._retried, self._failed = [], 0, 0
-        return found
+                metrics[f"agent_loop/{name}/mean"] = float(np.mean(values))
+                metrics[f"agent_loop/{name}/max"] = max(values)
+        for kind in sorted({kind for cost in self._costs for kind in cost.faults}):
+            metrics[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in cost.faults for cost in self._costs]))
+        self._costs, self._retried, self._failed = [], 0, 0
+        return metrics
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.verdict import NoVerdict, no_verdict_of
 
-#: what a session needs to know of its batch
+#: entries of the batch's meta that sessions read
 META = ("global_steps", "validate", ATTEMPT, ROUTED_EXPERTS)
 
 
@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Spent:
-    """What an output of a loop cost.
+    """Cost of an output of a loop: seconds and faults.
 
     Attributes:
         generate_sequences, tool_calls: seconds.
@@ -60,18 +60,18 @@ class Spent:
 
 @dataclass
 class Attempt:
-    """What an attempt gave.
+    """Result of an attempt.
 
     Attributes:
         trajectories: of its outputs, in their order.
-        spent: by each of them.
+        costs: of each of them.
         verdict: why there are no trajectories; None: there are.
         tokens: that were generated, where there are none; None: the attempt was cut off.
         failure: the exception that ended it.
     """
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    spent: list[Spent] = field(default_factory=list)
+    costs: list[Spent] = field(default_factory=list)
     verdict: NoVerdict | None = None
     tokens: int | None = None
     failure: BaseException | None = None
@@ -96,15 +96,15 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> A
     )
     try:
         loop = agents.loop(task.row.get("agent_name"), session)
-        given = {key: getattr(task.sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
-        outputs = await loop.run(given, **task.row)
+        sampling_params = {key: getattr(task.sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
+        outputs = await loop.run(sampling_params, **task.row)
         several = outputs if isinstance(outputs, Sequence) else [outputs]
-        if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
+        if not several or not all(isinstance(output, AgentLoopOutput) for output in several):
             raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
-        lost = [one.reward_score for one in several if isinstance(one.reward_score, NoVerdict)]
-        if lost:
-            return Attempt(verdict=lost[0], tokens=sum(sum(map(int, one.response_mask)) for one in several))
-        return Attempt(_trajectories(several, session, task, rollout), [_spent(one) for one in several])
+        missing = [output.reward_score for output in several if isinstance(output.reward_score, NoVerdict)]
+        if missing:
+            return Attempt(verdict=missing[0], tokens=sum(sum(map(int, output.response_mask)) for output in several))
+        return Attempt(_trajectories(several, session, task, rollout), [_cost_of(output) for output in several])
     except GenerationFailedError as error:
         assert error.__cause__ is not None
         raise error.__cause__ from None
@@ -128,20 +128,20 @@ def _trajectories(
                 "another name (num_turns of AgentLoopOutput is the number of turns)"
             )
     outputs[0].extra_fields[SESSION_LOG] = session.log.record()
-    found = []
+    trajectories = []
     for number, output in enumerate(outputs):
         name = f"sample {task.sample}" if len(outputs) > 1 else ""
-        one = trajectory_of(output, session.generated, task.uid, task.sample, name, number, session.images)
-        _check_extra(one.extra, task.row)
+        trajectory = trajectory_of(output, session.generated, task.uid, task.sample, name, number, session.images)
+        _check_extra(trajectory.extra, task.row)
         # The reward function scores a session once, where it ended; what its other parts bring is added.
-        unscored = number < len(outputs) - 1 and one.reward is None
-        found.append(replace(one, reward=0.0) if unscored else one)
+        unscored = number < len(outputs) - 1 and trajectory.reward is None
+        trajectories.append(replace(trajectory, reward=0.0) if unscored else trajectory)
         if len(output.response_ids) > rollout.response_length:
             raise RolloutError(
                 f"an agent loop returned {len(output.response_ids)} response_ids, more than "
                 f"response_length={rollout.response_length}; end the session, or cut it"
             )
-    return found
+    return trajectories
 
 
 def _check_extra(extra: Mapping[str, Any], row: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ def _seeds(seed: int, task: Task) -> Callable[[int], int | None]:
     return seed_of
 
 
-def _spent(output: AgentLoopOutput) -> Spent:
+def _cost_of(output: AgentLoopOutput) -> Spent:
     metrics = output.metrics
     seconds = metrics if isinstance(metrics, Mapping) else _seconds_of(metrics)
     return Spent(

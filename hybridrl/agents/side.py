@@ -95,8 +95,8 @@ class Side:
         """Wait for a call; False where its thread was left behind before the call began."""
         waiting = time.monotonic()
         while True:
-            left = limit_s - measured.seconds if begun.is_set() else _POLL_S
-            if (await asyncio.wait([future], timeout=max(left, _POLL_S)))[0]:
+            remaining = limit_s - measured.seconds if begun.is_set() else _POLL_S
+            if (await asyncio.wait([future], timeout=max(remaining, _POLL_S)))[0]:
                 return True
             if not begun.is_set() and time.monotonic() - waiting > limit_s:
                 waiting = time.monotonic()
@@ -210,7 +210,7 @@ class _Loops:
             NoVerdictError: there is none, and none can be started.
         """
         with self._lock:
-            least = min(self._loops, key=lambda one: one.users, default=None)
+            least = min(self._loops, key=lambda loop: loop.users, default=None)
             if least is None or (least.users and len(self._loops) < MOST_LOOPS):
                 try:
                     least = _SideLoop()

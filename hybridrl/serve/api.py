@@ -1,4 +1,4 @@
-"""From a request's body to token ids, to requests of the engine, and to an answer."""
+"""The handling of a call: its body becomes token ids, then requests of the engine, then an answer."""
 
 import asyncio
 import uuid
@@ -104,7 +104,9 @@ class Api:
         self._knows_developer = "developer" in str(getattr(served.tokenizer, "chat_template", None) or "")
         self._faults: dict[bool, str | None] = {}
         self._in_flight = 0
-        self._named: dict[tuple[str | None, str], set[str]] = {}  # session and a call's name -> ids of its requests
+        self._ids_by_name: dict[
+            tuple[str | None, str], set[str]
+        ] = {}  # session and a call's name -> ids of its requests
         # One thread: tokenizers are not made for several, and health and aborts must not wait for a long text.
         self._texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="texts")
         self._pictures = None if served.images is None else PictureReader(served.images, served.max_model_len)
@@ -438,7 +440,7 @@ class Api:
         call_names = set(names)
         ids = {
             id
-            for (owner, name), requests in self._named.items()
+            for (owner, name), requests in self._ids_by_name.items()
             if name in call_names and session in (None, owner)
             for id in requests
         }
@@ -450,18 +452,18 @@ class Api:
     def _named_as(
         self, names: Sequence[str | None], session: ServerSession | None, requests: Sequence[Request]
     ) -> Iterator[None]:
-        """Within the context, the requests of a call can be aborted by its names."""
+        """Context in which the requests of a call can be aborted by its names."""
         owner, ids = None if session is None else session.id, {request.id for request in requests}
         keys = [(owner, name) for name in names if name]
         for key in keys:
-            self._named.setdefault(key, set()).update(ids)
+            self._ids_by_name.setdefault(key, set()).update(ids)
         try:
             yield
         finally:
             for key in keys:
-                self._named[key] -= ids
-                if not self._named[key]:
-                    del self._named[key]
+                self._ids_by_name[key] -= ids
+                if not self._ids_by_name[key]:
+                    del self._ids_by_name[key]
 
     def _requests(
         self, id: str, body: Body, prompts: Sequence[Prompt], name: str, session: ServerSession | None
@@ -567,7 +569,7 @@ def _session_name(body: Body, http: HttpRequest, session: ServerSession | None) 
 
 
 def _field(body: Body) -> str:
-    """Where a body has its prompt."""
+    """The field of a body that has its prompt."""
     return {ChatRequest: "messages", CompletionRequest: "prompt", GenerateRequest: "token_ids"}[type(body)]
 
 

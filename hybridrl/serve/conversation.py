@@ -83,7 +83,7 @@ def _strict(message: Message) -> Any:
 
 
 def _loose(message: Message) -> Any:
-    """As strict, without ids, spaces around text, and the difference between 1, 1.0 and "1" in arguments."""
+    """As `_strict`, without ids, spaces around text, and the difference between 1, 1.0 and "1" in arguments."""
     content = message["content"]
     if isinstance(content, list):
         content = [part | {"text": part["text"].strip()} if part["type"] == "text" else part for part in content]

@@ -17,7 +17,7 @@ class Said:
 
     @property
     def messages(self) -> list[Message]:
-        """From the first message on."""
+        """All messages, the first one first."""
         newest_first: list[Message] = []
         conversation: Said | None = self
         while conversation is not None:

@@ -82,7 +82,7 @@ class PictureReader:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Of the model."""
+        """The configuration of the model."""
         return self._reader.processor.config
 
     def taken(

@@ -125,7 +125,7 @@ class ServerSession:
 
     @contextmanager
     def noting_length(self) -> Iterator[None]:
-        """Within the context a request is answered or refused; notes whether it was too long."""
+        """Context in which a request is answered or refused; records whether it was too long."""
         self.cut = False
         try:
             yield
@@ -209,7 +209,7 @@ class ServerSession:
         return [*last.messages, last.answer]
 
     def trace(self) -> dict[str, Any]:
-        """Its calls as OpenEnv's `TrainingTrace`."""
+        """The calls as OpenEnv's `TrainingTrace`."""
         return training_trace(self.tree, {index: record.as_trace() for index, record in self._records.items()})
 
 

@@ -41,14 +41,13 @@ EMPTY_WORDS = frozenset(
 #: with What or How. A number may only fall. A package that is not listed has none.
 LEFT_NAMES = {
     "": 13,
-    "agents": 75,
     "config": 85,
     "data": 95,
     "hybrid_engine": 5,
     "models": 10,
     "observe": 1,
     "reward": 160,
-    "rollout": 30,
+    "rollout": 1,
     "sandbox": 30,
     "single_controller": 1,
     "trainer": 215,
@@ -57,12 +56,10 @@ LEFT_NAMES = {
 }
 LEFT_DOCSTRINGS = {
     "": 4,
-    "agents": 25,
     "config": 20,
     "data": 12,
     "models": 4,
     "reward": 32,
-    "rollout": 7,
     "sandbox": 15,
     "trainer": 32,
     "utils": 15,

@@ -1,4 +1,4 @@
-"""What an environment is: `reset` begins an episode, `step` answers a turn of the model with observation and reward."""
+"""The interface of environments: `reset` begins an episode, `step` answers a turn with observation and reward."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ class Action(str):
 
 @dataclass
 class Step:
-    """What an environment answers.
+    """The answer of an environment.
 
     Attributes:
         observation: text, messages or None.
@@ -149,7 +149,7 @@ def register_environment(name: str) -> Callable[[T], T]:
 
 
 def step_of(result: Any) -> Step:
-    """What `step` returned, as a `Step`.
+    """Convert the result of `step` into a `Step`.
 
     Raises:
         RolloutError: it is something else, or its reward is not a finite number.
@@ -176,7 +176,7 @@ def step_of(result: Any) -> Step:
 
 
 def first_step(result: Any) -> Step:
-    """What `reset` returned, as a `Step`.
+    """Convert the result of `reset` into a `Step`.
 
     Raises:
         RolloutError: it is neither an observation nor such a `Step`.

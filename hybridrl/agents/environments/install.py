@@ -32,8 +32,8 @@ def pinned_file(name: str) -> Path:
     """
     file = _HERE / f"{name}.txt"
     if not file.is_file():
-        known = ", ".join(sorted(found.stem for found in _HERE.glob("*.txt")))
-        raise RolloutError(f"there are no servers of the kind {name!r}; known are {known}")
+        kinds = ", ".join(sorted(path.stem for path in _HERE.glob("*.txt")))
+        raise RolloutError(f"there are no servers of the kind {name!r}; known are {kinds}")
     return file
 
 
@@ -90,9 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="the kind of server: openenv, verifiers")
     parser.add_argument("packages", nargs="*", help="further packages, as pip takes them")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        print(python_of(given.name, given.packages))
+        print(python_of(arguments.name, arguments.packages))
     except RolloutError as error:
         sys.exit(f"error: {error}")
 

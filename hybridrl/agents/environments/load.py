@@ -79,8 +79,8 @@ def load_environments(path: str | None, default: str | None, named: Iterable[str
     listed = {} if path is None else named_entries(path, f"{_KEY}.environment_config_path", "environments")
     if default is None and len(listed) == 1:
         default = next(iter(listed))
-    wanted = dict.fromkeys([*listed, *([default] if default is not None else []), *named])
-    if not wanted:
+    names = dict.fromkeys([*listed, *([default] if default is not None else []), *named])
+    if not names:
         raise RolloutError(
             f"the loop env_agent has no environment: name one with {_KEY}.default_environment (a registered name or "
             f"module:Class; known are {', '.join(ENVIRONMENTS.names())}), list them in {_KEY}.environment_config_path, "
@@ -88,7 +88,7 @@ def load_environments(path: str | None, default: str | None, named: Iterable[str
         )
     entries: dict[str, EnvironmentEntry] = {}
     try:
-        for name in wanted:
+        for name in names:
             where = f"{_KEY}.environment_config_path={path}: {name}" if name in listed else f"environment {name!r}"
             class_name, config = listed.get(name, (name, {}))
             entries[name] = _started(_class(class_name, where), config, where)
@@ -108,8 +108,8 @@ def _started(cls: Any, config: dict[str, Any], where: str) -> EnvironmentEntry:
 
 
 def _class(name: str, where: str) -> Any:
-    found = class_of(name, where, ENVIRONMENTS)
-    lacks = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    cls = class_of(name, where, ENVIRONMENTS)
+    lacks = [method for method in ("reset", "step") if not callable(getattr(cls, method, None))]
     if lacks:
         raise RolloutError(f"{where}: {name} has no {' and no '.join(lacks)}; see hybridrl.agents.Environment")
-    return found
+    return cls

@@ -32,7 +32,9 @@ class OpenEnvError(Exception):
 
     @staticmethod
     def _details(data: Mapping[str, Any]) -> str:
-        places = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors") or ()]
+        places = [
+            f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in data.get("errors") or ()
+        ]
         return f" ({'; '.join(places)})" if places else ""
 
 
@@ -77,9 +79,9 @@ class OpenEnvEnvironment(Environment):
     @classmethod
     def start(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Start the server, or check that the URL has one."""
-        known = {"url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"}
-        if unknown := config.keys() - known - {"start_timeout_s"}:
-            raise RolloutError(f"config has {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
+        settings = {"url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"}
+        if unknown := config.keys() - settings - {"start_timeout_s"}:
+            raise RolloutError(f"config has {', '.join(sorted(unknown))}; known are {', '.join(sorted(settings))}")
         if (config.get("url") is None) == (config.get("app") is None):
             raise RolloutError(f"config needs {_WHERE}")
         try:
@@ -184,10 +186,10 @@ class OpenEnvEnvironment(Environment):
         with contextlib.suppress(ConnectionClosed):  # the reason may be there to be read, else `recv` raises
             await self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
         answer = json.loads(await self._socket.recv())
-        found: dict[str, Any] = answer.get("data") or {}
+        content: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") == "error":
-            raise OpenEnvError(found)
-        return found
+            raise OpenEnvError(content)
+        return content
 
     def _step(self, data: Mapping[str, Any], first: bool = False) -> Step:
         observation = dict(data.get("observation") or {})

@@ -118,9 +118,9 @@ class EnvironmentServer:
                 self._process.wait()
                 self._process = None
                 log.seek(0)
-                said = log.read().decode(errors="replace").strip()[-2000:]
+                output = log.read().decode(errors="replace").strip()[-2000:]
                 why = f"did not answer within {self._start_timeout_s:g} s" if late else "ended"
-                raise RolloutError(f"the server {self._app} {why}; it wrote: {said or 'nothing'}")
+                raise RolloutError(f"the server {self._app} {why}; it wrote: {output or 'nothing'}")
             time.sleep(0.1)
 
 

@@ -104,8 +104,8 @@ class VerifiersServer:
         try:
             address = f"http://127.0.0.1:{self._server.port()}/tasks{query}"
             with opener.open(urllib.request.Request(address, headers=self._server.headers)) as answer:
-                found: list[dict[str, Any]] = json.loads(answer.read())
-                return found
+                tasks: list[dict[str, Any]] = json.loads(answer.read())
+                return tasks
         except (OSError, ValueError) as error:
             raise RolloutError(f"the environment gave no tasks: {error}") from error
 

@@ -32,13 +32,13 @@ class EngineParser(ToolParser):
         try:
             content, calls, marks = self.read(text, tools)
         except Exception as error:  # a parser never raises, whatever the model wrote; the engines' own may
-            return Parsed("", [MalformedCall(text, f"{self._named} raised {type(error).__name__} ({error})")])
+            return Parsed("", [MalformedCall(text, f"{self._label} raised {type(error).__name__} ({error})")])
         begins = [content.find(mark) for mark in {*marks, *self._added} if mark and mark in content]
         if begins:
             rest = content[min(begins) :]
-            content, calls = content[: min(begins)], [*calls, MalformedCall(rest, f"{self._named} cannot read it")]
+            content, calls = content[: min(begins)], [*calls, MalformedCall(rest, f"{self._label} cannot read it")]
         elif not calls and (content.strip() != text.strip() or self.has_call(text, tools)):
-            content, calls = "", [MalformedCall(text, f"{self._named} cannot read it, or the tool is unknown")]
+            content, calls = "", [MalformedCall(text, f"{self._label} cannot read it, or the tool is unknown")]
         return Parsed(content.strip(), calls)
 
     @abstractmethod
@@ -50,7 +50,7 @@ class EngineParser(ToolParser):
         return False
 
     @property
-    def _named(self) -> str:
+    def _label(self) -> str:
         return f"the parser {self.name}"
 
     def _without_end(self, text: str) -> str:

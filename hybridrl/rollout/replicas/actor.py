@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """Where a replica runs."""
+    """The place at which a replica runs."""
 
     pid: int
     node_id: str

@@ -1,4 +1,4 @@
-"""Which replica gets which request."""
+"""Distribution of requests over replicas."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping

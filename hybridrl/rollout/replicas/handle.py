@@ -33,7 +33,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """Where a replica runs, and with what.
+    """The place at which a replica runs, and its resources.
 
     Attributes:
         placement_group, bundle: Ray's; the actor takes `resources` of it.
@@ -78,7 +78,7 @@ class ReplicaProcess(NamedTuple):
     incarnation: str
 
     def target(self, processes: int) -> UpdateTarget:
-        """Where weights are sent to."""
+        """The target of weight updates."""
         placement = self.replica.placement
         return UpdateTarget(self.actor, self.incarnation, placement.node_id, placement.ranks, processes)
 
@@ -108,7 +108,7 @@ class ReplicaHandle:
         return self.state in (ReplicaState.EMPTY, ReplicaState.READY)
 
     def process(self) -> ReplicaProcess:
-        """Its present process."""
+        """The current process."""
         return ReplicaProcess(self, self.actor, self.incarnation)
 
     def create(self, settings: PoolSettings) -> Any:

@@ -137,7 +137,7 @@ class ReplicaPool:
 
     @property
     def placements(self) -> list[ReplicaPlacement]:
-        """Where the replicas run."""
+        """The placements of the replicas."""
         return [replica.placement for replica in self.replicas]
 
     def health(self) -> list[str]:
@@ -146,7 +146,7 @@ class ReplicaPool:
 
     @property
     def error(self) -> RolloutError | None:
-        """Why every request fails from now on."""
+        """The error with which every request fails from now on."""
         return self.scheduler.error
 
     @property

@@ -96,7 +96,7 @@ def runner_variables(temperatures: Collection[float]) -> dict[str, str]:
 
 
 def why_no_routing(on_gpu: bool) -> str | None:
-    """Why this version cannot record the experts of tokens; None if it can."""
+    """Return why this version cannot record the experts of tokens; None if it can."""
     name, version = installed()
     if version < _ROUTING:
         return f"{name} {version} returns them in another form; install {name}>={_ROUTING}, or set the mode to R2"

@@ -136,7 +136,7 @@ class ImageInputs:
         )
 
     def _seconds(self, tensors: ImageTensors) -> ImageTensors:
-        """With the seconds between patches also where there are only images: vLLM joins images of several requests."""
+        """Add the seconds between patches where there are only images: vLLM joins images of several requests."""
         if self._config.model_type != "qwen2_5_vl" or SECONDS in tensors:
             return tensors
         return {**tensors, SECONDS: torch.zeros(len(tensors[GRID]))}
@@ -184,7 +184,7 @@ def _largest(config: PreTrainedConfig, tokens: int) -> ImageTensors:
 
 @contextmanager
 def torchvision_or_stand_in() -> Iterator[None]:
-    """Within the context, modules that import torchvision can be imported.
+    """Context in which modules that import torchvision can be imported.
 
     Many machines without a GPU have no torchvision that fits their torch. Modules of vLLM import names of it through
     transformers' image processors, which are not used here.

@@ -242,7 +242,7 @@ class ResponsesDialect(Dialect):
     def choice(self, exchange: CallContext, index: int, reply: ReplyChoice) -> list[str]:
         events = []
         for number, item in enumerate(self._items(exchange, reply)):
-            events.append(self._event("output_item.added", output_index=number, item=_begun(item)))
+            events.append(self._event("output_item.added", output_index=number, item=_without_content(item)))
             place = {"item_id": item["id"], "output_index": number}
             if item["type"] == "message":
                 events += self._text_events(place, item["content"][0])
@@ -328,7 +328,7 @@ class ResponsesDialect(Dialect):
         return items
 
 
-def _begun(item: Mapping[str, Any]) -> dict[str, Any]:
+def _without_content(item: Mapping[str, Any]) -> dict[str, Any]:
     """An output item before its content."""
     empty: Mapping[str, dict[str, Any]] = {
         "message": {"content": [], "status": "in_progress"},

@@ -28,7 +28,7 @@ _START_S = 120.0
 
 
 class Bridge:
-    """What the requests share.
+    """The environment and its server, which all requests share.
 
     Args:
         settings: see the module.
@@ -69,9 +69,9 @@ class Bridge:
         spawn = multiprocessing.get_context("spawn")
         addresses, (theirs, self._life) = spawn.Queue(), spawn.Pipe(duplex=False)
         workers = int(self._settings["workers"])
-        given = {"max_workers": workers, "address": "tcp://127.0.0.1:0", "config_data": config}
+        kwargs = {"max_workers": workers, "address": "tcp://127.0.0.1:0", "config_data": config}
         self._server = spawn.Process(
-            target=serve_env, kwargs={**given, "address_queue": addresses, "death_pipe": theirs}
+            target=serve_env, kwargs={**kwargs, "address_queue": addresses, "death_pipe": theirs}
         )
         self._server.start()
         theirs.close()
@@ -97,8 +97,8 @@ class Bridge:
         """The first tasks."""
         limit = request.query_params.get("limit")
         stop = None if limit is None else int(limit)
-        found = itertools.islice(iter(self._env.taskset), stop)
-        return JSONResponse([task.data.model_dump(mode="json") for task in found])
+        tasks = itertools.islice(iter(self._env.taskset), stop)
+        return JSONResponse([task.data.model_dump(mode="json") for task in tasks])
 
     async def run(self, request: Request) -> JSONResponse:
         """One rollout, which is given up when the run hangs up."""
@@ -126,8 +126,8 @@ class Bridge:
             except RuntimeError as error:
                 return JSONResponse({"failed": "infra", "detail": str(error)})
         finally:
-            for one in (rollout, gone):
-                one.cancel()
+            for future in (rollout, gone):
+                future.cancel()
 
 
 async def _gone(request: Request) -> None:
