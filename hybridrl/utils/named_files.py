@@ -23,6 +23,8 @@ _PATH_CLASSES = ("Path", "PurePath", "PosixPath", "PurePosixPath")
 #: functions and methods that write what their arguments name, by their names or by what these begin with
 WRITERS = ("to_", "save", "dump", "write", "touch", "unlink", "remove", "connect", "basicConfig")
 WRITING_CLASSES = ("FileHandler", "FileLock", "SummaryWriter", "Memory", "Cache", "Lock", "Shelf")
+#: functions and methods that ask about a file, and read nothing of it
+PROBES = ("exists", "lexists", "is_file", "is_dir", "isfile", "isdir", "is_symlink", "islink", "stat", "access")
 #: files that programs keep for themselves
 OF_PROGRAMS = (".log", ".lock", ".pid", ".tmp", ".out", ".err", ".db", ".sqlite", ".sqlite3", ".pyc")
 _MAX_NAME = 1024
@@ -100,12 +102,33 @@ class _Reader:
                 self._assigned.setdefault(node.target.id, node.value)
 
     def values(self) -> Iterator[str | Path]:
-        """Yield every text and path of the file, without docstrings."""
+        """Yield every text and path of the file, without docstrings and paths that are only probed for a file."""
+        probed = self._probed()
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.expr) and not (isinstance(node, ast.Constant) and id(node) in self._texts_alone):
+            if isinstance(node, ast.Constant) and id(node) in self._texts_alone:
+                continue
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                continue
+            if isinstance(node, ast.expr) and id(node) not in probed:
                 value = self.value(node)
                 if value is not None:
                     yield value
+
+    def _probed(self) -> set[int]:
+        """Return the nodes of expressions, also of assigned ones, that nothing uses but `PROBES`."""
+        probed: set[int] = set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and _last(node.func) in PROBES:
+                of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+                probed.update(id(part) for root in (*of, *node.args) for part in ast.walk(root))
+        loads: dict[str, list[int]] = {}
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                loads.setdefault(node.id, []).append(id(node))
+        for name, value in self._assigned.items():
+            if name in loads and probed.issuperset(loads[name]):
+                probed.update(id(part) for part in ast.walk(value))
+        return probed
 
     def modules(self) -> Iterator[tuple[int, str]]:
         """Yield the level and the name of each module that the file may import."""

@@ -149,6 +149,28 @@ WRITES = {
 }
 
 
+#: code that asks whether a file is there, and reads nothing of it
+PROBES = {
+    "exists": "from pathlib import Path\ndef f():\n    return (Path(__file__).parents[1] / 'cwd.txt').exists()",
+    "os.path": "import os\ndef f():\n    return os.path.isfile('cwd.txt')",
+    "a name": "from pathlib import Path\nFLAG = Path('cwd.txt')\ndef f():\n    return FLAG.is_file()",
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_what_a_reward_only_looks_for_does_not(name: str) -> None:
+    first = of_reward(PROBES[name])
+    Path("cwd.txt").write_text("more")
+    assert changed_keys(first, of_reward(PROBES[name])) == []
+    Path("cwd.txt").unlink()
+    assert changed_keys(first, of_reward(PROBES[name])) == []
+    Path("cwd.txt").write_text("again")
+    reading = PROBES[name] + "\nTEXT = open('cwd.txt').read()"
+    first = of_reward(reading)
+    Path("cwd.txt").write_text("and again")
+    assert changed_keys(first, of_reward(reading)) == [KEY]
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_what_a_reward_writes_does_not(name: str) -> None:
     Path("own/x.lock").write_text("1")

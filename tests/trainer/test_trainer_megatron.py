@@ -13,7 +13,7 @@ from test_trainer_sft import configured, conversations  # noqa: F401 (a fixture)
 from trainer_tools import trained
 
 from hybridrl.config import load_config
-from hybridrl.errors import ModelError, RolloutError
+from hybridrl.errors import ConfigError, ModelError, RolloutError
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.trainer.ppo.run_ppo import run_ppo
 from hybridrl.trainer.supervised.run_supervised import run_supervised
@@ -216,5 +216,5 @@ def test_generation_with_the_training_weights_is_refused(base) -> None:
 )
 def test_a_layout_that_does_not_fit_is_refused_before_the_workers_load(base, words, named) -> None:
     critic = ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.strategy=megatron"]
-    with pytest.raises(ModelError, match=named):
+    with pytest.raises((ConfigError, ModelError), match=named):
         run_ppo(load_config("ppo_trainer", [*base, *critic, *words]))

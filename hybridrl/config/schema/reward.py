@@ -61,7 +61,7 @@ class CustomRewardConfig(ConfigNode):
 class RewardPartConfig(CustomRewardConfig):
     """One entry of `reward.functions`."""
 
-    path: str | None = key(None, "as that of `custom_reward_function`", needs=())
+    path: str | None = key(None, "as that of `custom_reward_function`", needs=(), place="code")
     weight: float = key(1.0, "factor of its score in the sum")
 
 
