@@ -17,7 +17,7 @@ from hybridrl.reward.score import programs
 from hybridrl.sandbox import LANGUAGES, Language, Limits, LocalSandbox, Program, SandboxError, cgroups
 from hybridrl.utils.control_groups import PROC
 
-NOBODY = 65534
+NOBODY = 70_000 + os.getpid() % 30_000  # a user of this process alone: the kernel counts all processes of a user
 FORKS = "import os, threading\nt = threading.Thread(target=print, args=(1,)); t.start(); t.join()\n"
 FORKS += "p = os.fork()\nif p == 0: os._exit(0)\nos.waitpid(p, 0)\nprint(42)"
 BOMB = "import os\nn = 0\ntry:\n    while n < 300:\n        if os.fork() == 0: os.read(os.pipe()[0], 1)\n"
