@@ -72,7 +72,6 @@ quietly model.log "$python" -m hybridrl.models.tiny --out "$out/model" --seed "$
 
 grpo=(
     algorithm.adv_estimator=grpo
-    actor_rollout_ref.model.path="'$out/warm_start/global_step_60/model/hf_model'"
     actor_rollout_ref.model.enable_gradient_checkpointing=False
     actor_rollout_ref.actor.fsdp_config.dtype=float32
     actor_rollout_ref.actor.ppo_mini_batch_size="\${data.train_batch_size}"
@@ -102,7 +101,7 @@ grpo=(
 )
 # A setting that cannot be used is reported now, not after the warm start (whose model does not exist yet).
 "$python" -c 'import sys; from hybridrl.config import cli; cli("ppo_trainer", lambda config: None, sys.argv[1:])' \
-    "${grpo[@]}" actor_rollout_ref.model.path="'$out/model'" ||
+    actor_rollout_ref.model.path="'$out/model'" "${grpo[@]}" ||
     fail "these settings cannot be used, see above: ${overrides[*]-}"
 
 title "warm start: 60 supervised steps"
@@ -135,7 +134,8 @@ if [ -d "$out/grpo" ]; then
     rm -rf "$out/grpo.previous"
     mv "$out/grpo" "$out/grpo.previous"
 fi
-"$python" -m hybridrl.trainer.main_ppo "${grpo[@]}" ||
+"$python" -m hybridrl.trainer.main_ppo \
+    actor_rollout_ref.model.path="'$out/warm_start/global_step_60/model/hf_model'" "${grpo[@]}" ||
     fail "step 5 failed, see above; the run's folder is $out/grpo"
 
 printf '\nReport:  %s\n' "$out/grpo/report.html"

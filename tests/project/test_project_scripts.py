@@ -34,6 +34,8 @@ def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Call
     short = ["trainer.total_training_steps=3", "data.train_batch_size=16", "trainer.test_freq=3"]
     status, output, errors = call("quickstart.sh", "--out", str(out), "--python", forked, *short)
     assert status == 0, output + errors
+    twice = [line for line in errors.splitlines() if " replaces " in line]
+    assert twice and not any("model.path" in line for line in twice), "the script itself gives no setting twice"
     for step in range(1, 6):
         assert f"[{step}/5]" in output
     records = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text().splitlines()]
