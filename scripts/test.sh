@@ -37,7 +37,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -eq 0 ] || skip_sglang=1
 sglang_tests=(tests/agents/test_agents_parsers_sglang.py tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/rollout/test_rollout_sglang.py
-    tests/rollout/test_rollout_sglang_megatron.py tests/rollout/test_rollout_vision.py tests/trainer/test_trainer_rollouts.py)
+    tests/rollout/test_rollout_sglang_death.py tests/rollout/test_rollout_sglang_megatron.py tests/rollout/test_rollout_vision.py tests/trainer/test_trainer_rollouts.py)
 
 # A Python that was built without optimizations, as pyenv does it unless told otherwise, takes a third more processor time
 # for imports. New environments get the fastest of those that have what tests need.
