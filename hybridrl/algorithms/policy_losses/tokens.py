@@ -186,9 +186,7 @@ def policy_loss(
             sequences: Sequences | None = None,
             **more: Tensor,
         ) -> tuple[Tensor, Metrics]:
-            loss_settings = (
-                None if settings is None else read_settings(settings, config, who=who, root=ACTOR, group=GROUP)
-            )
+            own = () if settings is None else (read_settings(settings, config, who=who, root=ACTOR, group=GROUP),)
             global_counts = counts_of(counts, config)
             tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
             if prepare is not None and prepared is None:
@@ -197,15 +195,12 @@ def policy_loss(
             extra_tensors = {field: keep(more[field], tokens.mask) for field in needs if field in more}
             whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
             tokens = replace(tokens, prepared=prepared, more=extra_tensors, sequences=whole)
-            loss_mat, loss_metrics = _checked(
-                body(tokens) if settings is None else body(tokens, loss_settings), tokens.mask, who
-            )
+            loss_mat, loss_metrics = _checked(body(tokens, *own), tokens.mask, who)
             if tokens.weights is not None and not weighs_itself:
                 loss_mat = loss_mat * tokens.weights
             metrics = {"actor/ppo_kl": tokens.kl()}
-            metrics |= {
-                key: tokens.mean(x) if x.shape == tokens.mask.shape else x.detach() for key, x in loss_metrics.items()
-            }
+            for metric, x in loss_metrics.items():
+                metrics[metric] = tokens.mean(x) if x.shape == tokens.mask.shape else x.detach()
             return agg_loss(loss_mat, tokens.mask, loss_agg_mode, **global_counts), metrics
 
         loss.__doc__, loss.__name__, loss.__module__ = body.__doc__, body.__name__, body.__module__

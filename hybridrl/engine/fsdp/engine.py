@@ -344,10 +344,7 @@ class FSDPEngine(
 
     @functools.cached_property
     def has_plain_head(self) -> bool:
-        """Whether logits are a linear layer's output or a supported change of it. Collective.
-
-        A trial decides; a warning gives the reason if they are not.
-        """
+        """Whether logits are a linear layer's output or a supported change of it; warn if not. Collective trial."""
         layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         reason = self._fusing.why_not(layout.to(device.current_device()))
         if reason is not None:
