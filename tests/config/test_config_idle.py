@@ -560,3 +560,23 @@ def test_a_role_with_a_setting_that_has_no_default(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(ROLES, "own", own)
     told = sentences("ppo_trainer", ["+roles.own={seed: 1, optim: {lr: 0.1, num_cycles: 2, betas: [0.9, 0.999]}}"])
     assert list(told) == ["roles.own.optim.num_cycles"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "critic.model.path=null",
+        "actor_rollout_ref.actor.kl_loss_coef=null",
+        "algorithm.rollout_correction.rollout_is_threshold=null",
+        "actor_rollout_ref.actor.megatron.param_offload=null",
+    ],
+)
+def test_null_sets_nothing(word: str) -> None:
+    """Scripts say null for what they leave out."""
+    words = ["actor_rollout_ref.model.path=org/m", "data.train_files=[a.parquet]", "algorithm.adv_estimator=grpo"]
+    try:
+        config = load_config("ppo_trainer", [*words, word])
+    except ConfigError as error:
+        assert "no effect" not in str(error)  # a setting may not take null at all
+        return
+    assert check_idle(config) == ([], [])
