@@ -169,7 +169,7 @@ class TrainFacts(Facts):
 
     Attributes:
         model_types: what it can train: `language_model`, `value_model`, `reward_model`, `step_model`.
-        layout: class of the layouts in which it holds a model, a `hybrid_engine.topology.Layout`, or its location as
+        layout: class of the layouts in which it holds a model, a `layouts.topology.Layout`, or its location as
             `module:Class`; None: it exports whole tensors only.
     """
 

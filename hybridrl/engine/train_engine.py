@@ -355,7 +355,7 @@ class TrainEngines:
                 (`critic.fsdp`, `engine`), or of `megatron` if the class derives from `MegatronConfig`, and the
                 engine finds them as attributes of its argument `engine`.
             layout: class of the layouts in which it holds a model (`ExportsShards.training_layout`), or where that is,
-                for `python -m hybridrl.hybrid_engine.plan`.
+                for `python -m hybridrl.hybrid_engine.print_plan`.
 
         Raises:
             ModelError: another class has the name already.

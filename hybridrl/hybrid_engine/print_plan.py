@@ -1,4 +1,4 @@
-"""The command `python -m hybridrl.hybrid_engine.plan`: the bytes and memory of a transition, computed, not measured."""
+"""`python -m hybridrl.hybrid_engine.print_plan`: the bytes and memory of a transition, computed and not measured."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import Plan, compared, plan
-from hybridrl.hybrid_engine.topology import GenerationLayout, Layout, parse_layout
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.topology import GenerationLayout, Layout, parse_layout
 from hybridrl.models.loading import load_model_config
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.utils.user_code import load_object
@@ -96,7 +96,7 @@ def _as_json(transition: Plan, width: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a plan. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.hybrid_engine.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hybridrl.hybrid_engine.print_plan", description=__doc__)
     parser.add_argument("model", type=Path, help="a model's folder, or its config.json; no weights are read")
     parser.add_argument("--training", required=True, help="fsdp2:shard=8 or megatron:tp=4,pp=2,dp=2")
     parser.add_argument("--generation", required=True, help="tp=2,replicas=4")
@@ -120,3 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         else format_plan(transition, options.bytes, options.per_device)
     )
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,10 +15,10 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
 from hybridrl.models.info import config_of
 from hybridrl.registry import INFERENCE_ENGINES, InferenceFacts, import_external_lib
 from hybridrl.rollout.request import Completion, Request, Task
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 T = TypeVar("T")
 

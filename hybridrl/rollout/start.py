@@ -9,9 +9,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import engine_order
-from hybridrl.hybrid_engine.topology import GenerationLayout
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.topology import GenerationLayout
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout

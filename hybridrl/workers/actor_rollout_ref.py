@@ -13,7 +13,10 @@ from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace, HasAdapters
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import RolloutError
-from hybridrl.hybrid_engine.topology import Layout
+from hybridrl.hybrid_engine.send_shards import ShardSender
+from hybridrl.hybrid_engine.stream import TransferReport, send_adapter, stream
+from hybridrl.hybrid_engine.transports import UpdateTarget, transports_to
+from hybridrl.layouts.topology import Layout
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
 from hybridrl.notify import notify
@@ -23,8 +26,6 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import TransferReport, UpdateTarget, send_adapter, stream, transports_to
-from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
@@ -176,7 +177,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def send_weights(self, targets: Sequence[UpdateTarget]) -> TransferReport:
         """Send the current weights to inference engines that are waiting for them.
 
-        See `hybridrl.weight_sync.send_shards` and, for what cannot be planned, `hybridrl.weight_sync.send`.
+        See `hybridrl.hybrid_engine.send_shards` and, for what cannot be planned, `hybridrl.hybrid_engine.stream`.
         """
         rollout = self.config.rollout
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")

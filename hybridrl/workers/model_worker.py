@@ -14,7 +14,7 @@ from hybridrl.config import EngineConfig, ModelConfig, OptimConfig
 from hybridrl.engine.capabilities import CopiesState
 from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, paper_slot
+from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, paper_slot
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.utils import device

@@ -174,9 +174,9 @@ def test_resuming_is_bitwise_and_the_merged_model_has_the_rounded_base(
 
 
 def _names(folder: Path) -> list[str]:
-    from hybridrl.engine.saved_boxes import SavedBoxes
+    from hybridrl.engine.saved_slices import SavedSlices
 
-    with SavedBoxes(folder) as saved:
+    with SavedSlices(folder) as saved:
         return list(saved.names)
 
 

@@ -84,8 +84,8 @@ def sent(engine: Any) -> list[torch.Tensor]:
 
 
 def copied(engine: Any) -> list[torch.Tensor]:
-    boxes = engine.copy_state(["model", "optimizer"]).boxes
-    return [box.values for part in ("model", "optimizer") for box in boxes[part]]
+    slices = engine.copy_state(["model", "optimizer"]).slices
+    return [tensor_slice.values for part in ("model", "optimizer") for tensor_slice in slices[part]]
 
 
 def trained_twice(engine: Any) -> list[dict[str, float]]:

@@ -123,7 +123,11 @@ def check_offload(model: Path) -> None:
             assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, found, strict=True))
         with offloaded.loaded(optimizer=True), resident.loaded(optimizer=True):
             got, expected = (
-                [box.values for boxes in engine.copy_state(["model", "optimizer"]).boxes.values() for box in boxes]
+                [
+                    tensor_slice.values
+                    for slices in engine.copy_state(["model", "optimizer"]).slices.values()
+                    for tensor_slice in slices
+                ]
                 for engine in (offloaded, resident)
             )
             assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))

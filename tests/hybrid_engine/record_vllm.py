@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from recorded_load import PROCESSES, compare, run, write
 
-from hybridrl.hybrid_engine.topology import GenerationLayout, parse_layout
+from hybridrl.layouts.topology import GenerationLayout, parse_layout
 from hybridrl.models.loading import load_model_config
 
 

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import compared, plan
 from hybridrl.hybrid_engine.print_plan import main, parse_training
-from hybridrl.hybrid_engine.shards import Cut, boxes_of
-from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, ShardedLayout
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.slices import Cut, slices_of
+from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, ShardedLayout
 from hybridrl.models.loading import load_model_config
 from hybridrl.registry import TRAIN_ENGINES, TrainFacts
 
@@ -76,8 +76,8 @@ def test_every_element_is_held_once_per_copy(family: str) -> None:
     for spec in specs:
         seen = np.zeros(spec.shape, dtype=int)
         for device in range(layout.devices):
-            for box in boxes_of(spec, layout, layout.coordinates(device), layers):
-                seen[tuple(map(slice, box.start, box.stop))] += 1
+            for tensor_slice in slices_of(spec, layout, layout.coordinates(device), layers):
+                seen[tuple(map(slice, tensor_slice.start, tensor_slice.stop))] += 1
         copies = (1 if spec.cut.dim is not None else 2) * (2 if spec.first and spec.last else 1)
         assert set(np.unique(seen)) == {copies}, spec.name
 
@@ -214,7 +214,7 @@ def test_docs_show_what_the_command_prints(name: str, tmp_path: Path, capsys: py
 
 
 def test_the_command_as_a_user_types_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybridrl.hybrid_engine.plan", save(FAMILIES["llama"], tmp_path)]
+    command = [sys.executable, "-m", "hybridrl.hybrid_engine.print_plan", save(FAMILIES["llama"], tmp_path)]
     layouts = ["--training", "fsdp2:shard=2", "--generation", "tp=2"]
     done = subprocess.run([*command, *layouts], capture_output=True, text=True, timeout=600)
     assert (done.returncode, "received per device" in done.stdout) == (0, True), done.stderr

@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.weight_sync.messages import Bucket, Checkpoint
 
 LIMIT_S = 120  # of a call; `stuck_timeout_s` is 300
 _SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8, ignore_eos=True)

@@ -31,19 +31,19 @@ import time
 from pathlib import Path
 from hybridrl.engine import saved_parts
 
-write = saved_parts.write_boxes
+write = saved_parts.write_slices
 
-def slow(folder, rank, boxes):
+def slow(folder, rank, slices):
     flags = Path(__file__).parent
     deadline = time.monotonic() + 300
     while not (flags / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     if (flags / "full").exists():
         raise OSError(28, "No space left on device")
-    write(folder, rank, boxes)
+    write(folder, rank, slices)
 
-if saved_parts.write_boxes.__name__ == "write_boxes":
-    saved_parts.write_boxes = slow
+if saved_parts.write_slices.__name__ == "write_slices":
+    saved_parts.write_slices = slow
 """
 
 Report = Callable[[SupervisedTrainer, int], None]

@@ -17,11 +17,11 @@ import torch
 from hybridrl.engine import saved_parts
 from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.optim import low_bit
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes
 from hybridrl.engine.saved_parts import SEPARATOR
+from hybridrl.engine.saved_slices import SavedSlice, SavedSlices
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box, whole
-from hybridrl.hybrid_engine.views import View, within_shape
+from hybridrl.layouts.module_slices import ModuleSlice, within_shape
+from hybridrl.layouts.slices import TensorSlice, whole
 from hybridrl.models import loading, lora, value
 from hybridrl.utils import device, distributed
 
@@ -46,108 +46,119 @@ def parts(engine: FSDPEngine) -> saved_parts.Parts:
 
 
 def parts_of(
-    engine: FSDPEngine, tensors: Mapping[str, torch.Tensor], views: Mapping[str, View]
-) -> Iterator[tuple[str, SavedBox]]:
-    """Yield what this rank holds of some of the module's tensors, as views of them, by the names in `views`.
+    engine: FSDPEngine, tensors: Mapping[str, torch.Tensor], module_slices: Mapping[str, ModuleSlice]
+) -> Iterator[tuple[str, SavedSlice]]:
+    """Yield what this rank holds of some of the module's tensors, as views of them, by the names in `module_slices`.
 
     Yields:
         The name in `tensors`, and the part.
     """
-    for name, (source, box, shape) in views.items():
+    for name, (source, tensor_slice, shape) in module_slices.items():
         if source not in tensors:
             continue
-        shard_box, tensor = engine._shard(tensors[source])
-        both = box.intersect(shard_box)
+        shard_slice, tensor = engine._shard(tensors[source])
+        both = tensor_slice.intersect(shard_slice)
         if both is not None:
-            start, sizes = within_shape(both, box, shape)
+            start, sizes = within_shape(both, tensor_slice, shape)
             stop = tuple(a + n for a, n in zip(start, sizes, strict=True))
-            yield source, SavedBox(name, shape, Box(start, stop), tensor[both.within(shard_box)].view(sizes))
+            yield (
+                source,
+                SavedSlice(name, shape, TensorSlice(start, stop), tensor[both.within(shard_slice)].view(sizes)),
+            )
 
 
-def _own_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, View]:
+def _own_slices(tensors: Mapping[str, torch.Tensor]) -> dict[str, ModuleSlice]:
     """Tensors as they are, under their own names."""
-    return {name: View(name, whole(tuple(t.shape)), tuple(t.shape)) for name, t in tensors.items()}
+    return {name: ModuleSlice(name, whole(tuple(t.shape)), tuple(t.shape)) for name, t in tensors.items()}
 
 
-def _views_to_write(engine: FSDPEngine) -> Mapping[str, View]:
+def _slices_to_write(engine: FSDPEngine) -> Mapping[str, ModuleSlice]:
     try:
-        return engine.exported.views()
+        return engine.exported.module_slices()
     except ModelError:  # a conversion that computes; what is saved has the names of the module
-        return _own_views(engine.exported.own())
+        return _own_slices(engine.exported.own())
 
 
-def _views_to_read(engine: FSDPEngine, names: Iterable[str]) -> Mapping[str, View]:
-    """The views by which a checkpoint was written: earlier versions used the names of the module."""
-    own = _own_views(engine.exported.own())
-    return own if set(names) <= own.keys() else engine.exported.views()
+def _slices_to_read(engine: FSDPEngine, names: Iterable[str]) -> Mapping[str, ModuleSlice]:
+    """The slices by which a checkpoint was written: earlier versions used the names of the module."""
+    own = _own_slices(engine.exported.own())
+    return own if set(names) <= own.keys() else engine.exported.module_slices()
 
 
-def _weights(engine: FSDPEngine) -> Iterator[SavedBox]:
+def _weights(engine: FSDPEngine) -> Iterator[SavedSlice]:
     if engine.copy_of_model == 0:
-        yield from (part for _, part in parts_of(engine, engine.exported.own(), _views_to_write(engine)))
+        yield from (part for _, part in parts_of(engine, engine.exported.own(), _slices_to_write(engine)))
 
 
-def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
+def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedSlice]:
     assert engine.optimizer is not None
     if engine.copy_of_model != 0:
         return
     if low_bit.keeps(engine.optimizer):
         yield from _quantised_state(engine)
         return
-    views = _views_to_write(engine)
+    module_slices = _slices_to_write(engine)
     names: dict[str, list[str]] = {}
-    for name, view in views.items():
-        names.setdefault(view.source, []).append(name)
+    for name, module_slice in module_slices.items():
+        names.setdefault(module_slice.source, []).append(name)
     for name, parameter in engine._trainable.items():
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             if value.ndim:
                 for _, part in parts_of(
-                    engine, {name: value}, {saved_name: views[saved_name] for saved_name in names[name]}
+                    engine, {name: value}, {saved_name: module_slices[saved_name] for saved_name in names[name]}
                 ):
                     yield replace(part, name=f"{part.name}{SEPARATOR}{key}")
             elif distributed.get_rank() == 0:
                 for saved_name in names[name]:
-                    yield SavedBox(f"{saved_name}{SEPARATOR}{key}", (), Box((), ()), value)
+                    yield SavedSlice(f"{saved_name}{SEPARATOR}{key}", (), TensorSlice((), ()), value)
 
 
-def _quantised_state(engine: FSDPEngine) -> Iterator[SavedBox]:
+def _quantised_state(engine: FSDPEngine) -> Iterator[SavedSlice]:
     """The state of an optimizer with moments of 8 bits, under names of the module."""
     assert engine.optimizer is not None
     for name, parameter in engine._trainable.items():
-        shard_box, _ = engine._shard(parameter)
+        shard_slice, _ = engine._shard(parameter)
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             full_name = f"{name}{SEPARATOR}{key}"
             if value.ndim:
-                yield from low_bit.stored_parts(full_name, value, shard_box)
+                yield from low_bit.stored_parts(full_name, value, shard_slice)
             elif distributed.get_rank() == 0:
-                yield SavedBox(full_name, (), Box((), ()), value)
+                yield SavedSlice(full_name, (), TensorSlice((), ()), value)
 
 
-def _load_weights(engine: FSDPEngine, saved: SavedBoxes) -> None:
-    views = _views_to_read(engine, saved.names)
-    of_buffers = {name for name, view in views.items() if view.source not in engine.exported.parameters}
-    saved_parts.check_same_model({name: view.shape for name, view in views.items()}, saved, of_buffers)
+def _load_weights(engine: FSDPEngine, saved: SavedSlices) -> None:
+    module_slices = _slices_to_read(engine, saved.names)
+    of_buffers = {
+        name for name, module_slice in module_slices.items() if module_slice.source not in engine.exported.parameters
+    }
+    saved_parts.check_same_model(
+        {name: module_slice.shape for name, module_slice in module_slices.items()}, saved, of_buffers
+    )
     stored = frozenset(saved.names)
-    for _, part in parts_of(engine, engine.exported.own(), views):
+    for _, part in parts_of(engine, engine.exported.own(), module_slices):
         if part.name in stored:
             _read(part, saved)
 
 
-def _read(part: SavedBox, saved: SavedBoxes) -> None:
-    part.values.copy_(saved.read(part.name, part.box))
+def _read(part: SavedSlice, saved: SavedSlices) -> None:
+    part.values.copy_(saved.read(part.name, part.slice))
 
 
-def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
+def _load_optimizer(engine: FSDPEngine, saved: SavedSlices) -> None:
     assert engine.optimizer is not None
     keys: dict[str, list[str]] = {}
     for full_name in sorted(saved.names):
         name, _, key = full_name.rpartition(SEPARATOR)
         keys.setdefault(name, []).append(key)
     is_low_bit = low_bit.keeps(engine.optimizer)
-    views = _own_views(engine._trainable) if is_low_bit else _views_to_read(engine, keys)
-    sources = {name: view.source for name, view in views.items() if view.source in engine._trainable}
+    module_slices = _own_slices(engine._trainable) if is_low_bit else _slices_to_read(engine, keys)
+    sources = {
+        name: module_slice.source
+        for name, module_slice in module_slices.items()
+        if module_slice.source in engine._trainable
+    }
     if surplus := sorted(keys.keys() - sources.keys()):
         raise ModelError(
             f"checkpoint {saved.where} belongs to another model: it has optimizer state for {surplus[0]!r}, which this "
@@ -159,9 +170,9 @@ def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
     if is_low_bit:
         _load_quantised(engine, saved, keys, where)
         return
-    of_source: dict[str, dict[str, View]] = {}
+    of_source: dict[str, dict[str, ModuleSlice]] = {}
     for name, source in sources.items():
-        of_source.setdefault(source, {})[name] = views[name]
+        of_source.setdefault(source, {})[name] = module_slices[name]
     for source, own in of_source.items():
         parameter, first = engine._trainable[source], next(iter(own))
         for key in keys.get(first, ()):
@@ -181,12 +192,12 @@ def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
 
 
 def _load_quantised(
-    engine: FSDPEngine, saved: SavedBoxes, keys: Mapping[str, Sequence[str]], where: torch.device
+    engine: FSDPEngine, saved: SavedSlices, keys: Mapping[str, Sequence[str]], where: torch.device
 ) -> None:
     optimizer: Any = engine.optimizer
     for name, state_keys in keys.items():
         parameter = engine._trainable[name]
-        shard_box, _ = engine._shard(parameter)
+        shard_slice, _ = engine._shard(parameter)
         for key in state_keys:
             full_name = f"{name}{SEPARATOR}{key}"
             if not saved.shape(full_name):
@@ -195,15 +206,15 @@ def _load_quantised(
                 key = key.removesuffix(low_bit.CODES)
                 moment = optimizer.new_moment(parameter, signed=key in low_bit.SIGNED, where=where)
                 optimizer.state[parameter][key] = moment
-                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, shard_box):
+                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, shard_slice):
                     _read(part, saved)
 
 
-def _scalar(engine: FSDPEngine, saved: SavedBoxes, name: str, where: torch.device) -> torch.Tensor:
+def _scalar(engine: FSDPEngine, saved: SavedSlices, name: str, where: torch.device) -> torch.Tensor:
     assert engine.optimizer is not None
     on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
     value = torch.empty((), dtype=saved.dtype(name), device=where if on_device else torch.device("cpu"))
-    _read(SavedBox(name, (), Box((), ()), value), saved)
+    _read(SavedSlice(name, (), TensorSlice((), ()), value), saved)
     return value
 
 

@@ -53,8 +53,8 @@ from hybridrl.engine.prefix_plan import TreeLayout, small_tree
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box, whole
-from hybridrl.hybrid_engine.topology import ShardedLayout
+from hybridrl.layouts.slices import TensorSlice, whole
+from hybridrl.layouts.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
 from hybridrl.models.liger import apply_liger, check_liger, runs_liger
@@ -72,7 +72,7 @@ from hybridrl.utils.metrics import Metric
     "fsdp2",
     model_types=("language_model", "value_model", "reward_model", "step_model"),
     settings="hybridrl.config.schema.engine:FSDPConfig",
-    layout="hybridrl.hybrid_engine.topology:ShardedLayout",
+    layout="hybridrl.layouts.topology:ShardedLayout",
 )
 class FSDPEngine(
     MicroBatchedEngine,
@@ -538,11 +538,11 @@ class FSDPEngine(
         if self.adapter is not None:
             raise ModelError("an adapter is merged into whole tensors, so there are no shards to send")
         self._offload.wait_for_state()
-        views = self.exported.views()
+        module_slices = self.exported.module_slices()
         tensors = {name: self.exported.tensor(name, dtype) for name in self.exported.own()}
-        for source, part in checkpoint.parts_of(self, tensors, views):
+        for source, part in checkpoint.parts_of(self, tensors, module_slices):
             keeps = source not in self.exported.parameters
-            yield WeightShard(part.name, part.shape, part.box.start, part.values, keeps_dtype=keeps)
+            yield WeightShard(part.name, part.shape, part.slice.start, part.values, keeps_dtype=keeps)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
         return adapted.adapter_of(self).off()
@@ -563,12 +563,12 @@ class FSDPEngine(
     def training_layout(self) -> ShardedLayout:
         return ShardedLayout() if self._sharded is None else self._sharded.layout
 
-    def _shard(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-        """Return this rank's box of a tensor of the module, and its elements."""
+    def _shard(self, tensor: torch.Tensor) -> tuple[TensorSlice, torch.Tensor]:
+        """Return this rank's slice of a tensor of the module, and its elements."""
         if not isinstance(tensor, DTensor):
             return whole(tuple(tensor.shape)), tensor
         assert self._sharded is not None
-        return self._sharded.box(tensor), tensor.to_local()
+        return self._sharded.slice(tensor), tensor.to_local()
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
         return self.exported.bytes(dtype)

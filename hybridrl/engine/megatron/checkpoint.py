@@ -1,7 +1,7 @@
 """A Megatron engine's share of a checkpoint (`saved_parts`), readable in any other layout and by other engines.
 
-A rank's optimizer updates ranges of flattened parameters. A range is a few boxes of Hugging Face tensors, so that
-nothing needs to be gathered to be written, and a rank of another layout reads just the boxes that it needs.
+A rank's optimizer updates ranges of flattened parameters. A range is a few slices of Hugging Face tensors, so that
+nothing needs to be gathered to be written, and a rank of another layout reads just the slices that it needs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hybridrl.engine import saved_parts
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.megatron.mapping import LocalTensor
 from hybridrl.engine.optim.low_bit import CODES, SCALE
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range
 from hybridrl.engine.saved_parts import SEPARATOR
+from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, slices_of_range
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.utils import device, distributed
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _entries(engine: MegatronEngine) -> dict[tuple[int, str], LocalTensor]:
 
 def _views(
     entry: LocalTensor, shard: Shard, flat: torch.Tensor
-) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+) -> Iterator[tuple[str, tuple[int, ...], TensorSlice, torch.Tensor]]:
     """Split the range of a flattened parameter that a rank updates by the Hugging Face tensors that it belongs to.
 
     Args:
@@ -98,24 +98,24 @@ def _views(
         flat: values of the range.
 
     Yields:
-        Name and shape of a tensor, a box of it, and the box's elements as a view of `flat`.
+        Name and shape of a tensor, a slice of it, and the slice's elements as a view of `flat`.
     """
-    for own, at in boxes_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
+    for own, at in slices_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
         values = flat[at : at + own.elements].view(own.extents)
         for piece in entry.pieces:
-            piece_box = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
-            common = own.intersect(piece_box)
+            piece_slice = TensorSlice.of_extents(piece.at, piece.slice.extents)
+            common = own.intersect(piece_slice)
             if common is None:
                 continue
-            shift = [b - a for a, b in zip(piece.at, piece.box.start, strict=True)]
-            box = Box(
+            shift = [b - a for a, b in zip(piece.at, piece.slice.start, strict=True)]
+            tensor_slice = TensorSlice(
                 tuple(a + s for a, s in zip(common.start, shift, strict=True)),
                 tuple(b + s for b, s in zip(common.stop, shift, strict=True)),
             )
-            yield piece.name, piece.shape, box, values[common.within(own)]
+            yield piece.name, piece.shape, tensor_slice, values[common.within(own)]
 
 
-def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
+def _weights(engine: MegatronEngine) -> Iterator[SavedSlice]:
     """Yield the weights that this rank writes: its ranges of the master weights, and tensors without master weights."""
     engine._exporter.shapes()  # all ranks together; some ask for nothing below
     entries = _entries(engine)
@@ -124,7 +124,7 @@ def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
         if shard.is_primary:
             flat = engine.readable(shard.master.detach())
             for part in _views(entries[shard.chunk, shard.name], shard, flat):
-                yield SavedBox(*part)
+                yield SavedSlice(*part)
     if engine.optimizer is not None:
         covered = {key for key, entry in entries.items() if getattr(entry.tensor, "requires_grad", False)}
     for key, entry in entries.items():
@@ -133,10 +133,10 @@ def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
         values = engine.readable(entry.tensor.detach())
         for piece in entry.pieces:
             if engine._exporter.is_first(entry, piece):
-                yield SavedBox(piece.name, piece.shape, piece.box, piece.of(values))
+                yield SavedSlice(piece.name, piece.shape, piece.slice, piece.of(values))
 
 
-def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
+def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedSlice]:
     assert engine.optimizer is not None
     entries = _entries(engine)
     for shard in engine.optimizer.shards:
@@ -146,28 +146,28 @@ def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
         for key, item in sorted(engine.optimizer.optimizer.state.get(shard.master, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             if value.ndim:
-                for name, shape, box, view in _views(entry, shard, engine.readable(value.detach())):
-                    yield SavedBox(f"{name}{SEPARATOR}{key}", shape, box, view)
+                for name, shape, tensor_slice, view in _views(entry, shard, engine.readable(value.detach())):
+                    yield SavedSlice(f"{name}{SEPARATOR}{key}", shape, tensor_slice, view)
             else:
                 for name in dict.fromkeys(piece.name for piece in entry.pieces):
-                    yield SavedBox(f"{name}{SEPARATOR}{key}", (), Box((), ()), value)
+                    yield SavedSlice(f"{name}{SEPARATOR}{key}", (), TensorSlice((), ()), value)
 
 
-def _load_weights(engine: MegatronEngine, saved: SavedBoxes) -> None:
+def _load_weights(engine: MegatronEngine, saved: SavedSlices) -> None:
     saved_parts.check_same_model(engine._exporter.shapes(), saved)  # all ranks together
     entries = _entries(engine)
     for entry in entries.values():
         values = engine.readable(entry.tensor.detach())
         for piece in entry.pieces:
-            piece.of(values).copy_(saved.read(piece.name, piece.box))
+            piece.of(values).copy_(saved.read(piece.name, piece.slice))
     for shard in [] if engine.optimizer is None else engine.optimizer.shards:
         if shard.master.dtype != shard.parameter.dtype:  # otherwise they are the same memory
             flat = engine.readable(shard.master.detach())
-            for name, _, box, view in _views(entries[shard.chunk, shard.name], shard, flat):
-                view.copy_(saved.read(name, box))
+            for name, _, tensor_slice, view in _views(entries[shard.chunk, shard.name], shard, flat):
+                view.copy_(saved.read(name, tensor_slice))
 
 
-def _load_optimizer(engine: MegatronEngine, saved: SavedBoxes) -> None:
+def _load_optimizer(engine: MegatronEngine, saved: SavedSlices) -> None:
     assert engine.optimizer is not None
     optimizer, entries = engine.optimizer.optimizer, _entries(engine)
     keys: dict[str, list[str]] = {}
@@ -194,10 +194,10 @@ def _load_optimizer(engine: MegatronEngine, saved: SavedBoxes) -> None:
         for key in keys.get(first or "", ()):
             full_name = f"{first}{SEPARATOR}{key}"
             if not saved.shape(full_name):
-                value = saved.read(full_name, Box((), ()))
+                value = saved.read(full_name, TensorSlice((), ()))
                 optimizer.state[shard.master][key] = value.to(where) if steps_on_device else value
                 continue
             flat = torch.zeros(shard.stop - shard.start, dtype=saved.dtype(full_name), device=where)
-            for name, _, box, view in _views(entry, shard, flat):
-                view.copy_(saved.read(f"{name}{SEPARATOR}{key}", box))
+            for name, _, tensor_slice, view in _views(entry, shard, flat):
+                view.copy_(saved.read(f"{name}{SEPARATOR}{key}", tensor_slice))
             optimizer.state[shard.master][key] = flat

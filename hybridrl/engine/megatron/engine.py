@@ -35,7 +35,7 @@ from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.topology import MegatronLayout
+from hybridrl.layouts.topology import MegatronLayout
 from hybridrl.models.routers import check_overrides
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -45,7 +45,7 @@ from hybridrl.utils import device, distributed
 @TrainEngines.register(
     "megatron",
     settings="hybridrl.config.schema.megatron:MegatronConfig",
-    layout="hybridrl.hybrid_engine.topology:MegatronLayout",
+    layout="hybridrl.layouts.topology:MegatronLayout",
 )
 class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits, CopiesState, ExportsShards):
     """A decoder of Megatron-core with the weights of a Hugging Face model, or its backbone with a value head.

@@ -15,6 +15,7 @@ import ray
 import torch
 
 from hybridrl.errors import RolloutError, is_out_of_memory
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.images import ReceivedImages
@@ -24,7 +25,6 @@ from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import keep_exit_codes
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 #: completions are returned together, because a Ray call costs milliseconds: this part of the requests in flight, or
 #: whatever has completed after this time

@@ -19,6 +19,7 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
 from hybridrl.models.info import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
@@ -33,7 +34,6 @@ from hybridrl.rollout.inference_engine import (
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
 from hybridrl.rollout.sglang.images import NamedImages, check_images
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _LOG_LINES = 30

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.rollout.sglang import wire
 
 if TYPE_CHECKING:
+    from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.routing import RecordedLayers
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
     from hybridrl.rollout.stop_strings import StopStrings
-    from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _STATUS_S = 0.25
 _ABORT_AGAIN_S = 0.05

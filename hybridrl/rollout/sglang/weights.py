@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hybridrl.errors import RolloutError
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, ShardBucket
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, ShardBucket
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
 
 #: how SGLang finds the loader
 LOADER = f"{__name__}.load"

@@ -15,6 +15,7 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
 from hybridrl.models import lora
 from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.models.routers import layers_with_routers
@@ -33,7 +34,6 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat, leftovers, reading
 from hybridrl.rollout.vllm.images import ImageInputs, check_images
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from hybridrl.hybrid_engine.buckets import ShardBucket
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
 from hybridrl.rollout.vllm import compat, leftovers
 from hybridrl.rollout.vllm.parent_watch import end_with_owner
-from hybridrl.weight_sync.messages import ShardBucket
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
 
 
 class WeightReceiverExtension:

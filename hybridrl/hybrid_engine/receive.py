@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket, TransportKind
+from hybridrl.hybrid_engine.delta import ReceivedPieces, arriving
 from hybridrl.hybrid_engine.record import LoadRecorder, LoadReplay
-from hybridrl.hybrid_engine.shards import Box, Boxes
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
 from hybridrl.utils import device as devices
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.delta import ReceivedPieces, arriving
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket, TransportKind
 
 #: an engine's own loader: takes names and tensors of a checkpoint
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -163,29 +163,29 @@ class ShardReceiver:
         else:
             whole = dict(recorder.unplanned)
         recorded = recorder.required()
-        boxes: dict[str, Boxes] = {}
+        slices: dict[str, TensorSlices] = {}
         for name, shape in checkpoint.shapes.items():
             if name in recorded and not shape:
                 whole[name] = "it has no dimensions"
             if name in whole:
-                boxes[name] = (Box((0,) * max(len(shape), 1), shape or (1,)),)
+                slices[name] = (TensorSlice((0,) * max(len(shape), 1), shape or (1,)),)
             elif name in recorded:
-                boxes[name] = recorded[name]
-        self._checkpoint, self._requirement = checkpoint, Requirement(boxes, recorder.uses, whole)
+                slices[name] = recorded[name]
+        self._checkpoint, self._requirement = checkpoint, Requirement(slices, recorder.uses, whole)
         return self._requirement
 
     def load(self, bucket: ShardBucket) -> None:
         """Load a round of the transfer. When this returns, the sender may overwrite the bucket."""
         replay = self._begun()
         data = self.receiver.bucket_of(bucket)
-        parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        parts: dict[str, list[tuple[TensorSlice, torch.Tensor]]] = {}
         for message in bucket.messages[self.receiver.rank]:
             for piece in message.pieces:
-                parts.setdefault(piece.name, []).append((piece.box, piece.view(data)))
-        digests: dict[str, dict[Box, int]] = {}
+                parts.setdefault(piece.name, []).append((piece.slice, piece.view(data)))
+        digests: dict[str, dict[TensorSlice, int]] = {}
         if bucket.digests:
-            for (name, box), value in bucket.digests[self.receiver.rank].items():
-                digests.setdefault(name, {})[box] = value
+            for (name, tensor_slice), value in bucket.digests[self.receiver.rank].items():
+                digests.setdefault(name, {})[tensor_slice] = value
         for name, pieces in parts.items():
             replay.arrive(name, pieces, digests.get(name))
         with replay:

@@ -17,12 +17,13 @@ from ray.exceptions import RayActorError
 
 from hybridrl.engine.capabilities import WeightShard
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.hybrid_engine.buckets import Checkpoint, Requirement, ShardBucket
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
+from hybridrl.hybrid_engine.send_shards import ShardSender, _Training
+from hybridrl.hybrid_engine.shard_transports import PointToPointTransport, ShardMemoryTransport
+from hybridrl.hybrid_engine.transports import UpdateTarget
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.utils import distributed
-from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
-from hybridrl.weight_sync.send import UpdateTarget
-from hybridrl.weight_sync.send_shards import PointToPointTransport, ShardMemoryTransport, ShardSender, _Training
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -123,7 +124,7 @@ def no_segment_left() -> Iterator[set[str]]:
 
 @pytest.fixture
 def small_buckets(monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.weight_sync.send._LEAST_BUCKET", 1)
+    monkeypatch.setattr("hybridrl.hybrid_engine.transports.LEAST_BUCKET", 1)
 
 
 def engines(*halves: int, **options) -> list:  # type: ignore[type-arg]
@@ -148,13 +149,15 @@ def on_two_ranks(rank: int) -> None:
         # Ranks on one CPU share its memory.
         state = weights(0)
         shapes = {name: tuple(value.shape) for name, value in state.items()}
-        boxes = {name: (Box((0,) * max(value.ndim, 1), shapes[name] or (1,)),) for name, value in state.items()}
+        slices = {
+            name: (TensorSlice((0,) * max(value.ndim, 1), shapes[name] or (1,)),) for name, value in state.items()
+        }
         checkpoint = Checkpoint(shapes, dict.fromkeys(shapes, torch.bfloat16))
-        uses = Counter((name, box) for name, (box,) in boxes.items())
+        uses = Counter((name, tensor_slice) for name, (tensor_slice,) in slices.items())
         target = UpdateTarget(None, "a", "node", (0, 1), 2)
         sender = ShardSender(None, 192_000)
-        sender._training = _Training(checkpoint, [boxes, {}], [0, 0], ["node", "node"])
-        sender._needs["a"] = [Requirement(boxes, uses, {})] * 2
+        sender._training = _Training(checkpoint, [slices, {}], [0, 0], ["node", "node"])
+        sender._needs["a"] = [Requirement(slices, uses, {})] * 2
         rounds = sender._rounds([target])
         assert len(rounds) > 1 and max(now.bucket for now in rounds) <= 192_000 * 2 / 3 / 2
 
@@ -196,7 +199,7 @@ def test_a_loader_that_fails_without_weights_gets_whole_tensors(fails: str) -> N
 
     receiver = ShardReceiver(WeightReceiver(torch.device("cpu")), load, settle)
     found = receiver.require(Checkpoint({"w": (4, 2)}, {"w": torch.float32}))
-    assert found.boxes == {"w": (Box((0, 0), (4, 2)),)} and "without weights" in found.whole["w"]
+    assert found.slices == {"w": (TensorSlice((0, 0), (4, 2)),)} and "without weights" in found.whole["w"]
     assert ("half loaded" in found.whole["w"]) == ("settle" in fails)
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.digest import digest
 from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Round, TransferPiece
-from hybridrl.hybrid_engine.shards import Box, Boxes
+from hybridrl.layouts.digest import digest
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
 
-#: a box of a tensor and its elements
-Part = tuple[Box, torch.Tensor]
-#: the device that a piece goes to, its tensor, its box, and the digest of its elements
-Digest = tuple[int, str, Box, int]
+#: a slice of a tensor and its elements
+Part = tuple[TensorSlice, torch.Tensor]
+#: the device that a piece goes to, its tensor, its slice, and the digest of its elements
+Digest = tuple[int, str, TensorSlice, int]
 
 
 @dataclass
@@ -38,37 +38,37 @@ class Shards:
     """The training shards of this rank, by the name of their tensor.
 
     Args:
-        parts: name, box and elements; they are not copied.
+        parts: name, slice and elements; they are not copied.
     """
 
-    def __init__(self, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+    def __init__(self, parts: Iterable[tuple[str, TensorSlice, torch.Tensor]]) -> None:
         self._parts: dict[str, list[Part]] = defaultdict(list)
-        for name, box, tensor in parts:
-            self._parts[name].append((box, tensor))
+        for name, tensor_slice, tensor in parts:
+            self._parts[name].append((tensor_slice, tensor))
 
-    def boxes(self) -> dict[str, Boxes]:
-        """The boxes of each tensor."""
-        return {name: tuple(box for box, _ in parts) for name, parts in self._parts.items()}
+    def slices(self) -> dict[str, TensorSlices]:
+        """The slices of each tensor."""
+        return {name: tuple(tensor_slice for tensor_slice, _ in parts) for name, parts in self._parts.items()}
 
     def write(self, piece: TransferPiece, target: torch.Tensor) -> None:
         """Write the elements of a piece into `target`, in its dtype."""
-        assemble(target, piece.box, self._parts[piece.name], piece.name)
+        assemble(target, piece.slice, self._parts[piece.name], piece.name)
 
 
-def assemble(target: torch.Tensor, box: Box, parts: Sequence[Part], name: str) -> None:
-    """Fill a tensor that has the shape of a box with the elements of disjoint parts; converts to its dtype.
+def assemble(target: torch.Tensor, tensor_slice: TensorSlice, parts: Sequence[Part], name: str) -> None:
+    """Fill a tensor that has the shape of a slice with the elements of disjoint parts; converts to its dtype.
 
     Raises:
-        ModelError: the parts do not cover the box.
+        ModelError: the parts do not cover the slice.
     """
     covered = 0
     for at, tensor in parts:
-        both = box.intersect(at)
+        both = tensor_slice.intersect(at)
         if both is not None:
-            target[both.within(box)].copy_(tensor[both.within(at)])
+            target[both.within(tensor_slice)].copy_(tensor[both.within(at)])
             covered += both.elements
-    if covered != box.elements:
-        raise ModelError(f"{name}: {covered} of the {box.elements} elements of {box} are there")
+    if covered != tensor_slice.elements:
+        raise ModelError(f"{name}: {covered} of the {tensor_slice.elements} elements of {tensor_slice} are there")
 
 
 class Exchange:
@@ -122,7 +122,7 @@ class Exchange:
 
         Messages of the same content share their bytes, so that what a device sends to many takes memory once.
         """
-        contents = [tuple((piece.name, piece.box, piece.dtype) for piece in message.pieces) for message in messages]
+        contents = [tuple((piece.name, piece.slice, piece.dtype) for piece in message.pieces) for message in messages]
         sizes = {
             content: -(-message.size // ALIGNMENT) * ALIGNMENT
             for content, message in zip(contents, messages, strict=True)
@@ -147,9 +147,11 @@ class Exchange:
         digests: list[Digest] = []
         for message in now.messages:
             for piece in message.pieces if message.source == self.device else ():
-                value = torch.empty(piece.box.extents, dtype=piece.dtype, device=self._on)
+                value = torch.empty(piece.slice.extents, dtype=piece.dtype, device=self._on)
                 shards.write(piece, value)
-                digests.append((message.target, piece.name, piece.box, digest(value, piece.box, shapes[piece.name])))
+                digests.append(
+                    (message.target, piece.name, piece.slice, digest(value, piece.slice, shapes[piece.name]))
+                )
         return digests
 
     def _keep(self, message: Message, shards: Shards, bucket: torch.Tensor) -> None:

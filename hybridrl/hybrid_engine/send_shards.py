@@ -17,8 +17,6 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import shared_memory
-from typing import Any, ClassVar, NamedTuple
 
 import ray
 import torch
@@ -26,24 +24,29 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.engine.capabilities import WeightShard
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.plan import plan_boxes
-from hybridrl.hybrid_engine.schedule import Message, Round, schedule
-from hybridrl.hybrid_engine.shards import Box, Boxes
-from hybridrl.hybrid_engine.transfer import Exchange, Shards
-from hybridrl.notify import notify
-from hybridrl.utils import device, distributed
-from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync import send
-from hybridrl.weight_sync.delta import DeltaForm, SentPieces
-from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket, TransportKind
-from hybridrl.weight_sync.send import (
-    CudaIpcTransport,
+from hybridrl.hybrid_engine.buckets import Checkpoint, Requirement
+from hybridrl.hybrid_engine.delta import SentPieces
+from hybridrl.hybrid_engine.exchange import Exchange, Shards
+from hybridrl.hybrid_engine.plan import plan_slices
+from hybridrl.hybrid_engine.schedule import Round, schedule
+from hybridrl.hybrid_engine.shard_transports import (
+    Content,
+    PointToPointTransport,
+    ShardIpcTransport,
+    ShardMemoryTransport,
+)
+from hybridrl.hybrid_engine.stream import TransferReport
+from hybridrl.hybrid_engine.transports import (
     RankTransport,
-    TransferReport,
     Transport,
     UpdateTarget,
-    make_segments,
+    ipc_unsupported_reason,
+    on_all_ranks,
+    pipelined_bucket,
 )
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
+from hybridrl.notify import notify
+from hybridrl.utils import device, distributed
 
 #: slots and staging memory share two buckets
 _BUCKETS, _SHARES = 2, 3
@@ -56,7 +59,7 @@ class _Training:
     """Shards of all training ranks; the same on every rank."""
 
     checkpoint: Checkpoint
-    boxes: list[dict[str, Boxes]]
+    slices: list[dict[str, TensorSlices]]
     copies: list[int]
     nodes: list[str]
 
@@ -64,27 +67,6 @@ class _Training:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes for a plan, in which a scalar has one dimension."""
         return {name: shape or (1,) for name, shape in self.checkpoint.shapes.items()}
-
-
-class Content(NamedTuple):
-    """Content of a round, for an engine.
-
-    Attributes:
-        round: the round.
-        digests: of its pieces, by the device that they go to; none if they are not checked.
-        changes: how the pieces travel, by the device that they go to and the one they come from; none if in full.
-    """
-
-    round: Round
-    digests: dict[int, dict[tuple[str, Box], int]]
-    changes: dict[int, dict[int, tuple[DeltaForm, ...]]] | None = None
-
-    def bucket(self, kind: TransportKind, where: Any, size: int, devices: Sequence[int]) -> ShardBucket:
-        """Return the message to an engine on these devices."""
-        messages = tuple(tuple(self.round.received_by(number)) for number in devices)
-        digests = tuple(self.digests.get(number, {}) for number in devices) if self.digests else ()
-        changes = () if self.changes is None else tuple(self.changes.get(number, {}) for number in devices)
-        return ShardBucket(kind, where, size, self.round.names, messages, digests, changes)
 
 
 class ShardSender:
@@ -121,7 +103,7 @@ class ShardSender:
 
         The engines have to be waiting for weights. Each is asked once.
         """
-        if device.is_gpu() and any(target.ranks for target in targets) and (reason := send.why_no_ipc()):
+        if device.is_gpu() and any(target.ranks for target in targets) and (reason := ipc_unsupported_reason()):
             return f"engines cannot open the trainer's memory: {reason}"
         if self._training is None:
             self._training = self._gather(shards)
@@ -141,8 +123,8 @@ class ShardSender:
         started = time.perf_counter()
         reached = [target for target in targets if target.incarnation in self._needs]
         rounds = self._rounds(reached)
-        parts = ((shard.name, box_of_shard(shard), shard.tensor.detach()) for shard in shards)
-        own = Shards((name, box, tensor.view(box.extents)) for name, box, tensor in parts)
+        parts = ((shard.name, slice_of_shard(shard), shard.tensor.detach()) for shard in shards)
+        own = Shards((name, tensor_slice, tensor.view(tensor_slice.extents)) for name, tensor_slice, tensor in parts)
         exchange = Exchange(distributed.get_rank(), device.current_device())
         transports = self._transports(reached)
         try:
@@ -180,17 +162,17 @@ class ShardSender:
         for transport in transports:
             transport.finish()
 
-    def _digests(self, now: Round, own: Shards, exchange: Exchange) -> dict[int, dict[tuple[str, Box], int]]:
+    def _digests(self, now: Round, own: Shards, exchange: Exchange) -> dict[int, dict[tuple[str, TensorSlice], int]]:
         """The digests of all pieces of a round by the device that they go to; None at all if they are not checked."""
         if not self._checks:
             return {}
-        digests: dict[int, dict[tuple[str, Box], int]] = {}
+        digests: dict[int, dict[tuple[str, TensorSlice], int]] = {}
         for part in distributed.all_gather_object(exchange.digests(now, own, self._gathered.shapes)):
-            for target, name, box, value in part:
-                digests.setdefault(target, {})[name, box] = value
+            for target, name, tensor_slice, value in part:
+                digests.setdefault(target, {})[name, tensor_slice] = value
         return digests
 
-    # ------------------------------------------------------------------ shards of training, boxes that engines need
+    # ------------------------------------------------------------------ shards of training, slices that engines need
 
     @property
     def _gathered(self) -> _Training:
@@ -209,25 +191,25 @@ class ShardSender:
         if refusals:
             return refusals[0]
         own = [
-            (shard.name, shard.shape, shard.tensor.dtype if shard.keeps_dtype else None, box_of_shard(shard))
+            (shard.name, shard.shape, shard.tensor.dtype if shard.keeps_dtype else None, slice_of_shard(shard))
             for shard in own_shards
         ]
         own_dtypes = {shard.name: shard.tensor.dtype for shard in own_shards}
         gathered = distributed.all_gather_object((own, own_dtypes, self._copy, ray.get_runtime_context().get_node_id()))
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        boxes_by_rank: list[dict[str, Boxes]] = []
+        slices_by_rank: list[dict[str, TensorSlices]] = []
         for parts, stored, _, _ in gathered:
-            boxes: dict[str, Boxes] = {}
-            for name, shape, own_dtype, box in parts:
+            slices: dict[str, TensorSlices] = {}
+            for name, shape, own_dtype, tensor_slice in parts:
                 shapes[name] = tuple(shape)
                 dtypes[name] = own_dtype or self._dtype or stored[name]
-                if box.elements:
-                    boxes[name] = (*boxes.get(name, ()), box)
-            boxes_by_rank.append(boxes)
+                if tensor_slice.elements:
+                    slices[name] = (*slices.get(name, ()), tensor_slice)
+            slices_by_rank.append(slices)
         order = _by_layer(shapes)
         checkpoint = Checkpoint({name: shapes[name] for name in order}, {name: dtypes[name] for name in order})
-        return _Training(checkpoint, boxes_by_rank, [part[2] for part in gathered], [part[3] for part in gathered])
+        return _Training(checkpoint, slices_by_rank, [part[2] for part in gathered], [part[3] for part in gathered])
 
     def _ask(self, targets: Sequence[UpdateTarget]) -> None:
         """Request the requirements of engines that are new. Engines that have ended in between are left out."""
@@ -238,7 +220,7 @@ class ShardSender:
         if not new:
             return
         answers: dict[str, list[Requirement] | str] = {}
-        with send._on_all_ranks():
+        with on_all_ranks():
             if distributed.get_rank() == 0:
                 pending = [(target, target.replica.requirements.remote(training.checkpoint)) for target in new]
                 for target, ref in pending:
@@ -258,34 +240,34 @@ class ShardSender:
 
     def _plan(self, targets: Sequence[UpdateTarget]) -> list[Round]:
         training, ranks = self._gathered, distributed.get_world_size()
-        generation_boxes: list[dict[str, Boxes]] = [{} for _ in range(ranks)]
+        generation_slices: list[dict[str, TensorSlices]] = [{} for _ in range(ranks)]
         own = {distributed.get_rank()}  # the devices whose messages this rank has to know
         for target in targets:
             needs = self._needs[target.incarnation]
             assert not isinstance(needs, str)
             if target.ranks:
                 for rank, need in zip(target.ranks, needs, strict=True):
-                    generation_boxes[rank] = dict(need.boxes)
+                    generation_slices[rank] = dict(need.slices)
                 if target.ranks[0] in own:
                     own |= set(target.ranks)
             else:
                 if 0 in own:
-                    own |= set(range(len(generation_boxes), len(generation_boxes) + len(needs)))
-                generation_boxes += [dict(need.boxes) for need in needs]
-        apart = len(generation_boxes) - ranks
-        training_boxes = training.boxes + [{} for _ in range(apart)]
+                    own |= set(range(len(generation_slices), len(generation_slices) + len(needs)))
+                generation_slices += [dict(need.slices) for need in needs]
+        apart = len(generation_slices) - ranks
+        training_slices = training.slices + [{} for _ in range(apart)]
         copies = training.copies + [max(training.copies) + 1] * apart
         on_node = max(1, training.nodes.count(training.nodes[0]))
-        transition = plan_boxes(training.shapes, training_boxes, generation_boxes, copies=copies, per_node=on_node)
+        transition = plan_slices(training.shapes, training_slices, generation_slices, copies=copies, per_node=on_node)
         dtypes = training.checkpoint.dtypes
         sizes = sum(
             (tensor.needed * dtypes[name].itemsize for name, tensor in transition.tensors), start=transition.needed * 0
         )
-        pipelined = max(int(sizes.max()) // send._PIPELINED, send._LEAST_BUCKET)
+        pipelined = pipelined_bucket(int(sizes.max()))
         most = self._bucket_bytes * _BUCKETS // _SHARES
         if not device.is_gpu():  # the ranks of a node share its memory
             most //= max(map(training.nodes.count, training.nodes))
-        rounds = schedule(transition, training_boxes, generation_boxes, dtypes, max(1, min(most, pipelined)), own)
+        rounds = schedule(transition, training_slices, generation_slices, dtypes, max(1, min(most, pipelined)), own)
         self._report_plan(targets, rounds, int(sizes.max()))
         return rounds
 
@@ -324,11 +306,13 @@ class ShardSender:
         return transports
 
 
-def box_of_shard(shard: WeightShard) -> Box:
+def slice_of_shard(shard: WeightShard) -> TensorSlice:
     """Return the elements that a shard holds."""
     if not shard.shape:
-        return Box((0,), (1,))
-    return Box(shard.offsets, tuple(a + size for a, size in zip(shard.offsets, shard.tensor.shape, strict=True)))
+        return TensorSlice((0,), (1,))
+    return TensorSlice(
+        shard.offsets, tuple(a + size for a, size in zip(shard.offsets, shard.tensor.shape, strict=True))
+    )
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:
@@ -338,161 +322,3 @@ def _by_layer(names: Iterable[str]) -> list[str]:
         match = re.match(r".*?\.\d+\.", name)
         layers.setdefault(match.group() if match else name, []).append(name)
     return [name for layer in layers.values() for name in layer]
-
-
-class ShardMemoryTransport(RankTransport):
-    """Sends to the engines on this node, through /dev/shm.
-
-    Args:
-        writers: training ranks on this node.
-    """
-
-    kind: TransportKind = "shared_memory"
-
-    def __init__(self, targets: Sequence[UpdateTarget], writers: int) -> None:
-        super().__init__(targets)
-        self._writers = writers
-        self._segments: list[shared_memory.SharedMemory] = []
-
-    def _open(self, size: int) -> None:
-        self.close()
-        with send._on_all_ranks():  # no rank writes before all have found enough memory
-            if self.is_read:
-                self._segments = make_segments(size, self._writers)
-
-    def _buffer(self, slot: int) -> torch.Tensor:
-        if not self.is_read:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._segments[slot].buf, dtype=torch.uint8)
-
-    def _export(self, slot: int) -> tuple[int, str]:
-        return distributed.get_rank(), self._segments[slot].name
-
-    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
-        names = tuple(where[rank] for rank in target.ranks)
-        return content.bucket(self.kind, names, self.capacity, target.ranks)
-
-    def close(self) -> None:
-        super().close()
-        for segment in self._segments:
-            segment.close()
-            segment.unlink()
-        self._segments = []
-
-
-class ShardIpcTransport(CudaIpcTransport):
-    """Sends to engines on the trainer's own GPUs."""
-
-    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
-        return content.bucket(self.kind, where, self.capacity, target.ranks)
-
-
-class PointToPointTransport(Transport):
-    """Sends from every training rank to engines on devices of their own. Rank 0 notifies them.
-
-    The process group of all ranks and all engine processes is kept for the next update, as long as the engines are the
-    same. The memory that is sent is that of `Exchange.staged`, or what is left of it where only changes are sent.
-
-    Args:
-        sent: what this rank has sent before; None: everything is sent.
-    """
-
-    kind: TransportKind = "point_to_point"
-    _cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
-
-    def __init__(self, targets: Sequence[UpdateTarget], sent: SentPieces | None = None) -> None:
-        self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
-        super().__init__(targets)
-        self.sent = self.saved = 0
-        self._before = sent
-        if sent is not None:
-            sent.begin()
-        self._changes: dict[int, tuple[DeltaForm, ...]] = {}
-        self._receivers = [(target.incarnation, number) for target in targets for number in range(target.processes)]
-        self._failed = False
-        self._parts: list[tuple[Message, torch.Tensor]] = []
-        self._size = self._ranks + sum(target.processes for target in targets)
-        self._members = " ".join(target.incarnation for target in targets)
-        if self._cached_group is None or self._cached_group[0] != self._members:
-            type(self)._cached_group = None
-            type(self)._cached_group = self._group()
-
-    def _group(self) -> tuple[str, str, StandaloneGroup]:
-        here = device.current_device()
-        host = ray.util.get_node_ip_address() if self._rank == 0 else ""
-        group = StandaloneGroup(host, 0, 0, self._size, here) if self._rank == 0 else None
-        host, port = distributed.all_gather_object((host, group.port if group is not None else 0))[0]
-        return self._members, host, group or StandaloneGroup(host, port, self._rank, self._size, here)
-
-    def outgoing(self, now: Round) -> list[Message]:
-        """The messages of this rank to engine processes."""
-        return [message for message in now.sent_by(self._rank) if message.target >= self._ranks]
-
-    def stage(self, parts: list[tuple[Message, torch.Tensor]]) -> None:
-        """Take the bytes of `outgoing` for the next `send`."""
-        if self._before is None:
-            self._parts = parts
-            return
-        self._parts, self._changes = [], {}
-        self._before.begin_round()
-        for message, part in parts:
-            changes, short = self._before.encode(message, part, self._receivers[message.target - self._ranks])
-            self._changes[message.target] = tuple(changes)
-            self._parts.append((message, short))
-            self.saved += message.size - short.numel()
-
-    def _open(self, size: int) -> None:
-        """Nothing to allocate."""
-
-    def _buffer(self, slot: int) -> torch.Tensor:
-        return torch.empty(0)
-
-    def _announce(self, slot: int, content: Content) -> list[Any]:
-        if self._failed:
-            return []
-        assert self._cached_group is not None
-        _, host, group = self._cached_group
-        membership = (host, group.port, self._size, self._members)
-        if self._before is not None:
-            content = content._replace(changes=self._all_changes())
-        acks, first = [], self._ranks
-        for target in self.targets if self._rank == 0 else ():
-            devices = range(first, first + target.processes)
-            ends = [message.end for number in devices for message in content.round.received_by(number)]
-            bucket = content.bucket(self.kind, (membership, first), max(ends, default=0), devices)
-            acks.append(target.replica.load_bucket.remote(bucket))
-            first += target.processes
-        error = ""
-        try:
-            group.connect()
-            group.send([(part, message.target) for message, part in self._parts if part.numel()])
-            self.sent += sum(part.numel() for _, part in self._parts)
-        except RuntimeError as caught:
-            error = f"{caught}"
-        self._parts = []
-        if failures := [text for text in distributed.all_gather_object(error) if text]:
-            # An engine died. The others may lack this round and would wait for it forever, so all are restarted.
-            if self._rank == 0:
-                notify(f"a transfer of weights failed, its engines are restarted: {failures[0]}", "warning")
-                for target in self.targets:
-                    ray.kill(target.replica)
-            type(self)._cached_group, self._failed = None, True
-        return acks
-
-    def _all_changes(self) -> dict[int, dict[int, tuple[DeltaForm, ...]]]:
-        """Return the forms in which the pieces of the round travel, by target and source rank."""
-        by_target: dict[int, dict[int, tuple[DeltaForm, ...]]] = {}
-        for source, changes in enumerate(distributed.all_gather_object(self._changes)):
-            for target, each in changes.items():
-                by_target.setdefault(target, {})[source] = each
-        return by_target
-
-    def finish(self) -> None:
-        super().finish()
-        if self._before is not None and self._failed:
-            self._before.forget()
-        elif self._before is not None:
-            self._before.end([target.incarnation for target in self.targets])
-
-    def close(self) -> None:
-        self._parts = []
