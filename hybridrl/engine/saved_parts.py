@@ -26,7 +26,7 @@ from hybridrl.config.schema.names import CHECKPOINT_CONTENTS
 from hybridrl.engine.optim.optimizer import set_rate
 from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, copied, write_slices
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import copy_processor, is_vision_model
 from hybridrl.notify import notify
@@ -58,6 +58,21 @@ def _part(folder: Path, name: str) -> Path:
             f"remove {name!r} from checkpoint.load_contents, or resume from another checkpoint"
         )
     return part
+
+
+@dataclass(frozen=True, slots=True)
+class HFModel:
+    """Names a model, for files that Hugging Face reads.
+
+    Attributes:
+        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
+        settings: a `ModelConfig`.
+        config: its Hugging Face configuration.
+    """
+
+    model_type: str
+    settings: Any
+    config: Any
 
 
 @dataclass

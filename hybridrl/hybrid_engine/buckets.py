@@ -1,4 +1,4 @@
-"""Messages between sender and receiver of weights. They are small enough for any channel; the weights go elsewhere."""
+"""Descriptions of buckets, from the sender of weights to receivers. They are small; the weights go elsewhere."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -63,8 +63,8 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Requirement:
-    """Requirement of one process of an engine: the parts of a checkpoint that it needs.
+class RequiredSlices:
+    """The slices of a checkpoint that one process of an engine needs.
 
     Attributes:
         slices: of each tensor, in the order of the checkpoint.

@@ -53,10 +53,10 @@ WHOLE, SAME = DeltaForm("whole"), DeltaForm("same")
 
 def size_of(change: DeltaForm, piece: TransferPiece) -> int:
     """The bytes that a piece takes on the wire."""
-    return sum(_parts(change, piece))
+    return sum(_wire_bytes(change, piece))
 
 
-def _parts(change: DeltaForm, piece: TransferPiece) -> tuple[int, int]:
+def _wire_bytes(change: DeltaForm, piece: TransferPiece) -> tuple[int, int]:
     """Return the bytes of the elements' positions, and those of the elements."""
     if change.form == "same":
         return 0, 0
@@ -103,7 +103,7 @@ def encode(value: torch.Tensor, before: torch.Tensor, piece: TransferPiece) -> t
     if change.form == "whole":
         data[: piece.size] = bits.view(torch.uint8)
     elif change.form != "same":
-        places, _ = _parts(change, piece)
+        places, _ = _wire_bytes(change, piece)
         if change.form == "index":
             data[: change.changed * _INDEX] = changed.nonzero().view(-1).to(torch.int32).view(torch.uint8)
         else:
@@ -127,7 +127,7 @@ def decode(target: torch.Tensor, change: DeltaForm, data: torch.Tensor, piece: T
     if change.form == "whole":
         bits.copy_(data[: piece.size].view(bits.dtype))
     elif change.form != "same":
-        places, _ = _parts(change, piece)
+        places, _ = _wire_bytes(change, piece)
         elements = data[places : places + change.changed * piece.dtype.itemsize].view(bits.dtype)
         if change.form == "index":
             bits[data[: change.changed * _INDEX].view(torch.int32).long()] = elements
@@ -170,17 +170,17 @@ class SentPieces:
             data: its bytes in full.
             receiver: the process that it goes to.
         """
-        changes, parts = [], []
+        changes, encoded = [], []
         for piece in message.pieces:
             value = piece.view(data, message.begin)
             before, change, short = self._compared(piece, value)
             if before is None or receiver not in before.receivers:
                 change, short = WHOLE, torch.nn.functional.pad(_bits(value).view(torch.uint8), (0, -piece.size % 8))
             changes.append(change)
-            parts.append(short)
+            encoded.append(short)
         for piece in message.pieces:
             self._sent[piece.name, piece.slice].receivers[receiver] = self._transfer
-        return changes, torch.cat(parts) if parts else data[:0]
+        return changes, torch.cat(encoded) if encoded else data[:0]
 
     def _compared(self, piece: TransferPiece, value: torch.Tensor) -> tuple[_Sent | None, DeltaForm, torch.Tensor]:
         """Compare a piece with what was sent last, once per round; what was sent last is now `value`."""

@@ -37,17 +37,17 @@ class TensorPlan:
 
     Attributes:
         routes: what is sent.
-        held: elements of the training shard.
+        resident: elements of the training shard.
         needed: elements of the generation shard.
-        kept: elements of the generation shard that stay where they are.
-        received: elements that come from other devices; `kept + received == needed`.
+        reused: elements of the generation shard that stay where they are.
+        received: elements that come from other devices; `reused + received == needed`.
         sent: elements that leave the device, counted once per receiver.
     """
 
     routes: tuple[Route, ...]
-    held: np.ndarray
+    resident: np.ndarray
     needed: np.ndarray
-    kept: np.ndarray
+    reused: np.ndarray
     received: np.ndarray
     sent: np.ndarray
 
@@ -204,9 +204,9 @@ def plan_tensor(
         routes += [Route(tensor_slice, source, receivers) for tensor_slice in _merge(_cell_slices(cells, borders))]
     return TensorPlan(
         routes=tuple(routes),
-        held=hold @ volumes,
+        resident=hold @ volumes,
         needed=need @ volumes,
-        kept=(need & hold) @ volumes,
+        reused=(need & hold) @ volumes,
         received=missing @ volumes,
         sent=senders.sent,
     )
@@ -228,7 +228,7 @@ class Plan:
         training, generation: the layouts; None: the plan was made of slices alone (`plan_slices`).
         slots: per device, its place in the generation layout.
         tensors: name and plan of each tensor; tensors that move alike share one `TensorPlan`.
-        held, needed, kept, received, sent: elements per device, over all tensors (see `TensorPlan`).
+        resident, needed, reused, received, sent: elements per device, over all tensors (see `TensorPlan`).
         elements: of the whole model.
     """
 
@@ -236,9 +236,9 @@ class Plan:
     generation: GenerationLayout | None
     slots: tuple[int, ...]
     tensors: tuple[tuple[str, TensorPlan], ...]
-    held: np.ndarray
+    resident: np.ndarray
     needed: np.ndarray
-    kept: np.ndarray
+    reused: np.ndarray
     received: np.ndarray
     sent: np.ndarray
     elements: int
@@ -351,7 +351,7 @@ def _plan_all(
     """Plan tensors, given with the slices that each device holds and needs; those with equal slices share a plan.
 
     Returns:
-        Name and plan of each tensor, and the elements [5, devices] that are held, needed, kept, received and sent.
+        Name and plan of each tensor, and the elements [5, devices]: resident, needed, reused, received and sent.
     """
     plan_by_slices: dict[object, TensorPlan] = {}
     plans = []
@@ -362,7 +362,7 @@ def _plan_all(
             plan_by_slices[key] = plan_tensor(name, training_slices, generation_slices, copies, per_node)
         moved = plan_by_slices[key]
         plans.append((name, moved))
-        totals += np.stack([moved.held, moved.needed, moved.kept, moved.received, moved.sent])
+        totals += np.stack([moved.resident, moved.needed, moved.reused, moved.received, moved.sent])
     return tuple(plans), totals
 
 
@@ -485,15 +485,17 @@ def compared(transition: Plan) -> dict[str, Volume]:
     `gather in the training group` starts from the training shards of the plan and collects one copy (HybridFlow-V).
     Both hold the training shard in memory of its own.
     """
-    devices = len(transition.held)
+    devices = len(transition.resident)
     part = -(-transition.elements // devices)
     return {
         "gather everything": Volume(transition.elements - part, transition.elements, part),
         "gather in the training group": Volume(
-            int((transition.elements - transition.held).max()), transition.elements, int(transition.held.max())
+            int((transition.elements - transition.resident).max()), transition.elements, int(transition.resident.max())
         ),
         "this plan": Volume(
-            int(transition.received.max()), int(transition.needed.max()), int((transition.held - transition.kept).max())
+            int(transition.received.max()),
+            int(transition.needed.max()),
+            int((transition.resident - transition.reused).max()),
         ),
     }
 

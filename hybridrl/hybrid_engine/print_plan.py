@@ -13,7 +13,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.plan import Plan, compared, plan
 from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.topology import GenerationLayout, Layout, parse_layout
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.utils.user_code import load_object
 
@@ -55,9 +55,9 @@ def format_plan(transition: Plan, width: int, per_device: bool = False) -> str:
     routes = sum(len(tensor.routes) for _, tensor in transition.tensors)
     rows = [
         ("model", _gigabytes(transition.elements, width)),
-        ("training shard per device", _span(transition.held, width)),
+        ("training shard per device", _span(transition.resident, width)),
         ("generation shard per device", _span(transition.needed, width)),
-        ("of it already there", _span(transition.kept, width)),
+        ("of it already there", _span(transition.reused, width)),
         ("received per device", _span(transition.received, width)),
         ("sent per device", _span(transition.sent, width)),
     ]
@@ -81,16 +81,21 @@ def format_plan(transition: Plan, width: int, per_device: bool = False) -> str:
     if per_device:
         lines += ["", f"{'device':>6} {'place':>6} {'training':>10} {'generation':>10} {'received':>10} {'sent':>10}"]
         for device, slot in enumerate(transition.slots):
-            columns = (transition.held, transition.needed, transition.received, transition.sent)
+            columns = (transition.resident, transition.needed, transition.received, transition.sent)
             cells = " ".join(f"{_gigabytes(column[device], width):>10}" for column in columns)
             lines.append(f"{device:>6} {slot:>6} {cells}")
     return "\n".join(lines)
 
 
 def _as_json(transition: Plan, width: int) -> str:
-    per_device = {
-        name: (getattr(transition, name) * width).tolist() for name in ("held", "needed", "kept", "received", "sent")
+    elements = {
+        "held": transition.resident,
+        "needed": transition.needed,
+        "kept": transition.reused,
+        "received": transition.received,
+        "sent": transition.sent,
     }
+    per_device = {name: (column * width).tolist() for name, column in elements.items()}
     return json.dumps({"slots": transition.slots, "bytes": per_device, "model_bytes": transition.elements * width})
 
 

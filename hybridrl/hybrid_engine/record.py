@@ -1,6 +1,6 @@
-"""Records which part of each checkpoint tensor an inference engine's own loader copies where, and repeats the copies.
+"""Records which slice of each checkpoint tensor an inference engine's own loader copies where, and repeats the copies.
 
-The loader is run once with tensors that have a shape and no memory. Whatever it does to find its part of a tensor
+The loader is run once with tensors that have a shape and no memory. Whatever it does to find its slice of a tensor
 (narrow, chunk, select, index, reshape) gives a view, and a view of a tensor without memory still knows its offset and
 strides. Only the copies into the engine's parameters are intercepted, so that no model needs a table of names.
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.exchange import Part, assemble
+from hybridrl.hybrid_engine.exchange import SliceValues, assemble
 from hybridrl.layouts.digest import digest
 from hybridrl.layouts.module_slices import slice_of
 from hybridrl.layouts.slices import TensorSlice, TensorSlices, whole
@@ -199,7 +199,7 @@ class LoadReplay(LoadRecorder):
         unplanned: tensors that could not be planned. The loader gets them with their elements, all of them.
 
     Attributes:
-        wrong: tensors of which the digest of a part differs, once it is where the loader copies it.
+        wrong: tensors of which the digest of a piece differs, once it is where the loader copies it.
     """
 
     def __init__(
@@ -216,23 +216,25 @@ class LoadReplay(LoadRecorder):
         for name, tensor_slice in self._remaining:
             self._by_name[name].append(tensor_slice)
         self.wrong: list[str] = []
-        self._arrived: dict[str, list[Part]] = {}
+        self._arrived: dict[str, list[SliceValues]] = {}
         self._digests: dict[str, Mapping[TensorSlice, int]] = {}
         self._cloned: set[str] = set()
 
-    def arrive(self, name: str, parts: Sequence[Part], digests: Mapping[TensorSlice, int] | None = None) -> None:
-        """Take the parts of a tensor.
+    def arrive(
+        self, name: str, pieces: Sequence[SliceValues], digests: Mapping[TensorSlice, int] | None = None
+    ) -> None:
+        """Take the pieces of a tensor.
 
         Args:
             name: of the tensor.
-            parts: they may be views of memory that is valid until `keep_the_rest`.
-            digests: of each part; None: they are not checked.
+            pieces: they may be views of memory that is valid until `keep_the_rest`.
+            digests: of each piece; None: they are not checked.
         """
-        self._arrived[name] = list(parts)
+        self._arrived[name] = list(pieces)
         self._digests[name] = digests or {}
         if digests and any(
-            digest(part, tensor_slice, self._shapes[name] or (1,)) != digests[tensor_slice]
-            for tensor_slice, part in parts
+            digest(values, tensor_slice, self._shapes[name] or (1,)) != digests[tensor_slice]
+            for tensor_slice, values in pieces
         ):
             self.wrong.append(name)
 
@@ -240,18 +242,18 @@ class LoadReplay(LoadRecorder):
         """Return what the loader gets for a tensor that has arrived."""
         if name not in self._whole:
             return self._tensors[name]
-        parts = self._arrived.pop(name)
+        pieces = self._arrived.pop(name)
         tensor_slice = whole(self._shapes[name] or (1,))
-        value = torch.empty(tensor_slice.extents, dtype=parts[0][1].dtype, device=parts[0][1].device)
-        assemble(value, tensor_slice, parts, name)
+        value = torch.empty(tensor_slice.extents, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+        assemble(value, tensor_slice, pieces, name)
         self._check(name, tensor_slice, value)
         return value.view(self._shapes[name])
 
     def keep_the_rest(self) -> None:
         """Copy what has arrived and still waits for the rest of its layer."""
-        for name, parts in self._arrived.items():
+        for name, pieces in self._arrived.items():
             if name not in self._cloned:
-                self._arrived[name] = [(tensor_slice, part.clone()) for tensor_slice, part in parts]
+                self._arrived[name] = [(tensor_slice, values.clone()) for tensor_slice, values in pieces]
                 self._cloned.add(name)
 
     def faults(self) -> list[str]:
@@ -286,22 +288,22 @@ class LoadReplay(LoadRecorder):
             self._cloned.discard(name)
 
     def _write(self, target: torch.Tensor, name: str, tensor_slice: TensorSlice) -> None:
-        parts = self._arrived[name]
-        usual = next((part for at, part in parts if at == tensor_slice), None)
+        pieces = self._arrived[name]
+        usual = next((values for at, values in pieces if at == tensor_slice), None)
         if usual is not None:
             target.copy_(usual.reshape(target.shape))
         else:
             try:
-                assemble(target.view(tensor_slice.extents), tensor_slice, parts, name)
+                assemble(target.view(tensor_slice.extents), tensor_slice, pieces, name)
             except RuntimeError:  # the target's strides do not allow the slice's shape
-                value = torch.empty(tensor_slice.extents, dtype=parts[0][1].dtype, device=parts[0][1].device)
-                assemble(value, tensor_slice, parts, name)
+                value = torch.empty(tensor_slice.extents, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+                assemble(value, tensor_slice, pieces, name)
                 target.copy_(value.reshape(target.shape))
-        if self._digests[name] and target.dtype == parts[0][1].dtype:
+        if self._digests[name] and target.dtype == pieces[0][1].dtype:
             self._check(name, tensor_slice, target.reshape(tensor_slice.extents))
 
     def _check(self, name: str, tensor_slice: TensorSlice, values: torch.Tensor) -> None:
-        """Compare the digests of the parts that lie in a slice with those of the elements that are there now."""
+        """Compare the digests of the pieces that lie in a slice with those of the elements that are there now."""
         shape = self._shapes[name] or (1,)
         for at, expected in self._digests[name].items():
             if tensor_slice.intersect(at) == at and digest(values[at.within(tensor_slice)], at, shape) != expected:

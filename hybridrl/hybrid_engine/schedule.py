@@ -154,7 +154,7 @@ def _moves(
     devices: set[int],
 ) -> Iterator[tuple[int, int, TensorSlice]]:
     for device in sorted(devices):
-        if tensor.kept[device]:
+        if tensor.reused[device]:
             for tensor_slice in common(training_slices[device][name], generation_slices[device][name]):
                 yield device, device, tensor_slice
     for route in tensor.routes:

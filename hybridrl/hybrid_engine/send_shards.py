@@ -1,4 +1,4 @@
-"""Sends each process of the engines the part of the weights that it needs, and nothing else, by a plan.
+"""Sends each process of the engines the slices of the weights that it needs, and nothing else, by a plan.
 
 Every training rank brings the shards that it holds. What the engine's process on the same device needs of them is
 copied into a bucket on that device; the rest comes from other training ranks, straight into the same bucket:
@@ -24,14 +24,14 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.engine.capabilities import WeightShard
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.buckets import Checkpoint, Requirement
+from hybridrl.hybrid_engine.buckets import Checkpoint, RequiredSlices
 from hybridrl.hybrid_engine.delta import SentPieces
 from hybridrl.hybrid_engine.exchange import Exchange, Shards
 from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.schedule import Round, schedule
 from hybridrl.hybrid_engine.shard_transports import (
-    Content,
     PointToPointTransport,
+    SentRound,
     ShardIpcTransport,
     ShardMemoryTransport,
 )
@@ -51,11 +51,11 @@ from hybridrl.utils import device, distributed
 #: slots and staging memory share two buckets
 _BUCKETS, _SHARES = 2, 3
 #: engines of which a sender keeps what they need
-_MOST_REQUIREMENTS = 1024
+_MOST_REQUIRED = 1024
 
 
 @dataclass(frozen=True)
-class _Training:
+class TrainingShards:
     """Shards of all training ranks; the same on every rank."""
 
     checkpoint: Checkpoint
@@ -76,7 +76,7 @@ class ShardSender:
         dtype: in which weights are sent; None: that of the shards.
         bucket_bytes: `update_weights_bucket_megabytes`.
         copy_of_model: the copy of the model that this rank's shards belong to.
-        check: engines compare the digest of every part with that of the shard that it comes from.
+        check: engines compare the digest of every piece with that of the shard that it comes from.
         delta: engines on devices of their own are sent only what has changed since they were sent it last.
     """
 
@@ -92,13 +92,13 @@ class ShardSender:
         self._checks = check
         self._bucket_bytes = bucket_bytes
         self._copy = copy_of_model
-        self._training: _Training | str | None = None
-        self._needs: dict[str, list[Requirement] | str] = {}
+        self._training: TrainingShards | str | None = None
+        self._required: dict[str, list[RequiredSlices] | str] = {}
         self._planned: tuple[tuple[str, ...], list[Round]] = (), []
         self._plan_reported = False
         self._sent = SentPieces() if delta else None
 
-    def why_not(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> str | None:
+    def unsupported_reason(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> str | None:
         """Return why these engines cannot get their weights by a plan, or None if they can.
 
         The engines have to be waiting for weights. Each is asked once.
@@ -111,20 +111,20 @@ class ShardSender:
             return self._training
         self._ask(targets)
         for target in targets:
-            needs = self._needs.get(target.incarnation)
-            if isinstance(needs, str):
-                return needs
-            if needs is not None and len(needs) != target.processes:
-                return f"{len(needs)} of the engine's {target.processes} processes say what they need"
+            required = self._required.get(target.incarnation)
+            if isinstance(required, str):
+                return required
+            if required is not None and len(required) != target.processes:
+                return f"{len(required)} of the engine's {target.processes} processes say what they need"
         return None
 
     def send(self, shards: Iterable[WeightShard], targets: Sequence[UpdateTarget]) -> TransferReport:
-        """Send the shards to engines for which `why_not` has returned None."""
+        """Send the shards to engines for which `unsupported_reason` has returned None."""
         started = time.perf_counter()
-        reached = [target for target in targets if target.incarnation in self._needs]
+        reached = [target for target in targets if target.incarnation in self._required]
         rounds = self._rounds(reached)
-        parts = ((shard.name, slice_of_shard(shard), shard.tensor.detach()) for shard in shards)
-        own = Shards((name, tensor_slice, tensor.view(tensor_slice.extents)) for name, tensor_slice, tensor in parts)
+        sliced = ((shard.name, slice_of_shard(shard), shard.tensor.detach()) for shard in shards)
+        own = Shards((name, tensor_slice, tensor.view(tensor_slice.extents)) for name, tensor_slice, tensor in sliced)
         exchange = Exchange(distributed.get_rank(), device.current_device())
         transports = self._transports(reached)
         try:
@@ -141,7 +141,7 @@ class ShardSender:
             exchange.traffic,
             [transport for transport in transports if isinstance(transport, PointToPointTransport)],
         )
-        placed = moved.kept + moved.received + sum(transport.sent for transport in apart)
+        placed = moved.reused + moved.received + sum(transport.sent for transport in apart)
         saved = None if self._sent is None else sum(transport.saved for transport in apart)
         return TransferReport(placed, time.perf_counter() - started, len(rounds), moved.received, saved)
 
@@ -153,12 +153,12 @@ class ShardSender:
                 if isinstance(transport, RankTransport):
                     bucket = transport.reserve(largest)
             exchange.run(now, own, bucket)
-            content = Content(now, self._digests(now, own, exchange))
+            sent = SentRound(now, self._digests(now, own, exchange))
             for transport in transports:
                 if isinstance(transport, PointToPointTransport):
                     transport.reserve(0)
                     transport.stage(exchange.staged(transport.outgoing(now), own))
-                transport.send(content)
+                transport.send(sent)
         for transport in transports:
             transport.finish()
 
@@ -167,19 +167,19 @@ class ShardSender:
         if not self._checks:
             return {}
         digests: dict[int, dict[tuple[str, TensorSlice], int]] = {}
-        for part in distributed.all_gather_object(exchange.digests(now, own, self._gathered.shapes)):
-            for target, name, tensor_slice, value in part:
+        for of_rank in distributed.all_gather_object(exchange.digests(now, own, self._gathered.shapes)):
+            for target, name, tensor_slice, value in of_rank:
                 digests.setdefault(target, {})[name, tensor_slice] = value
         return digests
 
     # ------------------------------------------------------------------ shards of training, slices that engines need
 
     @property
-    def _gathered(self) -> _Training:
-        assert isinstance(self._training, _Training), "why_not has not returned None"
+    def _gathered(self) -> TrainingShards:
+        assert isinstance(self._training, TrainingShards), "unsupported_reason has not returned None"
         return self._training
 
-    def _gather(self, shards: Iterable[WeightShard]) -> _Training | str:
+    def _gather(self, shards: Iterable[WeightShard]) -> TrainingShards | str:
         """Return the shards of all ranks, or the reason why one of them cannot export its shards."""
         own_shards: list[WeightShard] = []
         refusal = ""
@@ -199,9 +199,9 @@ class ShardSender:
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
         slices_by_rank: list[dict[str, TensorSlices]] = []
-        for parts, stored, _, _ in gathered:
+        for sliced, stored, _, _ in gathered:
             slices: dict[str, TensorSlices] = {}
-            for name, shape, own_dtype, tensor_slice in parts:
+            for name, shape, own_dtype, tensor_slice in sliced:
                 shapes[name] = tuple(shape)
                 dtypes[name] = own_dtype or self._dtype or stored[name]
                 if tensor_slice.elements:
@@ -209,20 +209,21 @@ class ShardSender:
             slices_by_rank.append(slices)
         order = _by_layer(shapes)
         checkpoint = Checkpoint({name: shapes[name] for name in order}, {name: dtypes[name] for name in order})
-        return _Training(checkpoint, slices_by_rank, [part[2] for part in gathered], [part[3] for part in gathered])
+        copies, nodes = [copy for _, _, copy, _ in gathered], [node for _, _, _, node in gathered]
+        return TrainingShards(checkpoint, slices_by_rank, copies, nodes)
 
     def _ask(self, targets: Sequence[UpdateTarget]) -> None:
-        """Request the requirements of engines that are new. Engines that have ended in between are left out."""
+        """Ask new engines for the slices that they require. Engines that have ended in between are left out."""
         training = self._gathered
-        if len(self._needs) > _MOST_REQUIREMENTS:  # most are of engines that were restarted; others are asked again
-            self._needs = {}
-        new = [target for target in targets if target.incarnation not in self._needs]
+        if len(self._required) > _MOST_REQUIRED:  # most are of engines that were restarted; others are asked again
+            self._required = {}
+        new = [target for target in targets if target.incarnation not in self._required]
         if not new:
             return
-        answers: dict[str, list[Requirement] | str] = {}
+        answers: dict[str, list[RequiredSlices] | str] = {}
         with on_all_ranks():
             if distributed.get_rank() == 0:
-                pending = [(target, target.replica.requirements.remote(training.checkpoint)) for target in new]
+                pending = [(target, target.replica.required_slices.remote(training.checkpoint)) for target in new]
                 for target, ref in pending:
                     try:
                         answers[target.incarnation] = ray.get(ref) or "the engine takes whole tensors only"
@@ -230,7 +231,7 @@ class ShardSender:
                         raise
                     except RayError:  # the process that started it notices too
                         continue
-        self._needs |= distributed.broadcast_object(answers)
+        self._required |= distributed.broadcast_object(answers)
 
     def _rounds(self, targets: Sequence[UpdateTarget]) -> list[Round]:
         key = tuple(target.incarnation for target in targets)
@@ -243,17 +244,17 @@ class ShardSender:
         generation_slices: list[dict[str, TensorSlices]] = [{} for _ in range(ranks)]
         own = {distributed.get_rank()}  # the devices whose messages this rank has to know
         for target in targets:
-            needs = self._needs[target.incarnation]
-            assert not isinstance(needs, str)
+            required = self._required[target.incarnation]
+            assert not isinstance(required, str)
             if target.ranks:
-                for rank, need in zip(target.ranks, needs, strict=True):
-                    generation_slices[rank] = dict(need.slices)
+                for rank, of_process in zip(target.ranks, required, strict=True):
+                    generation_slices[rank] = dict(of_process.slices)
                 if target.ranks[0] in own:
                     own |= set(target.ranks)
             else:
                 if 0 in own:
-                    own |= set(range(len(generation_slices), len(generation_slices) + len(needs)))
-                generation_slices += [dict(need.slices) for need in needs]
+                    own |= set(range(len(generation_slices), len(generation_slices) + len(required)))
+                generation_slices += [dict(of_process.slices) for of_process in required]
         apart = len(generation_slices) - ranks
         training_slices = training.slices + [{} for _ in range(apart)]
         copies = training.copies + [max(training.copies) + 1] * apart
@@ -281,13 +282,13 @@ class ShardSender:
         )
         whole: dict[str, str] = {}
         for target in targets:
-            needs = self._needs[target.incarnation]
-            for need in needs if not isinstance(needs, str) else ():
-                whole |= need.whole
+            required = self._required[target.incarnation]
+            for of_process in required if not isinstance(required, str) else ():
+                whole |= of_process.whole
         if whole:
             name, reason = next(iter(whole.items()))
             notify(
-                f"{len(whole)} tensors reach every engine process whole, because its loader does more than copy parts "
+                f"{len(whole)} tensors reach every engine process whole, because its loader does more than copy slices "
                 f"of them; {name}: {reason}",
                 "warning",
             )

@@ -26,8 +26,8 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
 
 
-class Content(NamedTuple):
-    """Content of a round, for an engine.
+class SentRound(NamedTuple):
+    """A round as it is sent.
 
     Attributes:
         round: the round.
@@ -75,9 +75,9 @@ class ShardMemoryTransport(RankTransport):
     def _export(self, slot: int) -> tuple[int, str]:
         return distributed.get_rank(), self._segments[slot].name
 
-    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
+    def description(self, where: Any, sent: SentRound, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
         names = tuple(where[rank] for rank in target.ranks)
-        return content.bucket(self.kind, names, self.capacity, target.ranks)
+        return sent.bucket(self.kind, names, self.capacity, target.ranks)
 
     def close(self) -> None:
         super().close()
@@ -90,8 +90,8 @@ class ShardMemoryTransport(RankTransport):
 class ShardIpcTransport(CudaIpcTransport):
     """Sends to engines on the trainer's own GPUs."""
 
-    def message(self, where: Any, content: Content, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
-        return content.bucket(self.kind, where, self.capacity, target.ranks)
+    def description(self, where: Any, sent: SentRound, target: UpdateTarget) -> ShardBucket:  # type: ignore[override]
+        return sent.bucket(self.kind, where, self.capacity, target.ranks)
 
 
 class PointToPointTransport(Transport):
@@ -105,7 +105,7 @@ class PointToPointTransport(Transport):
     """
 
     kind: TransportKind = "point_to_point"
-    _cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
+    cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[UpdateTarget], sent: SentPieces | None = None) -> None:
         self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
@@ -117,12 +117,12 @@ class PointToPointTransport(Transport):
         self._changes: dict[int, tuple[DeltaForm, ...]] = {}
         self._receivers = [(target.incarnation, number) for target in targets for number in range(target.processes)]
         self._failed = False
-        self._parts: list[tuple[Message, torch.Tensor]] = []
+        self._staged: list[tuple[Message, torch.Tensor]] = []
         self._size = self._ranks + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._cached_group is None or self._cached_group[0] != self._members:
-            type(self)._cached_group = None
-            type(self)._cached_group = self._group()
+        if self.cached_group is None or self.cached_group[0] != self._members:
+            type(self).cached_group = None
+            type(self).cached_group = self._group()
 
     def _group(self) -> tuple[str, str, StandaloneGroup]:
         here = device.current_device()
@@ -135,17 +135,17 @@ class PointToPointTransport(Transport):
         """The messages of this rank to engine processes."""
         return [message for message in now.sent_by(self._rank) if message.target >= self._ranks]
 
-    def stage(self, parts: list[tuple[Message, torch.Tensor]]) -> None:
+    def stage(self, messages: list[tuple[Message, torch.Tensor]]) -> None:
         """Take the bytes of `outgoing` for the next `send`."""
         if self._before is None:
-            self._parts = parts
+            self._staged = messages
             return
-        self._parts, self._changes = [], {}
+        self._staged, self._changes = [], {}
         self._before.begin_round()
-        for message, part in parts:
-            changes, short = self._before.encode(message, part, self._receivers[message.target - self._ranks])
+        for message, data in messages:
+            changes, short = self._before.encode(message, data, self._receivers[message.target - self._ranks])
             self._changes[message.target] = tuple(changes)
-            self._parts.append((message, short))
+            self._staged.append((message, short))
             self.saved += message.size - short.numel()
 
     def _open(self, size: int) -> None:
@@ -154,36 +154,36 @@ class PointToPointTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return torch.empty(0)
 
-    def _announce(self, slot: int, content: Content) -> list[Any]:
+    def _announce(self, slot: int, sent: SentRound) -> list[Any]:
         if self._failed:
             return []
-        assert self._cached_group is not None
-        _, host, group = self._cached_group
+        assert self.cached_group is not None
+        _, host, group = self.cached_group
         membership = (host, group.port, self._size, self._members)
         if self._before is not None:
-            content = content._replace(changes=self._all_changes())
+            sent = sent._replace(changes=self._all_changes())
         acks, first = [], self._ranks
         for target in self.targets if self._rank == 0 else ():
             devices = range(first, first + target.processes)
-            ends = [message.end for number in devices for message in content.round.received_by(number)]
-            bucket = content.bucket(self.kind, (membership, first), max(ends, default=0), devices)
+            ends = [message.end for number in devices for message in sent.round.received_by(number)]
+            bucket = sent.bucket(self.kind, (membership, first), max(ends, default=0), devices)
             acks.append(target.replica.load_bucket.remote(bucket))
             first += target.processes
         error = ""
         try:
             group.connect()
-            group.send([(part, message.target) for message, part in self._parts if part.numel()])
-            self.sent += sum(part.numel() for _, part in self._parts)
+            group.send([(data, message.target) for message, data in self._staged if data.numel()])
+            self.sent += sum(data.numel() for _, data in self._staged)
         except RuntimeError as caught:
             error = f"{caught}"
-        self._parts = []
+        self._staged = []
         if failures := [text for text in distributed.all_gather_object(error) if text]:
             # An engine died. The others may lack this round and would wait for it forever, so all are restarted.
             if self._rank == 0:
                 notify(f"a transfer of weights failed, its engines are restarted: {failures[0]}", "warning")
                 for target in self.targets:
                     ray.kill(target.replica)
-            type(self)._cached_group, self._failed = None, True
+            type(self).cached_group, self._failed = None, True
         return acks
 
     def _all_changes(self) -> dict[int, dict[int, tuple[DeltaForm, ...]]]:
@@ -202,4 +202,4 @@ class PointToPointTransport(Transport):
             self._before.end([target.incarnation for target in self.targets])
 
     def close(self) -> None:
-        self._parts = []
+        self._staged = []

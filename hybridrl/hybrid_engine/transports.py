@@ -68,18 +68,18 @@ class Transport(ABC):
             self.capacity = size
         return self._buffer(self._slot)
 
-    def send(self, content: Any) -> None:
+    def send(self, filled: Any) -> None:
         """Announce the written bucket to the engines.
 
         Args:
-            content: what is in it; for `message`.
+            filled: what is in it, for `description`: the entries of whole tensors, or a `SentRound`.
         """
-        self._acks[self._slot] = self._announce(self._slot, content)
+        self._acks[self._slot] = self._announce(self._slot, filled)
         self._slot = (self._slot + 1) % _SLOTS
 
-    def message(self, where: Any, content: tuple[BucketEntry, ...], target: UpdateTarget) -> Bucket | ShardBucket:
-        """Return the message to an engine about a bucket; `where` locates the bytes."""
-        return Bucket(self.kind, where, content)
+    def description(self, where: Any, filled: tuple[BucketEntry, ...], target: UpdateTarget) -> Bucket | ShardBucket:
+        """Return what an engine is told of a bucket; `where` locates the bytes."""
+        return Bucket(self.kind, where, filled)
 
     def finish(self) -> None:
         """Wait until everything is loaded, and free the buckets."""
@@ -104,9 +104,9 @@ class Transport(ABC):
             except RayError:  # the replica is gone; the process that started it notices too
                 self._dead_targets.append(target)
 
-    def _load(self, where: Any, content: Any) -> list[Any]:
-        """Tell every engine where the bucket is; `content` is that of `send`."""
-        return [target.replica.load_bucket.remote(self.message(where, content, target)) for target in self.targets]
+    def _load(self, where: Any, filled: Any) -> list[Any]:
+        """Tell every engine where the bucket is; `filled` is that of `send`."""
+        return [target.replica.load_bucket.remote(self.description(where, filled, target)) for target in self.targets]
 
     @abstractmethod
     def _open(self, size: int) -> None:
@@ -117,7 +117,7 @@ class Transport(ABC):
         """Return the slot's bytes."""
 
     @abstractmethod
-    def _announce(self, slot: int, content: Any) -> list[Any]:
+    def _announce(self, slot: int, filled: Any) -> list[Any]:
         """Start the transfer of a slot. Return what to wait for before it may be overwritten, for each target."""
 
     @abstractmethod
@@ -162,9 +162,9 @@ class SharedMemoryTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return torch.frombuffer(self._segments[slot].buf, dtype=torch.uint8)
 
-    def _announce(self, slot: int, content: Any) -> list[Any]:
+    def _announce(self, slot: int, filled: Any) -> list[Any]:
         device.synchronize()
-        return self._load(self._segments[slot].name, content)
+        return self._load(self._segments[slot].name, filled)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -198,14 +198,14 @@ class RankTransport(Transport):
         self.is_read = any(rank in target.ranks for target in targets)
         self._where: list[dict[Any, Any]] = [{} for _ in range(_SLOTS)]
 
-    def _announce(self, slot: int, content: Any) -> list[Any]:
+    def _announce(self, slot: int, filled: Any) -> list[Any]:
         if not self._where[slot]:
             # Not before it is used: memory of a GPU that nobody opens stays allocated.
             own = self._export(slot) if self.is_read else None
-            self._where[slot] = dict(part for part in distributed.all_gather_object(own) if part is not None)
+            self._where[slot] = dict(export for export in distributed.all_gather_object(own) if export is not None)
         with on_all_ranks():
             device.synchronize()
-        return self._load(self._where[slot], content)
+        return self._load(self._where[slot], filled)
 
     @abstractmethod
     def _export(self, slot: int) -> tuple[Any, Any]:
@@ -264,7 +264,7 @@ class BroadcastTransport(Transport):
     """
 
     kind: TransportKind = "broadcast"
-    _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
+    cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
@@ -273,9 +273,9 @@ class BroadcastTransport(Transport):
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._cached_group is None or self._cached_group[0] != self._members:
+        if self.cached_group is None or self.cached_group[0] != self._members:
             group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
-            type(self)._cached_group = self._members, group
+            type(self).cached_group = self._members, group
 
     def _open(self, size: int) -> None:
         here = device.current_device()
@@ -284,25 +284,25 @@ class BroadcastTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return self._buffers[slot]
 
-    def _announce(self, slot: int, content: tuple[BucketEntry, ...]) -> list[Any]:
+    def _announce(self, slot: int, filled: tuple[BucketEntry, ...]) -> list[Any]:
         if self._failed:
             return []
-        assert self._cached_group is not None
-        group = self._cached_group[1]
+        assert self.cached_group is not None
+        group = self.cached_group[1]
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
-            acks.append(target.replica.load_bucket.remote(self.message((membership, first_rank), content, target)))
+            acks.append(target.replica.load_bucket.remote(self.description((membership, first_rank), filled, target)))
             first_rank += target.processes
         try:
             group.connect()
-            group.broadcast(self._buffers[slot][: content[-1].offset + content[-1].size], root=0)
+            group.broadcast(self._buffers[slot][: filled[-1].offset + filled[-1].size], root=0)
         except RuntimeError as error:
             # An engine died. The others may lack this bucket and would wait for it forever, so all are restarted.
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
-            type(self)._cached_group, self._failed = None, True
+            type(self).cached_group, self._failed = None, True
         return acks
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
-from hybridrl.models.info import config_of
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
+from hybridrl.models.model_config import config_of
 from hybridrl.registry import INFERENCE_ENGINES, InferenceFacts, import_external_lib
 from hybridrl.rollout.request import Completion, Request, Task
 
@@ -134,7 +134,7 @@ class InferenceEngine(ABC):
         """
 
     async def read(self, request: Request) -> Completion:
-        """Compute what a request's `Reading` asks for, as `found` of the completion; otherwise like `generate`.
+        """Compute the `prefill` of a request, as `prompt_logprobs` of the completion; otherwise like `generate`.
 
         Only engines that were started for it (`spec.task`) are called.
         """
@@ -148,7 +148,7 @@ class InferenceEngine(ABC):
     async def begin_update(self) -> None:
         """Get ready for new weights; nothing is generated until `end_update`."""
 
-    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+    async def required_slices(self, checkpoint: Checkpoint) -> list[RequiredSlices] | None:
         """Return the parts of the policy's tensors that each process of the engine needs.
 
         Called between `begin_update` and `load_bucket`.
@@ -163,7 +163,7 @@ class InferenceEngine(ABC):
         """Take in a part of the weights. When this returns the sender may overwrite the bucket.
 
         Args:
-            bucket: whole tensors, or, where `requirements` has answered, what each process needs of them.
+            bucket: whole tensors, or, where `required_slices` has answered, what each process needs of them.
         """
 
     async def load_adapter(self, config: str, tensors: Mapping[str, torch.Tensor]) -> None:

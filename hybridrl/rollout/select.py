@@ -7,7 +7,7 @@ from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.engine.capabilities import GeneratesInPlace, require
 from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify

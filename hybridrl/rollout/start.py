@@ -12,7 +12,8 @@ from hybridrl.config import ActorRolloutRefConfig
 from hybridrl.hybrid_engine.plan import engine_order
 from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.topology import GenerationLayout
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines

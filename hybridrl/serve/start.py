@@ -11,7 +11,8 @@ from hybridrl.chat.images import ImageReader
 from hybridrl.chat.parsers.base import tool_parser_of
 from hybridrl.chat.turns import Turns
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageProcessor, is_vision_model
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.rollout.client import GenerationClient

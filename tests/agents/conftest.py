@@ -9,7 +9,8 @@ from template_families import write_model
 
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.engine.train_engine import TrainEngines
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout
 

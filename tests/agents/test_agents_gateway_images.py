@@ -24,7 +24,7 @@ from hybridrl.config import ModelConfig, load_config
 from hybridrl.data import PromptLoader
 from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import digest, tokens_per_image
 from hybridrl.protocol import object_array
 from hybridrl.rollout.images import split_images

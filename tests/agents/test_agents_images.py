@@ -23,7 +23,8 @@ from hybridrl.engine.images import BatchImages
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.registry import AGENT_LOOPS, import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout

@@ -432,7 +432,7 @@ def test_settings_that_do_not_fit_are_refused(
     ],
 )
 def test_models_whose_tokens_see_more_than_their_path(config: PreTrainedConfig, reason: str) -> None:
-    assert reason in (tree_attention.why_not_shared(config) or "")
+    assert reason in (tree_attention.sharing_unsupported_reason(config) or "")
 
 
 def test_a_model_that_cannot_share_says_so_and_trains(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -200,7 +200,7 @@ def _across_engines(folder: Path) -> None:
         _same(_weights(fsdp), _weights(megatron))
         fsdp.save(saved / "same", ["model", "optimizer"])
         _same(_whole(saved / "same"), _whole(saved / "megatron"))
-        assert fsdp.schedule.last_epoch == 2
+        assert fsdp.model_state.schedule.last_epoch == 2
         _train(megatron)
         _train(fsdp)
         _close(_weights(fsdp), _weights(megatron))

@@ -78,7 +78,7 @@ def test_offloaded_state_leaves_the_device_between_uses(tiny_model) -> None:
         engine.train_batch(batch, MicroBatching(size=4), loss_fn)
         assert all(parameter.is_cuda for parameter in engine.module.parameters())
     assert not any(parameter.is_cuda for parameter in engine.module.parameters())
-    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values() if value.ndim]
     assert states and not any(value.is_cuda for value in states)
 
 

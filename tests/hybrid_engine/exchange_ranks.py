@@ -110,9 +110,9 @@ def run(
     sizes = {name: value.dtype.itemsize for name, value in state.items()}
     planned = sum(int(one.received[rank]) * sizes[name] for name, one in made.tensors)
     sent = sum(int(one.sent[rank]) * sizes[name] for name, one in made.tensors)
-    kept = sum(int(one.kept[rank]) * sizes[name] for name, one in made.tensors)
+    kept = sum(int(one.reused[rank]) * sizes[name] for name, one in made.tensors)
     assert counter.total == planned == exchange.traffic.received, (counter.by_operation, planned)
-    assert (exchange.traffic.sent, exchange.traffic.kept) == (sent, kept)
+    assert (exchange.traffic.sent, exchange.traffic.reused) == (sent, kept)
     assert set(counter.by_operation) <= {"recv_"}, counter.by_operation
     return counter.total, len(rounds), memory.peak
 

@@ -21,7 +21,7 @@ from recorded_load import PROCESSES, compare, run, write
 from safetensors.torch import load_file
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.hybrid_engine.buckets import Bucket, BucketEntry, Checkpoint, Requirement, ShardBucket
+from hybridrl.hybrid_engine.buckets import Bucket, BucketEntry, Checkpoint, RequiredSlices, ShardBucket
 from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.schedule import schedule
 from hybridrl.layouts.slices import whole
@@ -88,8 +88,8 @@ def update(model: torch.nn.Module, state: State, rank: int) -> None:
     dtypes = {name: value.dtype for name, value in state.items()}
     with tempfile.TemporaryDirectory() as folder:
         weights.load(model, weights.message(weights.Question(Checkpoint(shapes, dtypes), folder)))
-        requirement: Requirement = pickle.loads(Path(folder, str(rank)).read_bytes())
-    held, needed = [{name: (whole(shape or (1,)),) for name, shape in shapes.items()}], [dict(requirement.slices)]
+        required: RequiredSlices = pickle.loads(Path(folder, str(rank)).read_bytes())
+    held, needed = [{name: (whole(shape or (1,)),) for name, shape in shapes.items()}], [dict(required.slices)]
     rounds = schedule(plan_slices(shapes, held, needed), held, needed, dtypes, BUCKET)
     segment = SharedMemory(create=True, size=max(now.bucket for now in rounds))
     for now in rounds:

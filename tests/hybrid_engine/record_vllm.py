@@ -16,7 +16,7 @@ import torch
 from recorded_load import PROCESSES, compare, run, write
 
 from hybridrl.layouts.topology import GenerationLayout, parse_layout
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hybridrl.hybrid_engine.record import LoadRecorder
 from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.slices import count, slices_of
 from hybridrl.layouts.topology import GenerationLayout
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 
 PROCESSES = 2
 

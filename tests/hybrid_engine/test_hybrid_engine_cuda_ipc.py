@@ -104,7 +104,7 @@ def without_ipc(rank: int) -> None:
             [SharedMemoryTransport] if rank == 0 else []
         )
     assert len(told) == (rank == 0) and all("/dev/shm" in text and "not supported" in text for text in told)
-    assert "not supported" in str(ShardSender(None, KIB).why_not(iter(()), targets))
+    assert "not supported" in str(ShardSender(None, KIB).unsupported_reason(iter(()), targets))
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_one_process_keeps_everything_in_rounds_of_the_bucket_s_size() -> None:
         for piece in now.messages[0].pieces:
             expected = state[piece.name].to(dtypes[piece.name])
             assert torch.equal(piece.view(bucket), expected) and piece.view(bucket).dtype == expected.dtype
-    assert exchange.traffic.kept == 24 * 2 + 3 * 4 + 320 * 2 + 4 * 2
+    assert exchange.traffic.reused == 24 * 2 + 3 * 4 + 320 * 2 + 4 * 2
     assert exchange.traffic.received == exchange.traffic.sent == 0
 
 

@@ -29,7 +29,7 @@ from hybridrl.hybrid_engine.print_plan import main, parse_training
 from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.slices import Cut, slices_of
 from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, ShardedLayout
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.registry import TRAIN_ENGINES, TrainFacts
 
 SIZES = {
@@ -94,7 +94,7 @@ def test_a_transition_keeps_and_receives_the_whole_generation_shard(
 ) -> None:
     specs, layers = model_tensors(FAMILIES[family])
     made = plan(specs, training, generation, layers)
-    assert list(made.kept + made.received) == list(made.needed)
+    assert list(made.reused + made.received) == list(made.needed)
     volumes = compared(made)
     assert volumes["this plan"].received <= volumes["gather in the training group"].received
     if isinstance(training, MegatronLayout) and training.pp == 2 and generation.tp == 2:
@@ -224,7 +224,7 @@ def test_fsdp_of_512_devices() -> None:
     """The largest plan that the docs speak of is exact in its sums."""
     specs, layers = model_tensors(LARGE["llama-70b"][0])
     made = plan(specs, ShardedLayout(512), GenerationLayout(tp=8, replicas=64), layers)
-    assert list(made.kept + made.received) == list(made.needed)
+    assert list(made.reused + made.received) == list(made.needed)
     assert made.sent.sum() == made.received.sum()
 
 

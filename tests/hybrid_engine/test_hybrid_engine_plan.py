@@ -84,7 +84,7 @@ def assert_exact(specs: list[TensorSpec], training: Layout, generation: Generati
             assert sorted(got[device]) == sorted(needed[device] - held[device])
             received[device] += len(got[device])
     assert list(made.received) == list(received)
-    assert list(made.kept + made.received) == list(made.needed)
+    assert list(made.reused + made.received) == list(made.needed)
     assert made.sent.sum() == made.received.sum()
 
 
@@ -226,7 +226,7 @@ def test_equal_layouts_move_nothing() -> None:
     made = plan(specs, MegatronLayout(tp=2, pp=2, dp=2), GenerationLayout(tp=2, pp=2, replicas=2), 4)
     assert made.received.sum() == 0
     assert all(not tensor.routes for _, tensor in made.tensors)
-    assert list(made.held) == list(made.needed)
+    assert list(made.resident) == list(made.needed)
 
 
 def test_a_padded_vocabulary_is_clipped_to_its_real_rows() -> None:

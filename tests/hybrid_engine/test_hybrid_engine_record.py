@@ -163,7 +163,7 @@ def test_recorded_slices_become_a_plan(slots: tuple[int, ...]) -> None:
             assert all(torch.equal(memory[device][i], state[name][i]) for i in whole(needed[slot][name]))
             received[device] += int(missing[device].sum())
     assert made.received.tolist() == received
-    assert (made.kept + made.received).tolist() == made.needed.tolist()
+    assert (made.reused + made.received).tolist() == made.needed.tolist()
     assert "2 devices\n" in format_plan(made, 2)
 
 

@@ -37,27 +37,24 @@ EMPTY_WORDS = frozenset(
         "counted",
     ]
 )
+#: words of the field in a module: the chosen and the rejected answer of a pair
+FIELD_WORDS = {"workers/objectives.py": {"chosen"}}
 #: Packages whose names have not been read again yet: how many empty names are left, and how many docstrings that begin
 #: with What or How. A number may only fall. A package that is not listed has none.
 LEFT_NAMES = {
     "": 12,
     "config": 76,
     "data": 88,
-    "hybrid_engine": 5,
-    "models": 7,
     "observe": 1,
     "reward": 155,
-    "rollout": 1,
     "sandbox": 23,
     "trainer": 204,
     "utils": 46,
-    "workers": 10,
 }
 LEFT_DOCSTRINGS = {
     "": 4,
     "config": 19,
     "data": 10,
-    "models": 3,
     "reward": 30,
     "sandbox": 13,
     "trainer": 30,
@@ -121,8 +118,9 @@ def test_names_say_what_they_hold() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for package, path, tree in modules():
         for name, line in bound_names(tree):
-            if name in EMPTY_WORDS:
-                places[package].append(f"{path.relative_to(PACKAGE)}:{line} {name}")
+            module = str(path.relative_to(PACKAGE))
+            if name in EMPTY_WORDS and name not in FIELD_WORDS.get(module, ()):
+                places[package].append(f"{module}:{line} {name}")
     for package, lines in places.items():
         assert len(lines) <= LEFT_NAMES.get(package, 0), f"names without a meaning in {package or 'hybridrl'}: {lines}"
 

@@ -14,7 +14,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.engine import TrainEngines
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ModelError, RewardError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny import CHAT_TEMPLATE, build_tokenizer
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.value import head_shapes, value_config

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.hybrid_engine.buckets import Bucket
 from hybridrl.hybrid_engine.receive import WeightReceiver
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import draw

@@ -17,7 +17,7 @@ from hybridrl.config import ActorRolloutRefConfig, load_config
 from hybridrl.hybrid_engine.plan import plan
 from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.topology import GenerationLayout, Layout
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register

@@ -19,7 +19,7 @@ _SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8, ignore_eos=True)
 #: method and arguments
 CALLS: dict[str, tuple[Any, ...]] = {
     "begin_update": (),
-    "requirements": (Checkpoint({}, {}),),
+    "required_slices": (Checkpoint({}, {}),),
     "load_bucket": (Bucket("shared_memory", "none", ()),),
     "end_update": (1,),
 }

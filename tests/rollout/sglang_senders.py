@@ -63,7 +63,7 @@ def shards_of(folder: Path, seed: int, engine, run: Callable) -> None:  # type: 
     state = {name: value.detach() for name, value in perturbed(folder, seed).named_parameters()}
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     dtypes = dict.fromkeys(shapes, torch.float32)
-    needs = run(engine.requirements(Checkpoint(shapes, dtypes)))
+    needs = run(engine.required_slices(Checkpoint(shapes, dtypes)))
     assert len(needs) == 2 and not any(need.whole for need in needs)
     held: list[dict[str, TensorSlices]] = [{name: (whole(shape),) for name, shape in shapes.items()}, {}]
     needed = [dict(need.slices) for need in needs]

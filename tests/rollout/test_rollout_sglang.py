@@ -254,10 +254,10 @@ def test_what_a_teacher_reads(replica, reference, first: int, top: int) -> None:
     """Log-probabilities of a prompt's own tokens and of the likeliest, also behind a cached prefix."""
     ids = prompt(40)
     for text in (ids, ids + prompt(30, seed=1)):
-        (answer,) = replica.generate(Request(f"read{len(text)}", text, sampled(), reading=PrefillRequest(first, top)))
+        (answer,) = replica.generate(Request(f"read{len(text)}", text, sampled(), prefill=PrefillRequest(first, top)))
         assert (answer.finish_reason, answer.token_ids) == ("stop", [])
         assert_read(reference, text, answer, first, top)
-    (wrong,) = replica.generate(Request("wrong", prompt(MAX_LEN), sampled(), reading=PrefillRequest()))
+    (wrong,) = replica.generate(Request("wrong", prompt(MAX_LEN), sampled(), prefill=PrefillRequest()))
     assert wrong.finish_reason == "error" and f"a prompt of {MAX_LEN} tokens" in wrong.error
 
 
@@ -265,10 +265,14 @@ def assert_read(model, text: list[int], answer: Completion, first: int, top: int
     with torch.no_grad():
         every = (model(torch.tensor([text])).logits[0, first - 1 : -1].double() / temperature).log_softmax(-1)
     own = every.gather(1, torch.tensor(text[first:])[:, None])[:, 0]
-    np.testing.assert_allclose(answer.found.log_probs, own, atol=1e-4)
-    assert answer.found.top_ids.shape == answer.found.top_log_probs.shape == (len(text) - first, top)
-    np.testing.assert_allclose(answer.found.top_log_probs, every.topk(top).values, atol=1e-4)
-    np.testing.assert_allclose(every.gather(1, torch.tensor(answer.found.top_ids)), every.topk(top).values, atol=1e-4)
+    np.testing.assert_allclose(answer.prompt_logprobs.log_probs, own, atol=1e-4)
+    assert (
+        answer.prompt_logprobs.top_ids.shape == answer.prompt_logprobs.top_log_probs.shape == (len(text) - first, top)
+    )
+    np.testing.assert_allclose(answer.prompt_logprobs.top_log_probs, every.topk(top).values, atol=1e-4)
+    np.testing.assert_allclose(
+        every.gather(1, torch.tensor(answer.prompt_logprobs.top_ids)), every.topk(top).values, atol=1e-4
+    )
 
 
 def test_abort_hands_out_what_there_is_and_leaves_the_others(replica, reference) -> None:
@@ -394,13 +398,13 @@ def test_scores_are_those_of_transformers(loop, tmp_path, family: str, processes
         assert max(expected) - min(expected) > 0.1
 
         async def answers() -> list[Completion]:
-            requests = [Request(f"s{n}", text, sampled(), reading=PrefillRequest()) for n, text in enumerate(texts)]
+            requests = [Request(f"s{n}", text, sampled(), prefill=PrefillRequest()) for n, text in enumerate(texts)]
             return await asyncio.gather(*(engine.read(one) for one in requests))
 
         for _ in range(2):  # the second time from what the engine keeps
             found = run(answers())
-            assert [one.found.score for one in found] == pytest.approx(expected, abs=1e-4)
-        wrong = run(engine.read(Request("long", prompt(MAX_LEN + 1), sampled(), reading=PrefillRequest())))
+            assert [one.prompt_logprobs.score for one in found] == pytest.approx(expected, abs=1e-4)
+        wrong = run(engine.read(Request("long", prompt(MAX_LEN + 1), sampled(), prefill=PrefillRequest())))
         assert wrong.finish_reason == "error" and f"it has to be 1 to {MAX_LEN}" in str(wrong.error)
     finally:
         run(engine.close())
@@ -426,7 +430,7 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
 
     cold = {"temperature": 0.5}
     assert_log_probs(reference, prompt(12), run(engine.generate(Request("a", prompt(12), sampled()))), **cold)
-    read = run(engine.read(Request("r", prompt(40), sampled(), reading=PrefillRequest(9, 5))))
+    read = run(engine.read(Request("r", prompt(40), sampled(), prefill=PrefillRequest(9, 5))))
     assert_read(reference, prompt(40), read, 9, 5, **cold)
     run(engine.begin_update())
     buckets_of(tiny_model, 2, lambda bucket: run(engine.load_bucket(bucket)), buckets=2)

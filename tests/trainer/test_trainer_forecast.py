@@ -246,7 +246,7 @@ def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> Non
         engine.train_batch(batch, micro, lambda outputs, _: (-outputs["log_probs"].mean(), {}), 1.0)
 
     step()  # makes the optimizer's state
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values()]
     existing = [*engine.module.parameters(), *states]
     measured = sum(tensor.nbytes for tensor in existing) + peak_of(step, *existing)
     found = tuning.forecast_tuning(config)

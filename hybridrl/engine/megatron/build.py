@@ -20,6 +20,7 @@ from hybridrl.engine.megatron.mapping import Family, family_of, padded_vocabular
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.errors import ModelError
 from hybridrl.models import loading
+from hybridrl.models.model_config import config_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
@@ -114,9 +115,7 @@ def plan_of(model: Any, engine: Any, model_type: str, trains: bool, here: bool =
             "set megatron.override_transformer_config.recompute_granularity and recompute_modules, and leave "
             "model.recompute_granularity at full"
         )
-    config = loading.load_model_config(
-        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-    )
+    config = config_of(model)
     recompute = trains and model.enable_gradient_checkpointing
     return blueprint(family_of(config), config, model_type, engine.override_transformer_config, recompute, here)
 

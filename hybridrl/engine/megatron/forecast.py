@@ -13,16 +13,16 @@ import torch
 
 from hybridrl.engine.forecast import Forecast, Workload, layer_rows, logits_rows, peak_of
 from hybridrl.engine.megatron import build, forecast_process
-from hybridrl.engine.megatron.forward import Outputs, why_not_packed
+from hybridrl.engine.megatron.forward import Outputs, packing_unsupported_reason
 from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usable_settings
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
 from hybridrl.engine.megatron.schedule import Comparison
-from hybridrl.engine.micro_batched import OUTPUTS, Wanted
+from hybridrl.engine.micro_batched import OUTPUTS, OutputRequest
 from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models import loading
 from hybridrl.models.kinds import KINDS
+from hybridrl.models.model_config import config_of
 from hybridrl.registry import import_external_lib
 from hybridrl.utils import device
 
@@ -76,10 +76,8 @@ def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int
     dtype = build.dtype_of(engine)
     packed = bool(model.use_remove_padding) and device.is_gpu()
     if packed:
-        config = loading.load_model_config(
-            model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-        )
-        packed = why_not_packed(ParallelSizes.of(engine), dtype, config) is None
+        config = config_of(model)
+        packed = packing_unsupported_reason(ParallelSizes.of(engine), dtype, config) is None
     target = ForecastDevice(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
     engine = replace(engine, dtype=str(dtype).removeprefix("torch."))
     return ForecastRequest(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
@@ -211,7 +209,7 @@ class _Stage:
         work, outputs = self._request.work, OUTPUTS[self._plan.model_type]
         if self._plan.model_type == "language_model":
             outputs = ("log_probs", "entropy") if work.entropy else ("log_probs",)
-        request, comparison = Wanted(outputs, 1.0), Comparison()
+        request, comparison = OutputRequest(outputs, 1.0), Comparison()
         layouts = self._layouts(micro, work.response if response is None else response, training)
         self._set_chunk_size(len(layouts[0].selected))
         for chunk in self._chunks:

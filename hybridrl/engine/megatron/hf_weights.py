@@ -24,7 +24,8 @@ from hybridrl.engine.megatron.mapping import LocalTensor, Piece, WeightMap
 from hybridrl.engine.saved_slices import TensorSource
 from hybridrl.errors import ModelError
 from hybridrl.layouts.slices import TensorSlice, count, whole
-from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights, checked_source
+from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights
+from hybridrl.models.model_config import checked_source
 from hybridrl.models.surplus import is_further, tell_shortened
 from hybridrl.models.value import HEAD_NAME
 from hybridrl.utils import device

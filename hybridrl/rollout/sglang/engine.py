@@ -19,8 +19,8 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, Requirement, ShardBucket
-from hybridrl.models.info import config_of
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import (
@@ -135,9 +135,9 @@ class SGLangEngine(InferenceEngine):
     async def begin_update(self) -> None:
         await self._host.call("begin_update")
 
-    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
-        requirements: list[Requirement] = await self._host.call("requirements", checkpoint)
-        return requirements
+    async def required_slices(self, checkpoint: Checkpoint) -> list[RequiredSlices] | None:
+        required: list[RequiredSlices] = await self._host.call("required_slices", checkpoint)
+        return required
 
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         await self._host.call("load_bucket", bucket)

@@ -32,7 +32,7 @@ _waiting: dict[str, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class Question:
-    """Asks every process what it needs of a checkpoint; each answers with a pickled `Requirement` in a file.
+    """Asks every process what it needs of a checkpoint; each answers with a pickled `RequiredSlices` in a file.
 
     Attributes:
         folder: on this node. The file's name is the rank of the process.

@@ -12,8 +12,8 @@ from hybridrl.config.roles import POLICY, active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
-from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, config_of, tokenizer_of
-from hybridrl.models.loading import checked_source
+from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, tokenizer_of
+from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify

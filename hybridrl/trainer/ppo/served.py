@@ -17,7 +17,8 @@ import torch
 from hybridrl.config.served import ServedModel, divide
 from hybridrl.config.teachers import LOG_PROBS, TEACHER_INDEX, TOP_IDS, TOP_LOG_PROBS
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
@@ -155,7 +156,7 @@ class ServedRole:
 
         def collect() -> DataProto:
             found = [
-                [_findings(model, future.result()) for future in mine]
+                [_prompt_logprobs(model, future.result()) for future in mine]
                 for model, mine in zip(self.models, futures, strict=True)
             ]
             seconds = time.time() - started
@@ -304,15 +305,15 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
             raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
 
 
-def _request(prompt_ids: list[int], reading: PrefillRequest) -> Request:
-    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, reading=reading)
+def _request(prompt_ids: list[int], prefill: PrefillRequest) -> Request:
+    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, prefill=prefill)
 
 
-def _findings(model: ServedModel, completion: Completion) -> PromptLogprobs:
-    if completion.found is None:
+def _prompt_logprobs(model: ServedModel, completion: Completion) -> PromptLogprobs:
+    if completion.prompt_logprobs is None:
         why = completion.error or f"it ended with {completion.finish_reason}"
         raise RolloutError(
             f"{model.where}: {model.engine} did not read a text: {why}. The longest are to have {model.needs} tokens "
             f"({model.where}.max_model_len)"
         )
-    return completion.found
+    return completion.prompt_logprobs
