@@ -26,7 +26,9 @@ def parse_training(text: str) -> Layout:
     """
     strategy, _, sizes = text.partition(":")
     layouts = {
-        name: declared for name in TRAIN_ENGINES.names() if (declared := TRAIN_ENGINES.facts(name).layout) is not None
+        name: declared
+        for name in TRAIN_ENGINES.names()
+        if (declared := TRAIN_ENGINES.metadata(name).layout) is not None
     }
     if strategy not in layouts:
         raise ConfigError(f"{text!r} does not begin with one of {', '.join(layouts)}, then a colon")

@@ -77,7 +77,7 @@ def served_model(setup: ServerSetup) -> Served:
         turns=Turns(tokenizer, ends, setup.template_kwargs, settings.tokenization_sanity_check_mode, processor),
         parser=tool_parser_of(settings.format, tokenizer),
         eos_token_ids=ends,
-        constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.facts(rollout.name).constrains,
+        constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.metadata(rollout.name).constrains,
         images=images,
         records_routing=setup.records_routing,
     )

@@ -25,7 +25,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import in_place_engine
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
@@ -150,7 +150,7 @@ class ActorRolloutRefWorker(ModelWorker):
         model, engine = self.config.model, self.engine
         tokenizer = tokenizer_of(model)
         assert isinstance(engine, GeneratesInPlace)  # checked at start-up, by resolve_rollout
-        in_place: type[HFRollout] = INFERENCE_ENGINES.get(InferenceEngines.in_place(self.config.rollout.name))
+        in_place: type[HFRollout] = INFERENCE_ENGINES.get(in_place_engine(self.config.rollout.name))
         return in_place(
             self.config.rollout,
             engine=engine,

@@ -24,7 +24,7 @@ from engine_helpers import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hybridrl.engine import MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.engine import MicroBatching, NonFiniteError, create_train_engine
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import takes_boundaries
 from hybridrl.utils.metrics import merge_metrics
@@ -311,7 +311,7 @@ def test_engine_without_optimizer_only_computes(micro_model: Path) -> None:
     from hybridrl.config.schema.engine import FSDPConfig
     from hybridrl.config.schema.model import ModelConfig
 
-    engine = TrainEngines.create(
+    engine = create_train_engine(
         "language_model", "fsdp2", model=ModelConfig(path=str(micro_model)), engine=FSDPConfig()
     )
     engine.initialize()
@@ -321,7 +321,7 @@ def test_engine_without_optimizer_only_computes(micro_model: Path) -> None:
     with pytest.raises(ValueError, match="asked for values"):
         engine.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))
     with pytest.raises(ModelError, match=r"strategy.*'other'.*fsdp2"):
-        TrainEngines.create("language_model", "other", model=None, engine=None)
+        create_train_engine("language_model", "other", model=None, engine=None)
 
 
 def test_faulty_batches_are_named(micro_model: Path) -> None:

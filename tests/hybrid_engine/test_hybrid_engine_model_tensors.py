@@ -30,7 +30,7 @@ from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.slices import Cut, slices_of
 from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, ShardedLayout
 from hybridrl.models.model_config import load_model_config
-from hybridrl.registry import TRAIN_ENGINES, TrainFacts
+from hybridrl.registry import TRAIN_ENGINES, TrainMetadata
 
 SIZES = {
     "vocab_size": 256,
@@ -233,5 +233,5 @@ def test_the_command_knows_the_layouts_of_registered_engines(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"'own:shard=4' does not begin with one of fsdp2, megatron,"):
         parse_training("own:shard=4")
     monkeypatch.setitem(TRAIN_ENGINES.objects, "own", object())
-    monkeypatch.setitem(TRAIN_ENGINES._facts, "own", TrainFacts(layout=ShardedLayout))
+    monkeypatch.setitem(TRAIN_ENGINES._metadata, "own", TrainMetadata(layout=ShardedLayout))
     assert parse_training("own:shard=4") == ShardedLayout(shard=4)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import FSDPConfig, ModelConfig
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.print_plan import format_plan
@@ -279,7 +279,7 @@ def test_vllm_s_loaders_are_planned_without_a_table(tmp_path: Path, finish: Call
 def exported(folder: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of which FSDP2 exports shards; a model that it cannot export is streamed."""
     model = ModelConfig(path=str(folder))
-    engine = TrainEngines.create("language_model", "fsdp2", model=model, engine=FSDPConfig(dtype="float32"))
+    engine = create_train_engine("language_model", "fsdp2", model=model, engine=FSDPConfig(dtype="float32"))
     engine.initialize()
     return {shard.name: shard.shape for shard in engine.export_shards()}
 

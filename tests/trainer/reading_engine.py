@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.rollout.request import Completion, PromptLogprobs, Request
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
@@ -18,7 +18,7 @@ from plain_engine import PlainEngine
 DIES = "dies"
 
 
-@InferenceEngines.register("reading", scores=True, reads=True)
+@register_inference_engine("reading", scores=True, reads=True)
 class ReadingEngine(PlainEngine):
     """Reads with a Hugging Face model."""
 

@@ -151,9 +151,9 @@ def test_a_stop_waits_for_the_checkpoint_and_a_full_disk_is_told_after_the_next_
 
 def test_an_engine_that_cannot_copy_its_state_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(
-        "from hybridrl.engine import TrainEngines\n"
+        "from hybridrl.engine import register_train_engine\n"
         "from hybridrl.engine.micro_batched import MicroBatchedEngine\n"
-        "@TrainEngines.register('plain', model_types=['language_model'])\n"
+        "@register_train_engine('plain', model_types=['language_model'])\n"
         "class PlainEngine(MicroBatchedEngine):\n    pass\n"
     )
     words = [f"model.external_lib={tmp_path / 'plain.py'}", "engine.strategy=plain", "checkpoint.async_save=True"]

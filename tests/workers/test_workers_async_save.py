@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybridrl.checkpoint import CheckpointError, RunStore, verify
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import TrainEngines, saved_parts
+from hybridrl.engine import create_train_engine, saved_parts
 from hybridrl.trainer.background_save import BackgroundSave
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -24,7 +24,7 @@ CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 def worker(micro_model: Path) -> ModelWorker:
     """A rank that is alone, after one step of training."""
     made: Any = object.__new__(ModelWorker)
-    made.engine = TrainEngines.create(
+    made.engine = create_train_engine(
         "language_model", "fsdp2", model=ModelConfig(path=str(micro_model)), engine=FSDPConfig(),
         optim=OptimConfig(lr=1e-2),
     )  # fmt: skip

@@ -149,5 +149,5 @@ class DistillationConfig(ConfigNode):
 
     @property
     def reads(self) -> str:
-        """What the loss reads, see `hybridrl.registry.DistillationFacts`."""
-        return DISTILLATION_LOSSES.facts(self.distillation_loss.loss_mode).reads
+        """What the loss reads, see `hybridrl.registry.DistillationMetadata`."""
+        return DISTILLATION_LOSSES.metadata(self.distillation_loss.loss_mode).reads

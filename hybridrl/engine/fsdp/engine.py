@@ -43,7 +43,7 @@ from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout
 from hybridrl.engine.saved_parts import HFModel, Parts, State
-from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, register_train_engine
 from hybridrl.errors import ModelError
 from hybridrl.layouts.topology import ShardedLayout
 from hybridrl.models import attention, loading
@@ -58,7 +58,7 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
 
 
-@TrainEngines.register(
+@register_train_engine(
     "fsdp2",
     model_types=("language_model", "value_model", "reward_model", "step_model"),
     settings="hybridrl.config.schema.engine:FSDPConfig",

@@ -34,7 +34,7 @@ from hybridrl.engine.megatron.state import MegatronState
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.saved_parts import HFModel, Parts, State
-from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, register_train_engine
 from hybridrl.errors import ModelError
 from hybridrl.layouts.topology import MegatronLayout
 from hybridrl.models.routers import check_overrides
@@ -43,7 +43,7 @@ from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
 
-@TrainEngines.register(
+@register_train_engine(
     "megatron",
     settings="hybridrl.config.schema.megatron:MegatronConfig",
     layout="hybridrl.layouts.topology:MegatronLayout",
@@ -92,7 +92,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         import_parallel_state()
         plan = build.plan_of(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
         sizes = ParallelSizes.of(engine)
-        sizes.check(ranks, plan.facts)
+        sizes.check(ranks, plan.model_fields)
         build.transformer_config(plan, sizes, engine.sequence_parallel, build.dtype_of(engine))
         build.check_ddp_overrides(engine.override_ddp_config)
         if optim is not None:
@@ -122,7 +122,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         trains = self.optim_config is not None
         plan = build.plan_of(model, engine, self.model_type, trains)
         self.config = plan.hf_config
-        self.sizes.check(distributed.get_world_size(), plan.facts)
+        self.sizes.check(distributed.get_world_size(), plan.model_fields)
         self.state = ParallelState(self.sizes)
         with self.activate():
             settings = build.transformer_config(plan, self.sizes, engine.sequence_parallel, self.dtype)

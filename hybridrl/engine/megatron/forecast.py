@@ -97,10 +97,10 @@ def compute(request: ForecastRequest) -> Forecast | None:
     import_parallel_state()
     plan = build.plan_of(model, request.engine, request.model_type, trains, here=False)
     sizes = ParallelSizes.of(request.engine)
-    sizes.check(request.ranks, plan.facts)
-    if plan.facts.get("moe_token_dispatcher_type", _DISPATCHER) != _DISPATCHER:
+    sizes.check(request.ranks, plan.model_fields)
+    if plan.model_fields.get("moe_token_dispatcher_type", _DISPATCHER) != _DISPATCHER:
         return None
-    forecasts = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.facts)]
+    forecasts = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.model_fields)]
     peaks = [of_stage.update if trains else of_stage.without_gradients for of_stage in forecasts]
     largest = forecasts[peaks.index(max(peaks))]
     without_gradients = max(of_stage.without_gradients for of_stage in forecasts)
@@ -113,13 +113,13 @@ def compute(request: ForecastRequest) -> Forecast | None:
     )
 
 
-def _largest_stages(sizes: ParallelSizes, facts: Any) -> list[int]:
+def _largest_stages(sizes: ParallelSizes, model_fields: Any) -> list[int]:
     """The stages of which one takes the most.
 
     Of stages with the same layers, those in between hold fewer micro-batches than the first, and neither the
     embedding nor logits.
     """
-    return list(range(sizes.pp)) if stages_differ(facts) else sorted({0, sizes.pp - 1})
+    return list(range(sizes.pp)) if stages_differ(model_fields) else sorted({0, sizes.pp - 1})
 
 
 class _Stage:
@@ -135,7 +135,7 @@ class _Stage:
         request = self._request
         with rank_alone(self._rank(), request.ranks):
             self._state = ParallelState(self._sizes)
-            with self._state.activate(), on_meta(int(self._plan.facts.get("moe_router_topk") or 0)):
+            with self._state.activate(), on_meta(int(self._plan.model_fields.get("moe_router_topk") or 0)):
                 self._build()
                 activations, logits = self._of_update() if request.optim is not None else (0, 0)
                 inferred = 0 if request.work.infer is None else self._peak(request.work.infer, training=False)
@@ -172,7 +172,7 @@ class _Stage:
         config.deallocate_pipeline_outputs = self._kind == "cuda"
         config.variable_seq_lengths = False  # else stages would send their shapes to each other
         if target.engine:
-            config.bias_activation_fusion = self._plan.facts.get("bias_activation_fusion", True)
+            config.bias_activation_fusion = self._plan.model_fields.get("bias_activation_fusion", True)
         self._chunks = build.build_chunks(self._plan, config, state)
         self._wrapped: list[Any] = []
         if request.optim is not None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from hybridrl.errors import ModelError
 from hybridrl.layouts.slices import TensorSlice
 from hybridrl.models.value import HEAD_NAME
-from hybridrl.registry import MEGATRON_FAMILIES, Facts
+from hybridrl.registry import MEGATRON_FAMILIES, EntryMetadata
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Megatron pads the vocabulary to a multiple of this, times the tensor parallel size.
@@ -86,7 +86,7 @@ class Local:
         shape: its shape on this rank.
         rank, ranks: which of how many parts it is.
         is_cut: whether Megatron marks it as a part of a larger tensor.
-        facts: the family's `transformer_kwargs`, and `vocab_size`.
+        model_fields: the family's `transformer_kwargs`, and `vocab_size`.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Local:
     rank: int
     ranks: int
     is_cut: bool
-    facts: Mapping[str, Any]
+    model_fields: Mapping[str, Any]
 
 
 class Kind(ABC):
@@ -178,7 +178,7 @@ class Vocabulary(Kind):
     """The vocabulary (dimension 0) is padded and cut. Rows of the padding belong to no tensor."""
 
     def pieces(self, names: Sequence[str], local: Local) -> list[Piece]:
-        rows, size = int(local.facts["vocab_size"]), local.shape[0]
+        rows, size = int(local.model_fields["vocab_size"]), local.shape[0]
         start, stop = min(local.rank * size, rows), min((local.rank + 1) * size, rows)
         if local.ranks * size < rows:
             raise ModelError(f"{local.name}: {local.ranks} parts of {size} rows are less than the vocabulary of {rows}")
@@ -195,8 +195,8 @@ class QueryKeyValue(Kind):
     count = 3
 
     def pieces(self, names: Sequence[str], local: Local) -> list[Piece]:
-        heads, groups = int(local.facts["num_attention_heads"]), int(local.facts["num_query_groups"])
-        width = int(local.facts["kv_channels"])
+        heads, groups = int(local.model_fields["num_attention_heads"]), int(local.model_fields["num_query_groups"])
+        width = int(local.model_fields["kv_channels"])
         if groups % local.ranks:
             fit = [size for size in range(1, groups + 1) if groups % size == 0]
             raise ModelError(
@@ -274,7 +274,7 @@ def register_family(model_type: str) -> Callable[[FamilyT], FamilyT]:
     """
 
     def add(family: FamilyT) -> FamilyT:
-        MEGATRON_FAMILIES.add(model_type, family, Facts())
+        MEGATRON_FAMILIES.add(model_type, family, EntryMetadata())
         return family
 
     return add

@@ -19,7 +19,7 @@ from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, S
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.images import ReceivedImages
-from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -120,7 +120,7 @@ class Replica:
         """
         started = time.perf_counter()
         try:
-            self._engine = InferenceEngines.create(self._engine_name, self.spec)
+            self._engine = create_inference_engine(self._engine_name, self.spec)
             await self._start_engine()
         except Exception as error:
             message = str(error) if isinstance(error, RolloutError) else repr(error)

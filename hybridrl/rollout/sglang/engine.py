@@ -27,9 +27,9 @@ from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
     EngineSpec,
     InferenceEngine,
-    InferenceEngines,
     check_tensor_parallel,
     family_of,
+    register_inference_engine,
 )
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
@@ -42,7 +42,7 @@ _SWEEP_S = 10
 _LAST_LINES_S = 1
 
 
-@InferenceEngines.register(
+@register_inference_engine(
     "sglang",
     packages=("sglang",),
     auto=2,

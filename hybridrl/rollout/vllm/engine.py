@@ -25,9 +25,9 @@ from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import (
     EngineSpec,
     InferenceEngine,
-    InferenceEngines,
     check_tensor_parallel,
     classifier_overrides,
+    register_inference_engine,
 )
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.routing import RecordedLayers
@@ -47,7 +47,7 @@ _LOOK_S = 0.25
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
 
-@InferenceEngines.register(
+@register_inference_engine(
     "vllm",
     packages=("vllm",),
     auto=1,

@@ -44,7 +44,7 @@ def start_processes(
     manager.create_resource_pool()
     pool = manager.get_resource_pool(ROLE)
     engine = resolve_rollout(policy, pool.use_gpu)
-    if not INFERENCE_ENGINES.facts(engine).in_place:
+    if not INFERENCE_ENGINES.metadata(engine).in_place:
         check_layout(devices_per_replica(policy), pool.store)
         check_reads_files(policy, engine)
 

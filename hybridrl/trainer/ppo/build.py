@@ -78,7 +78,7 @@ def check_rollout(config: PPOTrainerConfig, manager: ResourcePoolManager) -> Non
     name = resolve_rollout(policy, manager.get_resource_pool(POLICY).use_gpu)
     if name != policy.rollout.name:
         notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
-    if INFERENCE_ENGINES.facts(name).in_place:
+    if INFERENCE_ENGINES.metadata(name).in_place:
         return
     rollout = policy.rollout
     shared = placement.pools[placement.roles["actor_rollout_ref"]]

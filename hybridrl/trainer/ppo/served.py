@@ -22,7 +22,7 @@ from hybridrl.models.model_config import config_of
 from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class, missing_packages
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
 from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, PrefillRequest, PromptLogprobs, Request
 from hybridrl.rollout.start import replica_placements
@@ -276,16 +276,16 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
         RolloutError: names the setting and what to change.
     """
     for model in models:
-        facts, asked = InferenceEngines.facts(model.engine), f"{model.where}.name={model.engine}"
+        metadata, asked = INFERENCE_ENGINES.metadata(model.engine), f"{model.where}.name={model.engine}"
         ability, what = _ABILITIES[model.task]
         otherwise = "" if model.task == "generate" else ", or leave it out, and a training engine computes the model"
-        if not getattr(facts, ability):
-            able = [name for name in INFERENCE_ENGINES.names() if getattr(InferenceEngines.facts(name), ability)]
+        if not getattr(metadata, ability):
+            able = [name for name in INFERENCE_ENGINES.names() if getattr(INFERENCE_ENGINES.metadata(name), ability)]
             raise RolloutError(f"{asked}: this engine serves no {what}; set it to {' or '.join(able)}{otherwise}")
-        if missing := InferenceEngines.missing_packages(model.engine):
+        if missing := missing_packages(model.engine):
             raise RolloutError(
                 f"{asked}: {', '.join(missing)} is not installed. "
-                f"{facts.install or 'pip install ' + ' '.join(missing)}{otherwise}"
+                f"{metadata.install or 'pip install ' + ' '.join(missing)}{otherwise}"
             )
         if model.task == "score" and f"{HEAD_NAME}.bias" in head_shapes(model.model.path):
             raise RolloutError(
@@ -293,7 +293,7 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
                 "without; leave it out, and a training engine computes the model"
             )
         try:
-            engine = InferenceEngines.get(model.engine)
+            engine = inference_engine_class(model.engine)
             engine.check(model.rollout, model.model, on_gpu)
             if model.task == "score":
                 engine.check_scoring(model.model)
