@@ -262,9 +262,9 @@ def test_keys_inside_free_mappings_are_free():
 
 
 def test_names_are_those_that_the_library_has():
-    from hybridrl.observe.tracking import KNOWN
+    from hybridrl.observe.tracking import TRACKERS
 
-    assert set(names.LOGGERS) == set(KNOWN)
+    assert set(names.LOGGERS) == set(TRACKERS)
 
 
 def test_every_acting_setting_is_read_by_the_library(repository):

@@ -15,15 +15,15 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
     """Check that tools and simulated users have a loop that asks them, and that files are there."""
     settings, agent = rollout.multi_turn, rollout.agent
     tools = {name: getattr(settings, name) for name in ("tool_config_path", "function_tool_path")}
-    given = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
+    tool_settings = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
     loop = agent.default_agent_loop  # one from a file is not in the registry
     answers = loop is None or (AGENT_LOOPS.knows(loop) and AGENT_LOOPS.facts(loop).only_answers)
     plain = answers and agent.agent_loop_config_path is None
-    if given and plain and not settings.enable:
-        only = given[0].partition(".")[2].partition("=")[0]
+    if tool_settings and plain and not settings.enable:
+        only = tool_settings[0].partition(".")[2].partition("=")[0]
         yield (
-            f"{_ROLLOUT}.{given[0]} without a loop that calls tools; set {_ROLLOUT}.multi_turn.enable=true (or, to "
-            f"describe tools in the prompts and no more, data.{only} instead)"
+            f"{_ROLLOUT}.{tool_settings[0]} without a loop that calls tools; set {_ROLLOUT}.multi_turn.enable=true "
+            f"(or, to describe tools in the prompts and no more, data.{only} instead)"
         )
     if settings.interaction_config_path is not None and plain and not settings.enable:
         yield (

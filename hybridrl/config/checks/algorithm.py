@@ -14,20 +14,22 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 
 
-def check_names(where: str, external_lib: str | None, chosen: Mapping[str, tuple[Registry[Any], str]]) -> Iterator[str]:
+def check_names(
+    where: str, external_lib: str | None, choices: Mapping[str, tuple[Registry[Any], str]]
+) -> Iterator[str]:
     """Check the names of estimators, losses, managers and engines, after the user's modules have registered theirs.
 
     Args:
         where: the prefix of `model.external_lib` in the tree.
         external_lib: the value of `model.external_lib`.
-        chosen: for each key, the registry and the name that is chosen from it.
+        choices: for each key, the registry and the name that is chosen from it.
     """
     try:
         import_external_lib(external_lib)
     except ModelError as error:
         yield f"{where}{error}"
         return
-    for key, (registry, name) in chosen.items():
+    for key, (registry, name) in choices.items():
         if (fault := fault_of_name(registry, name, key, f"{where}model.external_lib")) is not None:
             yield fault
 

@@ -32,14 +32,14 @@ def check_distillation(config: PPOTrainerConfig) -> Iterator[str]:
     if not config.distillation.enabled:
         return
     try:
-        found = teachers_of(config)
+        teachers = teachers_of(config)
     except ConfigError as error:
         yield from error.faults
         return
-    yield from _check_teachers(config, found)
+    yield from _check_teachers(config, teachers)
     yield from _check_loss(config.distillation.distillation_loss)
     if config.distillation.reads == "vocabulary":
-        yield from _check_same_process(config, found)
+        yield from _check_same_process(config, teachers)
     placed = config.placement.roles.get("teacher")
     if config.distillation.nnodes and placed is not None:
         yield (
@@ -48,15 +48,15 @@ def check_distillation(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
-def _check_teachers(config: PPOTrainerConfig, found: Teachers) -> Iterator[str]:
-    if not found.teachers:
+def _check_teachers(config: PPOTrainerConfig, teachers: Teachers) -> Iterator[str]:
+    if not teachers.teachers:
         yield (
             f"distillation.enabled=True without a teacher; set {_TEACHERS}.NAME.model_path to a directory in Hugging "
             "Face format or a hub id, NAME as you like"
         )
-    several, rollout = len(found.teachers) > 1, config.actor_rollout_ref.rollout
+    several, rollout = len(teachers.teachers) > 1, config.actor_rollout_ref.rollout
     tokens = rollout.prompt_length + rollout.response_length
-    for teacher in found.teachers:
+    for teacher in teachers.teachers:
         settings = teacher.settings
         if settings.model_path is None:
             yield f"{teacher.where} has no model_path; set {teacher.where}.model_path, or remove the teacher"
@@ -65,8 +65,8 @@ def _check_teachers(config: PPOTrainerConfig, found: Teachers) -> Iterator[str]:
                 yield fault.replace(f"{teacher.where}.path", f"{teacher.where}.model_path")
         if several and settings.key is None:
             yield (
-                f"{teacher.where}.key is not set, and there are {len(found.teachers)} teachers; set it to the value of "
-                f"the column {config.distillation.teacher_key} (distillation.teacher_key) of its rows"
+                f"{teacher.where}.key is not set, and there are {len(teachers.teachers)} teachers; set it to the value "
+                f"of the column {config.distillation.teacher_key} (distillation.teacher_key) of its rows"
             )
         limit = settings.inference.max_model_len
         if limit is not None and limit < tokens:
@@ -81,7 +81,7 @@ def _check_teachers(config: PPOTrainerConfig, found: Teachers) -> Iterator[str]:
                     f"{teacher.where}.inference.{name}={own} and data.max_{name}={length} are the same thing; remove "
                     "the former"
                 )
-    for key, count in Counter(one.settings.key for one in found.teachers).items():
+    for key, count in Counter(teacher.settings.key for teacher in teachers.teachers).items():
         if key is not None and count > 1:
             yield f"{_TEACHERS}: {count} teachers have key={key}; a row has one teacher"
 
@@ -99,13 +99,13 @@ def _check_loss(loss: DistillationLossConfig) -> Iterator[str]:
         yield f"{_LOSS}.policy_loss_mode={loss.policy_loss_mode} needs {missing}, which it does not get; use vanilla"
 
 
-def _check_same_process(config: PPOTrainerConfig, found: Teachers) -> Iterator[str]:
+def _check_same_process(config: PPOTrainerConfig, teachers: Teachers) -> Iterator[str]:
     """A loss over the vocabulary compares logits, which are too large to send between processes."""
     name, actor = config.distillation.distillation_loss.loss_mode, config.actor_rollout_ref.actor
     why = f"{_LOSS}.loss_mode={name} compares the logits of both models, too large to send between processes"
     instead = "or use a loss over the teacher's most likely tokens, such as forward_kl_topk_tail"
-    if len(found.teachers) > 1:
-        yield f"{why}, so it takes one teacher, and {_TEACHERS} has {len(found.teachers)}; leave one, {instead}"
+    if len(teachers.teachers) > 1:
+        yield f"{why}, so it takes one teacher, and {_TEACHERS} has {len(teachers.teachers)}; leave one, {instead}"
     teacher, policy = pool_of(ROLES["teacher"], config), pool_of(ROLES["actor_rollout"], config)
     if teacher != policy:
         yield (
@@ -121,10 +121,10 @@ def _check_same_process(config: PPOTrainerConfig, found: Teachers) -> Iterator[s
             f"distillation.{group}.{key}={getattr(other, key)}: {why}, so it must be "
             f"{_ACTOR}.{group}.{key}={getattr(own, key)}; set them alike, {instead}"
         )
-    for one in found.teachers:
-        dtype = one.settings.inference.dtype or other.dtype
+    for served in teachers.teachers:
+        dtype = served.settings.inference.dtype or other.dtype
         if dtype != own.dtype:
-            where = f"{one.where}.inference" if one.settings.inference.dtype else f"distillation.{group}"
+            where = f"{served.where}.inference" if served.settings.inference.dtype else f"distillation.{group}"
             yield (
                 f"{where}.dtype={dtype}: {why}, so it must be {_ACTOR}.{group}.dtype={own.dtype}; set them alike, "
                 f"{instead}"

@@ -224,7 +224,7 @@ def check_placement(
         allowed: for each role that may be placed, the keys of `placement.roles` that may say where; the first counts.
         needed: the same for each role of the run.
     """
-    pools, given = placement.pools, placement.roles
+    pools, pool_of_role = placement.pools, placement.roles
     shape = [trainer.n_gpus_per_node] * trainer.nnodes
     if "global" in pools and pools["global"] != shape:
         yield (
@@ -234,14 +234,14 @@ def check_placement(
     for name, processes in pools.items():
         if not processes:
             yield f"placement.pools.{name} is empty; list the processes on each machine, e.g. [2]"
-        if name != "global" and name not in given.values():
+        if name != "global" and name not in pool_of_role.values():
             yield f"placement.pools.{name} holds no role; map one to it in placement.roles, or remove it"
     roles = list(dict.fromkeys(key for keys in allowed for key in keys))
-    for role, pool in given.items():
+    for role, pool in pool_of_role.items():
         if role not in roles:
-            yield f"placement.roles.{role}: unknown role; there are {', '.join(roles)}"
+            yield f"placement.roles.{role}: unknown role; choose from {', '.join(roles)}"
         if pool not in pools:
             yield f"placement.roles.{role}={pool}: no such pool; placement.pools has {', '.join(pools) or 'none'}"
     for keys in needed:
-        if not any(key in given for key in keys):
+        if not any(key in pool_of_role for key in keys):
             yield f"placement.roles.{keys[0]} is missing; name the pool in which it runs"

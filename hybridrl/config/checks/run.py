@@ -80,7 +80,7 @@ def check(config: RootConfig) -> list[str]:
     misfits = check_values(config)
     if misfits:  # the other checks rely on types
         raise ConfigError(misfits)
-    faults = [fault for found in _checks(config) for fault in found]
+    faults = [fault for faults_of_check in _checks(config) for fault in faults_of_check]
     idle, notices = check_idle(config, faults)
     faults += [*idle, *check_mappings(config)]
     if faults:
@@ -91,12 +91,12 @@ def check(config: RootConfig) -> list[str]:
 def check_values(config: RootConfig) -> list[str]:
     """Find values that the command line would refuse or convert, which a program may have assigned."""
     faults: dict[str, str] = {}
-    given = as_dict(config)
-    fitted = as_dict(build(type(config), given, faults, {}))
+    current = as_dict(config)
+    fitted = as_dict(build(type(config), current, faults, {}))
     for name in declared(type(config)):
-        found, expected = (functools.reduce(operator.getitem, name.split("."), tree) for tree in (given, fitted))
-        if name not in faults and found != expected:
-            faults[name] = f"{name}={show(found)}: must be {show(expected)}, a {type(expected).__name__}"
+        value, expected = (functools.reduce(operator.getitem, name.split("."), tree) for tree in (current, fitted))
+        if name not in faults and value != expected:
+            faults[name] = f"{name}={show(value)}: must be {show(expected)}, a {type(expected).__name__}"
     return list(faults.values())
 
 
@@ -135,14 +135,14 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
 def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     """Everything that the run chooses by name: for each key, the registry and the name."""
     policy, manager = config.actor_rollout_ref, config.reward.reward_manager
-    chosen: dict[str, tuple[Registry[Any], str]] = {
+    choices: dict[str, tuple[Registry[Any], str]] = {
         "algorithm.adv_estimator": (ADV_ESTIMATORS, config.algorithm.adv_estimator),
         f"{_ACTOR}.policy_loss.loss_mode": (POLICY_LOSSES, policy.actor.policy_loss.loss_mode),
         f"{_ROLLOUT}.multi_turn.format": (TOOL_PARSERS, policy.rollout.multi_turn.format),
     }
     if manager.source == "register":
-        chosen["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
-    return chosen | chosen_by_name(config) | _chosen_rollout(policy.rollout)
+        choices["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
+    return choices | chosen_by_name(config) | _chosen_rollout(policy.rollout)
 
 
 def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], str]]:
@@ -150,12 +150,12 @@ def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], st
 
 
 def _supervised_checks(config: SupervisedConfig) -> Iterator[Iterable[str]]:
-    chosen: dict[str, tuple[Registry[Any], str]] = {
+    choices: dict[str, tuple[Registry[Any], str]] = {
         "engine.strategy": (TRAIN_ENGINES, config.engine.strategy),
         f"{config.objective_group}.loss_type": (OBJECTIVES, config.objective.loss_type),
     }
     yield check_model("model", config.model, config.trainer.device)
-    yield check_names("", config.model.external_lib, chosen)
+    yield check_names("", config.model.external_lib, choices)
     yield check_supervised(config)
     yield check_contents("checkpoint", config.checkpoint, config.trainer)
     yield check_optimizer("optim", config.optim)
@@ -461,7 +461,7 @@ def visible_gpus(root: Path = Path("/")) -> int | None:
         return None
     driver = root / "proc/driver/nvidia/gpus"
     there = len(list(driver.iterdir())) if driver.is_dir() else len(list((root / "dev").glob("nvidia[0-9]*")))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or there == 0:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or there == 0:
         return there
-    return min(there, len([name for name in chosen.split(",") if name.strip() and name.strip() != "-1"]))
+    return min(there, len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"]))

@@ -29,18 +29,18 @@ def check_served(config: PPOTrainerConfig) -> Iterator[str]:
             )
             yield from _check_arguments(model)
         pool = pool_of(spec, config)
-        known = all(INFERENCE_ENGINES.knows(model.engine) for model in models)
-        if models and known and pool in pools_of(config):
+        all_registered = all(INFERENCE_ENGINES.knows(model.engine) for model in models)
+        if models and all_registered and pool in pools_of(config):
             yield from divide(models, pools_of(config)[str(pool)], shared)[1]
 
 
 def _check_arguments(model: ServedModel) -> Iterator[str]:
     """Check `engine_kwargs`, whose settings are below the name of an engine."""
-    known = EngineKwargsConfig().keys()
-    for name, given in model.arguments.items():
-        if name not in known or not isinstance(given, Mapping):
-            names = ", ".join(f"engine_kwargs.{one}" for one in EngineKwargsConfig().keys())
-            yield f"{model.where}.engine_kwargs.{name}={given}: arguments of an engine are below {names}"
+    engines = EngineKwargsConfig().keys()
+    for name, arguments in model.arguments.items():
+        if name not in engines or not isinstance(arguments, Mapping):
+            names = ", ".join(f"engine_kwargs.{engine}" for engine in EngineKwargsConfig().keys())
+            yield f"{model.where}.engine_kwargs.{name}={arguments}: arguments of an engine are below {names}"
 
 
 def _check_teachers(config: PPOTrainerConfig) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _check_teachers(config: PPOTrainerConfig) -> Iterator[str]:
             f"{served[0].where}.inference.name={served[0].settings.inference.name} and not {others}: an inference "
             "engine serves all teachers or none; set it for all of them"
         )
-    for teacher in [one for one in teachers if one not in served]:
+    for teacher in [teacher for teacher in teachers if teacher not in served]:
         if teacher.settings.inference.dtype in ("auto", "float16"):
             yield (
                 f"{teacher.where}.inference.dtype={teacher.settings.inference.dtype} is of inference engines; set "

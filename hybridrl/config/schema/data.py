@@ -37,7 +37,7 @@ class SamplerConfig(ConfigNode):
 
 @dataclass
 class PromptConfig(ConfigNode):
-    """How rows become prompts, for training and for generation."""
+    """Settings that turn rows into prompts, for training and for generation."""
 
     prompt_key: str = key("prompt", "column of the prompts: chat messages, or text, which becomes a user message")
     system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
@@ -134,7 +134,7 @@ class DataConfig(PromptConfig):
 
 @dataclass
 class SupervisedDataConfig(ConfigNode):
-    """What `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
+    """Settings that `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
 
     train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
     val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")

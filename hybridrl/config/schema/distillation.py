@@ -139,8 +139,10 @@ class DistillationConfig(ConfigNode):
     @property
     def computes_teachers(self) -> bool:
         """Whether a training engine computes the teachers: no inference engine serves them."""
-        given = [teacher.get("inference") for teacher in self.teacher_models.values() if isinstance(teacher, Mapping)]
-        return not any(isinstance(inference, Mapping) and inference.get("name") for inference in given)
+        inference_groups = [
+            teacher.get("inference") for teacher in self.teacher_models.values() if isinstance(teacher, Mapping)
+        ]
+        return not any(isinstance(inference, Mapping) and inference.get("name") for inference in inference_groups)
 
     @property
     def has_several_teachers(self) -> bool:
@@ -149,5 +151,5 @@ class DistillationConfig(ConfigNode):
 
     @property
     def reads(self) -> str:
-        """What the loss reads, see `hybridrl.registry.DistillationFacts`."""
+        """The tensors that the loss reads, see `hybridrl.registry.DistillationFacts`."""
         return DISTILLATION_LOSSES.facts(self.distillation_loss.loss_mode).reads

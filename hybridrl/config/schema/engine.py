@@ -66,7 +66,7 @@ class WrapPolicyConfig(ConfigNode):
 
 @dataclass
 class EngineConfig(ConfigNode):
-    """What every training engine has."""
+    """Settings of every training engine."""
 
     #: the setting that says how many ranks share each sequence
     sequence_shared_by: ClassVar[str]

@@ -1,4 +1,4 @@
-"""What a setting depends on: conditions on other settings, declared with the setting (`key(..., needs=...)`).
+"""Conditions of a setting on other settings, declared with the setting (`key(..., needs=...)`).
 
 The name of another setting is that in the tree (`algorithm.use_kl_in_reward`), or begins with a dot: `.use_kl_loss` is
 in the same group, `..ref.strategy` in the group around it. Several names, separated by `|`, stand for the first of them
@@ -95,7 +95,7 @@ class FactNeed:
 
     def _fits(self, entry_name: str) -> bool:
         value = getattr(self.registry.facts(entry_name), self.name)
-        return any(one in value for one in self.values) if isinstance(value, tuple) else value in self.values
+        return any(member in value for member in self.values) if isinstance(value, tuple) else value in self.values
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class PartNeed:
         value = lookup(self.key)
         if value is ... or value:
             return None
-        shown = ", ".join(f"{name}={lookup(name)}" for name in self.chosen_by)
-        return Unmet(f"{self.because} ({shown})" if shown else self.because, self.remedy)
+        settings = ", ".join(f"{name}={lookup(name)}" for name in self.chosen_by)
+        return Unmet(f"{self.because} ({settings})" if settings else self.because, self.remedy)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _stated(name: str, value: Any) -> str:
 
 
 def conditions(needs: Needs | None) -> tuple[Condition, ...]:
-    """What a declaration gives, as a tuple."""
+    """Return the conditions of a declaration as a tuple."""
     if needs is None:
         return ()
     return needs if isinstance(needs, tuple) else (needs,)

@@ -130,11 +130,11 @@ def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[st
 
 def declared(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
     """Every setting below `cls` by its dotted key; sub-groups are traversed, a free-form mapping is one setting."""
-    found: dict[str, dataclasses.Field[Any]] = {}
+    fields: dict[str, dataclasses.Field[Any]] = {}
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}"
         if is_group(field):
-            found.update(declared(field.type, f"{name}."))  # type: ignore[arg-type]
+            fields.update(declared(field.type, f"{name}."))  # type: ignore[arg-type]
         else:
-            found[name] = field
-    return found
+            fields[name] = field
+    return fields

@@ -16,7 +16,7 @@ def _read(name: str) -> FactNeed:
 
 @dataclass
 class ObjectiveConfig(ConfigNode):
-    """What `sft`, `dpo` and `rm` share: the name of an objective; `hybridrl.workers.objectives` registers them."""
+    """Settings that `sft`, `dpo` and `rm` share: the name of an objective of `hybridrl.workers.objectives`."""
 
     loss_type: str = key("nll", "objective")
 

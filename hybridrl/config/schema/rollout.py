@@ -31,12 +31,14 @@ _LOOP = f"{_AGENT}.default_agent_loop"
 
 def _loops(because: str, remedy: str, needs: FactNeed) -> Explained:
     """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
-    chosen = Explained((is_set(_LOOP), needs), "")
+    by_setting = Explained((is_set(_LOOP), needs), "")
     also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
     if "environments" not in needs.values and "gateway" not in needs.values:
         also = (*also, Explained((is_not_set(_LOOP), on("actor_rollout_ref.rollout.multi_turn.enable")), ""))
     return Explained(
-        any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", f"set {_LOOP}={remedy}"
+        any_of(by_setting, also=also),
+        f"{because}, unless rows name one in the column agent_name",
+        f"set {_LOOP}={remedy}",
     )
 
 
