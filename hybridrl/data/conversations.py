@@ -1,4 +1,4 @@
-"""What the datasets of supervised training share: whole conversations as token ids, and which tokens are whose."""
+"""Shared parts of the datasets of supervised training: whole conversations as token ids, and the turn of each token."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ConversationDataset(Dataset):
         self.table: Table = read_table(data_files, key)
         self._images = None if processor is None else _row_images(processor, config)
         read = () if self._images is None else self._images.columns
-        refuse_media(self.table, key, [one for one in MEDIA_COLUMNS if one not in read])
+        refuse_media(self.table, key, [column for column in MEDIA_COLUMNS if column not in read])
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
         self._fields = FieldNotice(tokenizer, key)
@@ -98,7 +98,7 @@ class ConversationDataset(Dataset):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What messages may hold."""
+        """The kinds of content that messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
     def _placed(self, item: int, messages: list[Message]) -> tuple[list[Message], list[Image | Clip]]:
@@ -116,7 +116,7 @@ class ConversationDataset(Dataset):
         return self._images is not None and bool(np.isin(ids, self._images.processor.media_tokens).any())
 
     def media(self, item: int, sides: Sequence[tuple[np.ndarray, list[Message]]]) -> list[dict[str, Any]]:
-        """What the model reads of the images of conversations of an item: `multi_modal_inputs` and `position_ids`.
+        """Return the model's inputs for the images of an item's conversations: `multi_modal_inputs` and `position_ids`.
 
         Args:
             sides: token ids of each conversation, and its messages. All have the same images.
@@ -128,15 +128,15 @@ class ConversationDataset(Dataset):
             return [{} for _ in sides]
         images = self._placed(item, sides[0][1])[1] if self.has_images(sides[0][0]) else []
         first = self._images.item(sides[0][0].tolist(), images, self.locate(item))
-        seen = first["multi_modal_inputs"]
-        positions = [self._images.processor.positions(ids.tolist(), seen) for ids, _ in sides[1:]]
-        return [first, *({**first, "position_ids": one} for one in positions)]
+        inputs = first["multi_modal_inputs"]
+        positions = [self._images.processor.positions(ids.tolist(), inputs) for ids, _ in sides[1:]]
+        return [first, *({**first, "position_ids": own} for own in positions)]
 
     # ------------------------------------------------------------------ what a row's template gets
 
     def _read_template_columns(self) -> dict[str, list[Any]]:
         """The checked columns that chat templates get, by the template's name, for every row of the table."""
-        config, found = self.config, {}
+        config, template_columns = self.config, {}
         for name, key, usual, check in (
             ("tools", "tools_key", "tools", _tools_of),
             ("enable_thinking", "enable_thinking_key", "enable_thinking", _flag_of),
@@ -157,8 +157,8 @@ class ConversationDataset(Dataset):
                         values[index] = without_padding(values[index], own_nulls)
                 except ValueError as error:
                     raise DataError(f"{self.table.locate(index)}: column {column!r} (data.{key}) {error}.") from error
-            found[name] = values
-        return found
+            template_columns[name] = values
+        return template_columns
 
     def template_arguments(self, item: int) -> dict[str, Any]:
         """The variables of the chat template for an item, further than its messages."""
@@ -167,8 +167,8 @@ class ConversationDataset(Dataset):
         own = {name: values[index] for name, values in self._template_columns.items()}
         if own.get("enable_thinking") is None and default is not None:
             own["enable_thinking"] = default
-        given = self.config.apply_chat_template_kwargs or {}
-        return {**given, **{name: value for name, value in own.items() if value is not None}}
+        configured = self.config.apply_chat_template_kwargs or {}
+        return {**configured, **{name: value for name, value in own.items() if value is not None}}
 
     # ------------------------------------------------------------------ rendering and tokenising
 
@@ -190,16 +190,16 @@ class ConversationDataset(Dataset):
             it belongs to, 0 for none.
         """
         placed = [self._placed(item, messages) for item, messages in zip(items, conversations, strict=True)]
-        texts, spans = self._render_with_spans([shown for shown, _ in placed], items, turns)
+        texts, spans = self._render_with_spans([conversation for conversation, _ in placed], items, turns)
         rows = zip(self.encoded(texts, items, [bool(own) for _, own in placed]), spans, placed, items, strict=True)
         return [
             self._expanded(
                 np.asarray(ids, dtype=np.int32),
-                turn_of_token(np.asarray(offsets).reshape(-1, 2), found),
+                turn_of_token(np.asarray(offsets).reshape(-1, 2), turn_spans),
                 images,
                 item,
             )
-            for (ids, offsets), found, (_, images), item in rows
+            for (ids, offsets), turn_spans, (_, images), item in rows
         ]
 
     def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
@@ -246,13 +246,13 @@ class ConversationDataset(Dataset):
         texts = rendered(list(conversations), False, range(len(conversations)))
         closed = rendered([conversations[number][: turn + 1] for number, turn in owners], False, rows)
         # no generation begins with the model's turn, so there is no prompt before one, only its opening
-        asked = [_has_question(conversations[number][:turn]) for number, turn in owners]
-        own = [n for n, has_question in enumerate(asked) if has_question]
+        question_flags = [_has_question(conversations[number][:turn]) for number, turn in owners]
+        own = [n for n, has_question in enumerate(question_flags) if has_question]
         prompts = rendered([conversations[rows[n]][: owners[n][1]] for n in own], True, [rows[n] for n in own])
         opened = ["" for _ in owners]
         for n, prompt in zip(own, prompts, strict=True):
             opened[n] = prompt
-        for n in (n for n, has_question in enumerate(asked) if not has_question):
+        for n in (n for n, has_question in enumerate(question_flags) if not has_question):
             number, turn = owners[n]
             opened[n] = self._opened(conversations[number], turn, closed[n], items[number])
         spans: list[list[Span]] = [[] for _ in conversations]
@@ -319,11 +319,11 @@ def turn_of_token(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
         offsets: `[T, 2]` first and past-the-last character of each token.
         spans: first and past-the-last character of each turn.
     """
-    found = np.zeros(len(offsets), dtype=np.int32)
+    turns = np.zeros(len(offsets), dtype=np.int32)
     for number, (first, last) in enumerate(spans):
         inside = (offsets[:, 0] >= first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])
-        found[inside] = number + 1
-    return found
+        turns[inside] = number + 1
+    return turns
 
 
 def _tools_of(value: Any) -> list[Any] | None:

@@ -56,16 +56,16 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
 
 def fingerprints(files: Sequence[str]) -> list[list[str]]:
     """Return the name of each source with a digest that changes with its content."""
-    found = []
+    digests = []
     for entry in files:
         dataset = dataset_name(entry)
         if dataset is not None:
             (part,) = _read(entry, "data.path")
-            found.append([entry, _digest_of_rows(part)])
+            digests.append([entry, _digest_of_rows(part)])
         for file in () if dataset is not None else local_files(entry):
             with open(Path(file).expanduser(), "rb") as opened:
-                found.append([Path(file).name, hashlib.file_digest(opened, "sha256").hexdigest()])
-    return found
+                digests.append([Path(file).name, hashlib.file_digest(opened, "sha256").hexdigest()])
+    return digests
 
 
 def contents(sources: Sequence[str]) -> list[list[str]]:
@@ -73,19 +73,19 @@ def contents(sources: Sequence[str]) -> list[list[str]]:
 
     What cannot be read here, such as the name of what a dataset class of one's own makes, stands for itself.
     """
-    found = []
+    digests = []
     for entry in sources:
         try:
             if dataset_name(entry) is not None:
-                found.append([_digest_of_rows(part) for part in _read(entry, "data.train_files")])
+                digests.append([_digest_of_rows(part) for part in _read(entry, "data.train_files")])
                 continue
         except DataError:
-            found.append([entry])
+            digests.append([entry])
             continue
         files = [Path(file).expanduser() for file in local_files(entry)]
         inner = [path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file])]
-        found.append([_digest_of_file(path) for path in inner if path.is_file()] or [entry])
-    return found
+        digests.append([_digest_of_file(path) for path in inner if path.is_file()] or [entry])
+    return digests
 
 
 def _digest_of_file(path: Path) -> str:
@@ -290,42 +290,42 @@ _READERS: dict[str, Callable[[Path, str], ArrowPart | RowsPart]] = {
 }
 
 
-def _read_dataset(wanted: DatasetName, entry: str, key: str) -> ArrowPart:
+def _read_dataset(dataset: DatasetName, entry: str, key: str) -> ArrowPart:
     """Load one split with the `datasets` library, from the hub, its cache, or a local folder."""
     import datasets
 
     try:
-        splits = _load(wanted)
+        splits = _load(dataset)
     except Exception as error:
         # The library raises a dozen kinds of errors for the same failure: the data could not be loaded.
         text = (str(error).splitlines() or [""])[0]
         raise DataError(
             f"{key}={entry}: no such file, and it cannot be loaded as a data set ({type(error).__name__}: {text}). "
             "Check the spelling: ORG/NAME@CONFIG:SPLIT. Without a connection to the Hugging Face hub, download the "
-            f"data set elsewhere (`hf download --repo-type dataset {wanted.name}`) and name its files."
+            f"data set elsewhere (`hf download --repo-type dataset {dataset.name}`) and name its files."
         ) from error
     if isinstance(splits, datasets.DatasetDict):
-        if len(splits) != 1 and wanted.split is None:
+        if len(splits) != 1 and dataset.split is None:
             listed = ", ".join(splits)
             raise DataError(
                 f"{key}={entry}: the data set has the splits {listed}. Name one: {key}={entry}:{next(iter(splits))}."
             )
-        if wanted.split is not None and wanted.split not in splits:
-            raise DataError(f"{key}={entry}: no such split; there are {', '.join(splits)}.")
-        splits = splits[wanted.split or next(iter(splits))]
+        if dataset.split is not None and dataset.split not in splits:
+            raise DataError(f"{key}={entry}: no such split; choose from {', '.join(splits)}.")
+        splits = splits[dataset.split or next(iter(splits))]
     if len(splits) == 0:
         raise DataError(f"{key}={entry}: the data set has no rows.")
     return ArrowPart(entry, splits.flatten_indices().data.table)
 
 
-def _load(wanted: DatasetName) -> datasets.Dataset | datasets.DatasetDict:
+def _load(dataset: DatasetName) -> datasets.Dataset | datasets.DatasetDict:
     import datasets
 
-    if not is_saved_dataset(Path(wanted.name)):
-        return datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
-    saved = datasets.load_from_disk(wanted.name)
-    if wanted.config is not None:
-        raise ValueError(f"a saved data set has no configurations, so @{wanted.config} cannot be one")
-    if isinstance(saved, datasets.Dataset) and wanted.split not in (None, str(saved.split)):
-        raise ValueError(f"the folder holds one split, {saved.split}, and not {wanted.split}")
+    if not is_saved_dataset(Path(dataset.name)):
+        return datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+    saved = datasets.load_from_disk(dataset.name)
+    if dataset.config is not None:
+        raise ValueError(f"a saved data set has no configurations, so @{dataset.config} cannot be one")
+    if isinstance(saved, datasets.Dataset) and dataset.split not in (None, str(saved.split)):
+        raise ValueError(f"the folder holds one split, {saved.split}, and not {dataset.split}")
     return saved

@@ -32,7 +32,7 @@ _PIECES = re.compile(f"({'|'.join(map(re.escape, _KIND_OF))})")
 
 
 class RowImages:
-    """What a data set does with the images and videos of its rows.
+    """Reader of the images and videos of a data set's rows.
 
     Args:
         processor: of the model.
@@ -63,13 +63,13 @@ class RowImages:
             DataError: the row has more or fewer images or videos than placeholders, or one cannot be read.
         """
         waiting = {"image": _Waiting(row.get(self.column)), "video": _Waiting(row.get(self.video_column))}
-        shown: list[Message] = []
-        found: list[Image | Clip] = []
+        template_messages: list[Message] = []
+        media: list[Image | Clip] = []
         opened = 0
         for message in messages:
             parts = _parts(message.get("content"))
             if not isinstance(parts, list):
-                shown.append(message)
+                template_messages.append(message)
                 continue
             content: list[Mapping[str, Any]] = []
             for part in parts:
@@ -85,23 +85,23 @@ class RowImages:
                 opened += 1
                 if kind == "image":
                     content.append(part)
-                    found.append(open_image(source, name))
+                    media.append(open_image(source, name))
                 else:
-                    self._show(source, name, content, found)
-            shown.append({**message, "content": content})
+                    self._show(source, name, content, media)
+            template_messages.append({**message, "content": content})
         for kind, column, key, mark in (
             ("image", self.column, "data.image_key", PLACEHOLDER),
             ("video", self.video_column, "data.video_key", VIDEO_PLACEHOLDER),
         ):
-            if waiting[kind].wanted != waiting[kind].given:
+            if waiting[kind].requested != waiting[kind].available:
                 raise DataError(
-                    f"{where}: the prompt has {waiting[kind].wanted} {mark} and column {column!r} ({key}) has "
-                    f"{waiting[kind].given} {kind}s; write {mark} once for each {kind}, where it belongs."
+                    f"{where}: the prompt has {waiting[kind].requested} {mark} and column {column!r} ({key}) has "
+                    f"{waiting[kind].available} {kind}s; write {mark} once for each {kind}, where it belongs."
                 )
-        return shown, found
+        return template_messages, media
 
-    def _show(self, source: Any, name: str, content: list[Mapping[str, Any]], found: list[Image | Clip]) -> None:
-        """Append a video to the parts of a message, and its clips to what is found."""
+    def _show(self, source: Any, name: str, content: list[Mapping[str, Any]], media: list[Image | Clip]) -> None:
+        """Append a video to the parts of a message, and its clips to `media`."""
         from hybridrl.data.videos import open_video
 
         video = open_video(source, name)
@@ -114,7 +114,7 @@ class RowImages:
                 content.append({"type": "text", "text": text})
             if clip is not None:
                 content.append({"type": "video"})
-                found.append(clip)
+                media.append(clip)
 
     def expand(self, ids: Sequence[int], images: Sequence[Image | Clip], where: str) -> list[int]:
         """Return the prompt's token ids with as many placeholders as its images and clips have tokens.
@@ -123,7 +123,7 @@ class RowImages:
             DataError: see `repeats`.
         """
         times = self.repeats(ids, images, where)
-        return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
+        return [repeated for token, count in zip(ids, times, strict=True) for repeated in [token] * count]
 
     def repeats(self, ids: Sequence[int], images: Sequence[Image | Clip], where: str) -> list[int]:
         """Return how often each token occurs: placeholders as often as their images have tokens, others once.
@@ -143,9 +143,9 @@ class RowImages:
 
     def _check_kinds(self, ids: Sequence[int], images: Sequence[Image | Clip]) -> None:
         tokens = self.processor.media_tokens
-        wanted = [tokens[isinstance(one, Clip)] for one in images]
-        found = [token for token in ids if token in tokens]
-        if len(found) == len(wanted) and found != wanted:
+        expected = [tokens[isinstance(medium, Clip)] for medium in images]
+        actual = [token for token in ids if token in tokens]
+        if len(actual) == len(expected) and actual != expected:
             raise ValueError("the chat template writes images and videos in another order than the messages have them")
 
     def files(self, images: Sequence[Image | Clip], where: str) -> dict[str, Any]:
@@ -154,11 +154,11 @@ class RowImages:
         Raises:
             DataError: an image is damaged, or one of them is a video, which gateway agents cannot be shown.
         """
-        shown = [image for image in images if not isinstance(image, Clip)]
-        if len(shown) < len(images):
+        stills = [image for image in images if not isinstance(image, Clip)]
+        if len(stills) < len(images):
             raise DataError(f"{where} has a video, which gateway agents cannot be shown; leave the row out")
         try:
-            return {IMAGE_FILES: [file_of(image) for image in shown]}
+            return {IMAGE_FILES: [file_of(image) for image in stills]}
         except Exception as error:  # see `item`
             raise _damaged(where, error) from error
 
@@ -179,25 +179,25 @@ class _Waiting:
     """The images or videos of a row's column.
 
     Attributes:
-        given: how many there are.
-        wanted: how many were asked for.
+        available: how many there are.
+        requested: how many were asked for.
     """
 
     def __init__(self, column: Any) -> None:
         if column is not None and (isinstance(column, str | bytes | Mapping) or not isinstance(column, Sequence)):
             column = [column]
         self._entries = list(column or ())
-        self.given, self.wanted = len(self._entries), 0
+        self.available, self.requested = len(self._entries), 0
 
     @property
     def is_short(self) -> bool:
         """Whether more were asked for than there are."""
-        return self.wanted > self.given
+        return self.requested > self.available
 
     def next(self) -> Any:
         """The next one; None if there is none."""
-        self.wanted += 1
-        return None if self.is_short else self._entries[self.wanted - 1]
+        self.requested += 1
+        return None if self.is_short else self._entries[self.requested - 1]
 
 
 def _damaged(where: str, error: Exception) -> DataError:
@@ -256,7 +256,7 @@ def _parts(content: Any) -> Any:
         if not _PIECES.search(content):
             return content
         pieces = [piece for piece in _PIECES.split(content) if piece]
-        return [{"type": _KIND_OF[one]} if one in _KIND_OF else {"type": "text", "text": one} for one in pieces]
+        return [{"type": _KIND_OF[piece]} if piece in _KIND_OF else {"type": "text", "text": piece} for piece in pieces]
     if content is None:
         return content
     return [{name: value for name, value in part.items() if value is not None} for part in content]

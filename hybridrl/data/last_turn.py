@@ -78,7 +78,7 @@ def table_with_answers(table: Table, config: PromptConfig) -> Table:
 
 
 def prompt_hint(table: Table) -> str:
-    """What to do where the column of the prompt is missing; empty: nothing special."""
+    """Return the remedy for a missing prompt column; empty: nothing special."""
     if "messages" not in table.columns:
         return ""
     return (

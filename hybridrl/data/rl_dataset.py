@@ -137,25 +137,26 @@ class RLHFDataset(Dataset):
         if settings.ground_truth_key is not None:
             self.table = self.table.with_ground_truth(settings.ground_truth_key)
         self.left_out = left_out(self.table.columns)
-        self._taken = list(self.left_out)
-        if self._taken:
+        self._dropped_columns = list(self.left_out)
+        if self._dropped_columns:
             notify(
-                f"{key}: {', '.join(self._taken)}: a batch has columns of these names itself, so it does not "
+                f"{key}: {', '.join(self._dropped_columns)}: a batch has columns of these names itself, so it does not "
                 "carry those of the data; rename them if the reward function or an agent reads them"
             )
         read = (self.image_key, self.video_key)
-        others = [one for one in MEDIA_COLUMNS if one not in read]
+        others = [column for column in MEDIA_COLUMNS if column not in read]
         refuse_media(self.table, key, others if self._images is not None else [*read, *others])
         self._check_extra_info()
         self.table.check_ground_truths()
         if self._images is not None:  # what the model reads of the images travels, not the files
-            self._taken += [one for one in read if one in self.table.columns]
+            self._dropped_columns += [column for column in read if column in self.table.columns]
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
         if self.prompt_key in self.table.columns:
             values = self.column(self.prompt_key) if prompts is None else prompts
             if not any(isinstance(value, str) for value in values):
-                self._taken.append(self.prompt_key)  # messages are in raw_prompt; text stays, for reward functions
+                # messages are in raw_prompt; text stays, for reward functions
+                self._dropped_columns.append(self.prompt_key)
         self._tokens: TokenCache | None = None
         self._fields: FieldNotice | None = FieldNotice(tokenizer, key)
         if settings.filter_overlong_prompts or settings.truncation == "error" or self._images is not None:
@@ -266,9 +267,9 @@ class RLHFDataset(Dataset):
             return self.apply_chat_template_kwargs
         from hybridrl.agents.tools.load import selected_tools
 
-        schemas = {one["function"]["name"]: one for one in self.tool_schemas}
-        chosen = selected_tools(self.table[index].get("extra_info"), list(schemas))
-        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in chosen]}
+        schemas = {schema["function"]["name"]: schema for schema in self.tool_schemas}
+        selected = selected_tools(self.table[index].get("extra_info"), list(schemas))
+        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in selected]}
 
     # The dataset
 
@@ -280,9 +281,9 @@ class RLHFDataset(Dataset):
         row = self.table[index]
         messages = self._checked(index, row)
         ids = self._tokens.get(item) if self._tokens is not None else None
-        shown, images = self._placed(index, row, messages)
+        template_messages, images = self._placed(index, row, messages)
         if ids is None:
-            ids = self._encoded([shown], [images], [index])[0]
+            ids = self._encoded([template_messages], [images], [index])[0]
         if self.config.truncation != "error" and not images:
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
         more: dict[str, Any] = {}
@@ -290,9 +291,15 @@ class RLHFDataset(Dataset):
             where = self.table.locate(index)
             files = self._images.files(images, where) if self.keeps_image_files else {}
             more = self._images.item(ids, images, where) | files
-        for name in self._taken:
+        for name in self._dropped_columns:
             row.pop(name, None)
-        return {**row, "input_ids": ids, "raw_prompt": _without_images(messages, shown), "index": index, **more}
+        return {
+            **row,
+            "input_ids": ids,
+            "raw_prompt": _without_images(messages, template_messages),
+            "index": index,
+            **more,
+        }
 
     @property
     def pad_token_id(self) -> int:
@@ -302,7 +309,7 @@ class RLHFDataset(Dataset):
     @property
     def columns(self) -> list[str]:
         """The columns that an item keeps. Reward functions receive them by name."""
-        return [name for name in self.table.columns if name not in self._taken]
+        return [name for name in self.table.columns if name not in self._dropped_columns]
 
     @property
     def has_videos(self) -> bool:
@@ -353,7 +360,7 @@ class RLHFDataset(Dataset):
 
     def _check_extra_info(self) -> None:
         values = self.table.column("extra_info") if "extra_info" in self.table.columns else []
-        replaced = [name for name in _ADDED_INFO if any(isinstance(one, Mapping) and name in one for one in values)]
+        replaced = [name for name in _ADDED_INFO if any(isinstance(info, Mapping) and name in info for info in values)]
         if replaced:
             notify(
                 f"{self.key}: extra_info has {' and '.join(replaced)}, which reward functions get from the rollout "
@@ -433,7 +440,7 @@ class RLHFDataset(Dataset):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """What messages may hold."""
+        """The kinds of content that messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
     def _placed(
@@ -444,7 +451,7 @@ class RLHFDataset(Dataset):
 
     def _encoded(
         self,
-        shown: list[list[Message]],
+        conversations: list[list[Message]],
         images: Sequence[Sequence[Image | Clip]],
         indices: Sequence[int],
         *tokenizer: PreTrainedTokenizerBase,
@@ -453,7 +460,7 @@ class RLHFDataset(Dataset):
 
         A prompt with images whose text is much too long stays as it is. It is left out or refused.
         """
-        encoded = self.encode_prompts(shown, indices, *tokenizer)
+        encoded = self.encode_prompts(conversations, indices, *tokenizer)
         if self._images is None:
             return encoded
         limit = 2 * self.config.max_prompt_length
@@ -466,7 +473,7 @@ class RLHFDataset(Dataset):
     def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt, and drop or refuse those that are too long."""
         limit, dropped = self.config.max_prompt_length, self.config.filter_overlong_prompts
-        cache, kept, overlong = TokenCache(), [], []
+        cache, rows, overlong = TokenCache(), [], []
         refused: list[tuple[int, int]] = []
         for indices, sequences, has_images in self._encoded_chunks(prompts):
             fitting = [number for number, ids in enumerate(sequences) if len(ids) <= limit]
@@ -476,7 +483,7 @@ class RLHFDataset(Dataset):
             if not dropped:
                 fitting = list(range(len(sequences)))
             cache.add([sequences[number] for number in fitting])
-            kept += [indices[number] for number in fitting]
+            rows += [indices[number] for number in fitting]
         if self.config.truncation == "error":
             refused = overlong
         if overlong and dropped:
@@ -488,7 +495,7 @@ class RLHFDataset(Dataset):
             raise self._too_long(refused)
         cache.freeze()
         self._tokens = cache
-        self._rows = np.asarray(kept, dtype=np.int64)
+        self._rows = np.asarray(rows, dtype=np.int64)
 
     def _too_long(self, rows: Sequence[tuple[int, int]]) -> DataError:
         """The error for rows, each with the length of its prompt, that are neither left out nor truncated."""
@@ -527,8 +534,9 @@ class RLHFDataset(Dataset):
             for index in indices:
                 row = self.table[index]
                 placed.append(self._placed(index, row, self._checked(index, row)))
-            shown, images = [one for one, _ in placed], [one for _, one in placed]
-            return indices, self._encoded(shown, images, indices, own.tokenizer), [bool(one) for one in images]
+            conversations, images = [messages for messages, _ in placed], [media for _, media in placed]
+            has_images = [bool(media) for media in images]
+            return indices, self._encoded(conversations, images, indices, own.tokenizer), has_images
 
         workers = self.config.filter_overlong_prompts_workers
         starts = range(0, len(self._rows), _CHUNK)
@@ -559,10 +567,10 @@ def _row_images(processor: ImageProcessor | None, config: Any) -> RowImages | No
     return RowImages(processor, config.image_key, config.video_key)
 
 
-def _without_images(messages: list[Message], shown: list[Message]) -> list[Message]:
+def _without_images(messages: list[Message], template_messages: list[Message]) -> list[Message]:
     """The messages for reward functions: as they are, but those of parts without their images."""
-    pairs = zip(messages, shown, strict=True)
-    return [own if isinstance(own.get("content"), str | None) else one for own, one in pairs]
+    pairs = zip(messages, template_messages, strict=True)
+    return [own if isinstance(own.get("content"), str | None) else stripped for own, stripped in pairs]
 
 
 class _WithDefaults:

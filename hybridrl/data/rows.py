@@ -1,4 +1,4 @@
-"""What all datasets share: which rows are used, in which order, and what pads them."""
+"""The rows of every dataset: which are used, in which order, and the token that pads them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class SFTDataset(ConversationDataset):
             self._columns = {}  # messages are read again for their images alone
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
         self._fields.tell()
-        self._tell_of_cuts()
+        self._warn_of_cuts()
         if self._empty:
             notify(
                 f"{key}: {self._empty} of {len(self)} rows have an empty turn of the assistant, of which nothing but "
@@ -151,9 +151,9 @@ class SFTDataset(ConversationDataset):
         """The entry of a column's mappings that `data.<key>` leads to."""
         for name in self.config[key]:
             if not isinstance(value, Mapping) or name not in value:
-                found = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is no mapping"
+                actual = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is no mapping"
                 raise DataError(
-                    f"{self.table.locate(index)}: data.{key}={self.config[key]}: column {column!r} {found}, and "
+                    f"{self.table.locate(index)}: data.{key}={self.config[key]}: column {column!r} {actual}, and "
                     f"{name!r} is looked for in it."
                 )
             value = value[name]
@@ -162,7 +162,7 @@ class SFTDataset(ConversationDataset):
     def _tokenize(self, conversations: list[list[Message]], start: int) -> None:
         turns: list[list[int]] = []
         weights: list[list[float]] = []
-        shown: list[list[Message]] = []
+        stripped: list[list[Message]] = []
         for number, messages in enumerate(conversations):
             weighted = [(turn, self._weight(message, turn, start + number)) for turn, message in enumerate(messages)]
             turns.append([turn for turn, _ in weighted if messages[turn]["role"] == "assistant"])
@@ -172,16 +172,16 @@ class SFTDataset(ConversationDataset):
                     f"{self.locate(start + number)}: no turn of the assistant is trained on (train is false or "
                     "weight is 0 in all of them), so there is nothing to learn. Leave the row out."
                 )
-            said = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
-            self._empty += any(not str(m.get("content") or "").strip() for m in said)
-            shown.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
-            self._fields.add(shown[-1])
-        items = range(start, start + len(shown))
-        for number, (ids, turn_of) in enumerate(self.tokenize(shown, items, turns.__getitem__)):
+            answers = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
+            self._empty += any(not str(m.get("content") or "").strip() for m in answers)
+            stripped.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
+            self._fields.add(stripped[-1])
+        items = range(start, start + len(stripped))
+        for number, (ids, turn_of) in enumerate(self.tokenize(stripped, items, turns.__getitem__)):
             self._append(ids, np.asarray(weights[number], dtype=np.float32)[turn_of], start + number)
 
     def _weight(self, message: Message, turn: int, item: int) -> float:
-        """What the loss of a message's tokens is multiplied by.
+        """Return the factor of the loss of a message's tokens.
 
         Raises:
             DataError: the message says something else than a weight.
@@ -247,8 +247,8 @@ class SFTDataset(ConversationDataset):
         self._ids.append(ids)
         self._weights.append(weights)
 
-    def _tell_of_cuts(self) -> None:
-        """Say how many conversations were cut, and how many of them have nothing left to learn.
+    def _warn_of_cuts(self) -> None:
+        """Report how many conversations were cut, and how many of them have nothing left to learn.
 
         Raises:
             DataError: none has anything left to learn.
@@ -257,14 +257,14 @@ class SFTDataset(ConversationDataset):
             return
         idle = sum(not (weights[1:] > 0).any() for weights in self._weights)  # nothing is before the first token
         limit, side = self.config.max_length, self.config.truncation
-        said = (
+        message = (
             f"{self.key}: {self._cut} of {len(self._ids)} conversations are longer than data.max_length={limit} tokens "
             f"and were cut (data.truncation={side})"
         )
         if idle == len(self._ids):
-            raise DataError(f"{said}, and no turn of the assistant is left in any of them. Raise data.max_length.")
-        left = f"; in {idle} of them no turn of the assistant is left, so nothing is learned from these"
-        notify(said + left * bool(idle), "warning" if idle else "notice")
+            raise DataError(f"{message}, and no turn of the assistant is left in any of them. Raise data.max_length.")
+        idle_note = f"; in {idle} of them no turn of the assistant is left, so nothing is learned from these"
+        notify(message + idle_note * bool(idle), "warning" if idle else "notice")
 
     def _check_end_of_turn(self) -> None:
         """Warn once if no assistant turn ends in the EOS token, because a model trained this way may never stop."""

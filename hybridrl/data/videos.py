@@ -55,17 +55,17 @@ class VideoFile:
 
     def frames(self, indices: Sequence[int]) -> list[Image]:
         """See `FrameSource.frames`."""
-        wanted = set(indices)
-        found: dict[int, Image] = {}
+        requested = set(indices)
+        frames: dict[int, Image] = {}
         with self._opened() as container:
             for number, frame in enumerate(container.decode(video=0)):
-                if number in wanted:
-                    found[number] = frame.to_image()
+                if number in requested:
+                    frames[number] = frame.to_image()
                 if number >= indices[-1]:
                     break
-        if missing := wanted - found.keys():
+        if missing := requested - frames.keys():
             raise ValueError(f"it has {self.count} frames by its header, and frame {min(missing)} is not there")
-        return [found[index] for index in indices]
+        return [frames[index] for index in indices]
 
     def _opened(self) -> Any:
         import av
@@ -129,7 +129,7 @@ def _frames(source: Any, where: str) -> list[Image]:
     if not isinstance(source, Sequence | np.ndarray) or isinstance(source, str | bytes) or not len(source):
         kind = "missing" if source is None else type(source).__name__
         raise DataError(f"{where}: it is {kind}; give {_FORMS}.")
-    images = [open_image(one, f"{where}, frame {number}") for number, one in enumerate(source)]
-    if sizes := {one.size for one in images} - {images[0].size}:
+    images = [open_image(frame, f"{where}, frame {number}") for number, frame in enumerate(source)]
+    if sizes := {frame.size for frame in images} - {images[0].size}:
         raise DataError(f"{where}: its frames are of different sizes, {images[0].size} and {min(sizes)}.")
     return images

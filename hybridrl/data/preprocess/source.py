@@ -1,4 +1,4 @@
-"""What the preprocessing scripts share: reading a source, writing rows, the command line."""
+"""Shared parts of the preprocessing scripts: reading a source, writing rows, the command line."""
 
 from __future__ import annotations
 
