@@ -72,10 +72,10 @@ class RemoteSandbox(Sandbox):
     def check(self) -> str:
         """Run a small program, with a single attempt."""
         once = RemoteSandbox(self.url, self.limits, self.slots.count, 1, 10.0, 0.0, self._token)
-        found = once.run(Program("print(6 * 7)"))
-        if found.output.strip() != "42":
+        result = once.run(Program("print(6 * 7)"))
+        if result.output.strip() != "42":
             raise SandboxError(
-                f"{self.url}: a program that prints 42 printed {found.output[:100]!r} {found.errors[-200:]}"
+                f"{self.url}: a program that prints 42 printed {result.output[:100]!r} {result.errors[-200:]}"
             )
         return ""
 
@@ -92,7 +92,7 @@ class RemoteSandbox(Sandbox):
 
 
 def _own_failure(answer: Mapping[str, Any]) -> str | None:
-    """What the server says of a failure of its own."""
+    """Return the server's report of a failure of its own; None if it has none."""
     if answer.get("status") != "SandboxError":
         return None
     return f"it reports a failure of its own: {str(answer.get('message'))[:300]}"
@@ -114,7 +114,7 @@ def _request_of(program: Program, limits: Limits) -> dict[str, Any]:
 
 
 def _ended(answer: Mapping[str, Any], program: Program, url: str) -> Ended:
-    """What an answer says.
+    """Convert an answer of the server.
 
     Raises:
         SandboxError: it is none of this API.
@@ -126,9 +126,9 @@ def _ended(answer: Mapping[str, Any], program: Program, url: str) -> Ended:
                 raise ValueError("no run_result")
             ran = compiled
         else:
-            found = _part(result)
-            assert found is not None
-            ran = found
+            part = _part(result)
+            assert part is not None
+            ran = part
         files = {
             str(path): base64.b64decode(text) for path, text in (answer.get("files") or {}).items() if text is not None
         }
