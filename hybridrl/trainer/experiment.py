@@ -1,4 +1,4 @@
-"""What defines an experiment besides its algorithm: models, training data, reward, tools, environments, user code.
+"""The definition of an experiment besides its algorithm: models, training data, reward, tools, environments, user code.
 
 A checkpoint holds a digest of each setting that takes part. Where a setting names a file or a model, its content counts
 and its place does not, so that a resumed run notices an edited file, and takes a moved one for what it was.

@@ -27,38 +27,38 @@ class PhasePeaks:
     ) -> None:
         self._groups = [(group, phases) for group, phases in groups if hasattr(group, "pop_memory_peaks")]
         self._expected: dict[str, float] = {}
-        if forecast is not None and all(one is not None for one in forecast.roles.values()):
+        if forecast is not None and all(role is not None for role in forecast.roles.values()):
             self._expected = {phase: size / GIB for phase, size in forecast.phases().items() if phase not in apart}
 
     def measure(self) -> dict[str, float]:
         """Return the peak in GiB of each phase since the last call, by phase, and compare it with the forecast."""
-        found: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for group, phases in self._groups:
             for peaks in group.pop_memory_peaks():
                 for method, peak in peaks.items():
                     phase = phases.get(method, method)
-                    found[phase] = max(peak, found.get(phase, 0.0))
-        self.compare(found)
-        return found
+                    largest[phase] = max(peak, largest.get(phase, 0.0))
+        self.compare(largest)
+        return largest
 
-    def compare(self, found: Mapping[str, float]) -> None:
+    def compare(self, peaks: Mapping[str, float]) -> None:
         """Tell once, if a phase took more than a tenth above its forecast.
 
         Every step is looked at, because the optimizer's state is there from the second one on.
 
         Args:
-            found: peaks in GiB by phase.
+            peaks: peaks in GiB by phase.
         """
         above = {
             phase: peak / self._expected[phase]
-            for phase, peak in found.items()
+            for phase, peak in peaks.items()
             if peak > _ALLOWED * self._expected.get(phase, float("inf"))
         }
         if not above:
             return
         phase = max(above, key=lambda name: above[name])
         notify(
-            f"the phase {phase} took {found[phase]:.3g} GiB, {above[phase]:.2f} times the forecast of "
+            f"the phase {phase} took {peaks[phase]:.3g} GiB, {above[phase]:.2f} times the forecast of "
             f"{self._expected[phase]:.3g} GiB, so longer sequences may need more than the forecast says. "
             "hybridrl forecast prints its parts",
             "warning",

@@ -50,12 +50,12 @@ class StepProfiler:
         if config.tool is None or not config.steps:
             return
         for role in roles:
-            wanted, group = role.settings, role.group
-            if not wanted.enable or not (wanted.all_ranks or wanted.ranks):
+            settings, group = role.settings, role.group
+            if not settings.enable or not (settings.all_ranks or settings.ranks):
                 continue
-            if wrong := [rank for rank in wanted.ranks if not 0 <= rank < group.world_size]:
+            if wrong := [rank for rank in settings.ranks if not 0 <= rank < group.world_size]:
                 raise UserError(
-                    f"{role.where}.ranks={wanted.ranks}: {role.name} has the ranks 0 to {group.world_size - 1}, not "
+                    f"{role.where}.ranks={settings.ranks}: {role.name} has the ranks 0 to {group.world_size - 1}, not "
                     f"{wrong}"
                 )
             if config.tool in _NEED_GPU and "cpu" in group.device_name():

@@ -69,10 +69,10 @@ class OutputFile:
         self.settings = dict(settings)
         self.fields = _fields(key, log_probs)
         self.folder = parts_folder(path)
-        taken = [name for name in self.fields if name in rows.column_names]
-        if taken:
+        clashing = [name for name in self.fields if name in rows.column_names]
+        if clashing:
             raise UserError(
-                f"data.path has a column {taken[0]!r} already, which the responses would replace; set "
+                f"data.path has a column {clashing[0]!r} already, which the responses would replace; set "
                 f"data.response_key to another name than {key!r}"
             )
         self.is_complete = self._look_at_output(overwrite)

@@ -98,9 +98,9 @@ class ClusterResponder:
         keep = self.config.data.log_probs
         log_probs: torch.Tensor | None = tensors["rollout_log_probs"] if keep else None
         n = self.config.data.n_samples
-        found: list[list[Response]] = [[] for _ in prompt_tokens]
+        responses: list[list[Response]] = [[] for _ in prompt_tokens]
         for row, (ids, text) in enumerate(zip(tokens, texts, strict=True)):
-            found[row // n].append(
+            responses[row // n].append(
                 Response(
                     text=text,
                     finish_reason=self.endings.reason(ids),
@@ -110,7 +110,7 @@ class ClusterResponder:
                     log_probs=log_probs[row, : len(ids)].tolist() if log_probs is not None else None,
                 )
             )
-        return found
+        return responses
 
 
 class EndpointResponder:
@@ -160,19 +160,19 @@ class EndpointResponder:
         self.in_flight = 1 + -(-rollout.openai.max_concurrency // waiting)  # keeps slots busy at a part's end
 
     def respond(self, items: Sequence[int]) -> list[list[Response]]:
-        n, asked = self.config.data.n_samples, []
+        n, requests = self.config.data.n_samples, []
         for item in items:
             for sample in range(n):
-                asked.append((item, self._ask(item, sample)))
-        found: list[list[Response]] = [[] for _ in items]
-        for number, (item, future) in enumerate(asked):
+                requests.append((item, self._ask(item, sample)))
+        responses: list[list[Response]] = [[] for _ in items]
+        for number, (item, future) in enumerate(requests):
             try:
                 reply: EndpointResponse = future.result()
             except UserError as error:
-                for _, other in asked:
+                for _, other in requests:
                     other.cancel()
                 raise UserError(f"{self._table.locate(int(self._index[item]))}: {error}") from error
-            found[number // n].append(
+            responses[number // n].append(
                 Response(
                     text=reply.text,
                     finish_reason=reply.finish_reason,
@@ -182,7 +182,7 @@ class EndpointResponder:
                     log_probs=reply.log_probs,
                 )
             )
-        return found
+        return responses
 
     def _ask(self, item: int, sample: int) -> Any:
         sampling = sampling_of(self.config.actor_rollout_ref.rollout, int(self._index[item]), sample)

@@ -115,12 +115,12 @@ def _answered(responder: Responder, output: OutputFile, numbers: list[int]) -> I
         for number in numbers:
             yield number, responder.respond(output.rows_of(number))
         return
-    left = iter(numbers)
+    remaining = iter(numbers)
     running: dict[Future[Any], int] = {}
     with _threads(responder.in_flight) as threads:
 
         def begin() -> None:
-            number = next(left, None)
+            number = next(remaining, None)
             if number is not None:
                 running[threads.submit(responder.respond, output.rows_of(number))] = number
 

@@ -18,7 +18,7 @@ _SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Totals:
-    """What the loss of some rows is normalised by.
+    """Normalisers of the loss of some rows.
 
     Attributes:
         tokens: trained tokens.
@@ -56,14 +56,14 @@ def as_responses(batch: DataProto, pairs: bool = False) -> DataProto:
     """
     tensors = {name: batch.batch[name] for name in _SEQUENCE}
     tensors["response_mask"] = batch.batch["loss_mask"][:, 1:].contiguous()
-    given = batch.batch.keys()
-    if "loss_weight" in given:
+    columns = batch.batch.keys()
+    if "loss_weight" in columns:
         tensors[LOSS_WEIGHTS] = batch.batch["loss_weight"][:, 1:].contiguous()
     if pairs:
         tensors[NLL_WEIGHTS] = torch.tensor([1.0, 0.0]).repeat(len(batch) // 2)
-    if MARGINS in given:
+    if MARGINS in columns:
         tensors[MARGINS] = batch.batch[MARGINS]
-    images = {name: one for name, one in batch.non_tensor_batch.items() if name == MULTI_MODAL_INPUTS}
+    images = {name: values for name, values in batch.non_tensor_batch.items() if name == MULTI_MODAL_INPUTS}
     return DataProto.from_dict(tensors=tensors, non_tensors=images)
 
 

@@ -115,7 +115,7 @@ class SupervisedTrainer:
         return {"pad_token_id": self.train_loader.dataset.pad_token_id}  # type: ignore[attr-defined]
 
     def _made_of(self) -> dict[str, Any]:
-        """What the log-probabilities of the reference depend on, other than the data."""
+        """Return the settings that the reference's log-probabilities depend on, other than the data."""
         config = self.config
         return {"identity": self.identity, "model": as_dict(config.model), "dtype": config.engine.dtype}
 
@@ -211,15 +211,17 @@ class SupervisedTrainer:
             return
         if self._val_totals is None:
             self._val_totals = sum((Totals.of(self.rows_of(batch)) for batch in self.val_loader), Totals())
-        found = []
+        results = []
         with run.phase("testing"):
             for loaded in self.val_loader:
                 batch = normalise(self.rows_of(loaded), self._val_totals)
                 self._add_reference(batch, loaded, "val")
-                found.append(_merged(self.group.evaluate(self._arranged(batch, self._val_totals)).meta_info["metrics"]))
+                results.append(
+                    _merged(self.group.evaluate(self._arranged(batch, self._val_totals)).meta_info["metrics"])
+                )
         peaks = self.peaks.measure().values()  # the reference computes within this phase, too
         metrics = {"timing_s/testing": run.timing["testing"], **as_metrics({"testing": max(peaks)} if peaks else {})}
-        run.report({**reduce_to_floats(merge_metrics(found)), **metrics})
+        run.report({**reduce_to_floats(merge_metrics(results)), **metrics})
 
     def restore(self) -> None:
         """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says."""
@@ -247,4 +249,4 @@ def _numbers(batch: DataProto) -> list[int]:
 
 
 def _merged(of_ranks: Mapping[str, Iterable[Metric]]) -> dict[str, Metric]:
-    return merge_metrics({name: metric} for name, found in of_ranks.items() for metric in found)
+    return merge_metrics({name: metric} for name, metrics in of_ranks.items() for metric in metrics)
