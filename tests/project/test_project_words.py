@@ -37,31 +37,27 @@ EMPTY_WORDS = frozenset(
         "counted",
     ]
 )
+#: the answers of a preference pair are `chosen` and `rejected` wherever such data is described
+PAIR_FILES = ("data/preference_dataset.py",)
 #: Packages whose names have not been read again yet: how many empty names are left, and how many docstrings that begin
 #: with What or How. A number may only fall. A package that is not listed has none.
 LEFT_NAMES = {
-    "": 12,
-    "config": 76,
-    "data": 88,
+    "config": 3,
     "hybrid_engine": 5,
     "models": 7,
-    "observe": 1,
     "reward": 155,
     "rollout": 1,
-    "sandbox": 23,
-    "trainer": 204,
-    "utils": 46,
+    "trainer": 163,
+    "utils": 13,
     "workers": 10,
 }
 LEFT_DOCSTRINGS = {
-    "": 4,
-    "config": 19,
-    "data": 10,
+    "": 2,
+    "config": 1,
     "models": 3,
     "reward": 30,
-    "sandbox": 13,
-    "trainer": 30,
-    "utils": 16,
+    "trainer": 20,
+    "utils": 6,
 }
 
 
@@ -121,7 +117,7 @@ def test_names_say_what_they_hold() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for package, path, tree in modules():
         for name, line in bound_names(tree):
-            if name in EMPTY_WORDS:
+            if name in EMPTY_WORDS and not (name == "chosen" and str(path.relative_to(PACKAGE)) in PAIR_FILES):
                 places[package].append(f"{path.relative_to(PACKAGE)}:{line} {name}")
     for package, lines in places.items():
         assert len(lines) <= LEFT_NAMES.get(package, 0), f"names without a meaning in {package or 'hybridrl'}: {lines}"
