@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hybridrl.agents.agents import Agents, kwargs_of
-from hybridrl.agents.session import META, Attempt, Spent, Task, run_attempt
+from hybridrl.agents.session import META, Attempt, OutputCost, Task, run_attempt
 from hybridrl.agents.workers.pool import SessionPool
 from hybridrl.agents.workers.setup import setup_of
 from hybridrl.config.checks.agents import MAX_AGENTS, MAX_SESSIONS
@@ -213,10 +213,10 @@ class _Counts:
     """Counts and costs of the sessions since the previous metrics."""
 
     def __init__(self) -> None:
-        self._costs: list[Spent] = []
+        self._costs: list[OutputCost] = []
         self._retried = self._failed = 0
 
-    def add(self, cost: Spent) -> None:
+    def add(self, cost: OutputCost) -> None:
         self._costs.append(cost)
 
     def failed(self, again: bool) -> None:

@@ -120,8 +120,8 @@ class FieldNotice:
         for name in names:
             self._rows[name] = self._rows.get(name, 0) + 1
 
-    def tell(self, reason: str = "") -> None:
-        """Say which fields have no effect, and in how many rows."""
+    def warn(self, reason: str = "") -> None:
+        """Report which fields have no effect, and in how many rows."""
         if not self._rows:
             return
         counts = ", ".join(f"{name!r} ({count} rows)" for name, count in sorted(self._rows.items()))

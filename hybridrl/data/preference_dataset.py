@@ -17,11 +17,11 @@ from hybridrl.models.chat import (
     Message,
     Tokens,
     as_messages,
+    check_messages,
+    check_prompt,
     encode,
     encode_with_offsets,
     exceeds,
-    fault_in_messages,
-    fault_in_prompt,
     first_part,
 )
 from hybridrl.notify import notify
@@ -145,8 +145,8 @@ class PreferenceDataset(ConversationDataset):
         for start in range(0, len(self._rows), _CHUNK):
             rows += self._add(range(start, min(start + _CHUNK, len(self._rows))))
         self._raise_refused()
-        self._fields.tell()
-        self._tell(total=len(self._rows))
+        self._fields.warn()
+        self._report_counts(total=len(self._rows))
         self._rows = self._rows[rows]
         self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
 
@@ -262,21 +262,31 @@ class PreferenceDataset(ConversationDataset):
             )
         return chosen, rejected
 
+    def _answer(self, index: int, value: Any) -> Conversation:
+        """The messages of a column with answers: an answer alone, or a conversation that ends with it.
+
+        Raises:
+            ValueError: they are none; the text is a clause about the value.
+        """
+        if isinstance(value, str):
+            answer: Conversation = [{"role": "assistant", "content": value}]
+            check_messages(answer)
+            return answer
+        check_messages(value, self.kinds)
+        answer = as_messages(value, has_padding=self.table.has_padding(index))
+        if answer[-1]["role"] != "assistant":
+            raise ValueError(f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'")
+        return answer
+
     def _conversation(self, index: int, column: str, value: Any) -> Conversation:
         """The prompt and one of its answers as messages."""
         where = self.table.locate(index)
         if value is None:
             raise DataError(f"{where}: column {column!r} has no answer; fill it in, or remove the row.")
-        if isinstance(value, str):
-            answer: Conversation = [{"role": "assistant", "content": value}]
-            fault = fault_in_messages(answer)
-        else:
-            fault = fault_in_messages(value, self.kinds)
-            answer = [] if fault else as_messages(value, has_padding=self.table.has_padding(index))
-            if not fault and answer[-1]["role"] != "assistant":
-                fault = f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'"
-        if fault:
-            raise DataError(f"{where}: column {column!r} cannot be used as an answer: {fault}.")
+        try:
+            answer = self._answer(index, value)
+        except ValueError as error:
+            raise DataError(f"{where}: column {column!r} cannot be used as an answer: {error}.") from None
         if answer[0]["role"] != "assistant":
             return as_messages(answer, self.config.system_prompt)
         if len(answer) > 1 and self.config.prompt_key not in self._columns:
@@ -294,11 +304,12 @@ class PreferenceDataset(ConversationDataset):
             f"or write whole conversations into {column!r}.",
         )
         prompt = self._columns[name][index]
-        fault = fault_in_prompt(prompt, self.kinds)
-        if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            fault = "its last message is of the assistant, and the answer would follow it"
-        if fault:
-            raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {fault}.")
+        try:
+            check_prompt(prompt, self.kinds)
+            if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+                raise ValueError("its last message is of the assistant, and the answer would follow it")
+        except ValueError as error:
+            raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {error}.") from None
         padded = self.table.has_padding(index)
         return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), *answer]
 
@@ -389,7 +400,7 @@ class PreferenceDataset(ConversationDataset):
         self._cut += 1
         return first, second
 
-    def _tell(self, total: int) -> None:
+    def _report_counts(self, total: int) -> None:
         """Say how many pairs were left out or cut.
 
         Raises:

@@ -26,9 +26,9 @@ from hybridrl.models.chat import (
     TEXT_AND_IMAGES,
     Message,
     as_messages,
+    check_messages,
+    check_prompt,
     encode,
-    fault_in_messages,
-    fault_in_prompt,
 )
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import left_out
@@ -163,7 +163,7 @@ class RLHFDataset(Dataset):
             self._tokenize(prompts)
         else:
             self._render_all(prompts)
-        self._fields.tell()
+        self._fields.warn()
         self._fields = None
         if not len(self._rows):
             raise DataError(
@@ -406,19 +406,23 @@ class RLHFDataset(Dataset):
             DataError: it has none, or they have the wrong form; the error names the row.
         """
         if not self._builds_messages():
-            fault = fault_in_prompt(row[self.config.prompt_key], self._kinds)
-            if fault:
-                column = self.config.prompt_key
-                raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
+            column = self.config.prompt_key
+            try:
+                check_prompt(row[column], self._kinds)
+            except ValueError as error:
+                raise DataError(
+                    f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {error}."
+                ) from None
             return self._normal(index, self.build_messages(row))
         who = f"{self.table.locate(index)}: build_messages of {type(self).__name__}"
         try:
             messages = self.build_messages(row)
         except Exception as error:
             raise DataError(f"{who} failed: {type(error).__name__}: {error}") from error
-        fault = fault_in_messages(messages, self._kinds)
-        if fault:
-            raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
+        try:
+            check_messages(messages, self._kinds)
+        except ValueError as error:
+            raise DataError(f"{who} returned what cannot be used as a prompt: {error}.") from None
         return self._normal(index, messages)
 
     def _normal(self, index: int, messages: Sequence[Message]) -> list[Message]:

@@ -11,7 +11,7 @@ import numpy as np
 from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, Tokens, as_messages, exceeds, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import Message, Tokens, as_messages, check_messages, check_prompt, exceeds
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SFTDataset(ConversationDataset):
         if self._images is None:
             self._columns = {}  # messages are read again for their images alone
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
-        self._fields.tell()
+        self._fields.warn()
         self._warn_of_cuts()
         if self._empty:
             notify(
@@ -118,32 +118,39 @@ class SFTDataset(ConversationDataset):
         if "messages_key" not in self._columns:
             return self._from_prompt_and_response(index)
         value = self._columns["messages_key"][index]
-        fault = fault_in_messages(value, self.kinds)
-        if fault is None and not any(message["role"] == "assistant" for message in value):
-            fault = "it has no message of role 'assistant', so there is nothing to learn"
-        if fault:
+        try:
+            check_messages(value, self.kinds)
+            if not any(message["role"] == "assistant" for message in value):
+                raise ValueError("it has no message of role 'assistant', so there is nothing to learn")
+        except ValueError as error:
             raise DataError(
                 f"{self.table.locate(index)}: column {self.config.messages_key!r} cannot be used as a conversation: "
-                f"{fault}."
-            )
+                f"{error}."
+            ) from None
         return as_messages(value, self.config.system_prompt, has_padding=self.table.has_padding(index))
 
     def _from_prompt_and_response(self, index: int) -> list[Message]:
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
         prompt = self._inside(index, self._columns["prompt_key"][index], prompt_key, "prompt_dict_keys")
         response = self._inside(index, self._columns["response_key"][index], response_key, "response_dict_keys")
-        fault = fault_in_prompt(prompt, self.kinds)
-        if fault:
-            raise DataError(f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {fault}.")
+        try:
+            check_prompt(prompt, self.kinds)
+        except ValueError as error:
+            raise DataError(
+                f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {error}."
+            ) from None
         if not isinstance(response, str) or not response:
             kind = "empty" if response == "" else "missing" if response is None else type(response).__name__
             raise DataError(
                 f"{self.table.locate(index)}: column {response_key!r} must be text that is not empty; it is {kind}."
             )
         answer: Message = {"role": "assistant", "content": response}
-        fault = fault_in_messages([answer])
-        if fault:
-            raise DataError(f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {fault}.")
+        try:
+            check_messages([answer])
+        except ValueError as error:
+            raise DataError(
+                f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {error}."
+            ) from None
         padded = self.table.has_padding(index)
         return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), answer]
 

@@ -78,7 +78,7 @@ def main() -> None:
     if reason and not limits["unisolated"]:
         os._exit(126)
     before = _shortages(limits["counters"])
-    limits["tell"] = lambda message: send(limits["report"], report | message)
+    limits["send_message"] = lambda message: send(limits["report"], report | message)
     end = _supervised(program, limits, way, reason, ended)
     if "failed" not in end:
         _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
@@ -113,7 +113,7 @@ def _supervised(
             _report_failure(limits, error)
     os.close(write)
     watch = Watch(child, inner, ask, limits["wall_s"], bool(reason))
-    end = watch.wait(ended, limits["tell"])
+    end = watch.wait(ended, limits["send_message"])
     if reason and uid is not None:
         _end_user(uid)
     end_descendants()
@@ -141,14 +141,14 @@ def _report_failure(limits: dict[str, Any], error: BaseException) -> None:
     os._exit(126)
 
 
-def _join(group: str | None, tell: Callable[[str], None]) -> None:
+def _join(group: str | None, report: Callable[[str], None]) -> None:
     """Enter the control group of the program, which what is started from here on inherits; exit where that fails."""
     if group is not None:
         try:
             with open(f"{group}/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))
         except OSError as error:
-            tell(f"the control group {group} cannot be joined: {error}")
+            report(f"the control group {group} cannot be joined: {error}")
             os._exit(126)
 
 

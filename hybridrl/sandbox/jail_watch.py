@@ -26,7 +26,7 @@ def send(descriptor: int, message: dict[str, Any]) -> None:
 
 
 class Watch:
-    """Waits for the program's end, as the process that knows tells it.
+    """Waits for the program's end, which another process reports.
 
     Args:
         child: the first process of the namespaces, or without namespaces the program.
@@ -42,12 +42,12 @@ class Watch:
         self._rest = b""
         self.started: float | None = None
 
-    def wait(self, ended: list[int], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def wait(self, ended: list[int], report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """The program's end, or `failed`.
 
         Args:
             ended: gets an item where this process is asked to end the program.
-            tell: sends a message to the caller: that the program has started, or gets more time.
+            report: sends a message to the caller: that the program has started, or gets more time.
         """
         begin = last = time.monotonic()
         checking, until = False, begin + _SETUP_S
@@ -64,7 +64,7 @@ class Watch:
                 return {"failed": "the sandbox was asked to end the program"}
             if self.started is None and "started" in self._reports:
                 self.started, until = now, now + self._wall_s
-                tell({"started": True})
+                report({"started": True})
             if now >= until and self.started is None:
                 return {"failed": f"the program did not start within {_SETUP_S:g} s"}
             if now >= until and checking and "running" not in self._reports:
@@ -79,7 +79,7 @@ class Watch:
                 if now - self.started > _MOST_WAIT * self._wall_s:
                     return {"failed": f"the program had to wait for a core for {running['waited']:.1f} s"}
                 until = now + more
-                tell({"more": more})
+                report({"more": more})
             time.sleep(_POLL_S)
 
     def _ask_whether_it_runs(self) -> None:

@@ -102,7 +102,7 @@ class Api:
         self.turns = served.turns or Turns(served.tokenizer, self.ends)
         self.parser = served.parser or TOOL_PARSERS.get("hermes")()
         self._knows_developer = "developer" in str(getattr(served.tokenizer, "chat_template", None) or "")
-        self._faults: dict[bool, str | None] = {}
+        self._unsupported_reasons: dict[bool, str | None] = {}
         self._in_flight = 0
         self._ids_by_name: dict[
             tuple[str | None, str], set[str]
@@ -255,15 +255,15 @@ class Api:
                 code=TOO_LONG,
             )
 
-    def fault_in_template(self, with_tools: bool) -> str | None:
+    def unsupported_reason(self, with_tools: bool) -> str | None:
         """Return why conversations cannot be continued token by token with this chat template, or None."""
-        if with_tools not in self._faults:
-            self._faults[with_tools] = None
+        if with_tools not in self._unsupported_reasons:
+            self._unsupported_reasons[with_tools] = None
             try:
                 self.turns.check([_TRIAL_TOOL] if with_tools else None)
             except RolloutError as error:
-                self._faults[with_tools] = str(error)
-        return self._faults[with_tools]
+                self._unsupported_reasons[with_tools] = str(error)
+        return self._unsupported_reasons[with_tools]
 
     async def count(self, body: ChatRequest, session: ServerSession | None) -> int:
         """The tokens that a conversation would have as a prompt."""
@@ -387,8 +387,8 @@ class Api:
         name = _session_name(body, http, session)
         body, pictures = await self.with_images(body, session)
         messages, tools = await self.in_thread(self.conversation, body)
-        if session is not None and tools and (fault := await self.in_thread(self.fault_in_template, True)):
-            raise ApiError(400, f"tools: {fault}", param="tools", code="unsupported_parameter")
+        if session is not None and tools and (reason := await self.in_thread(self.unsupported_reason, True)):
+            raise ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")
         opening, prompt = await self.in_thread(self._opening_and_prompt, body, messages, tools, session, pictures)
         self._check(body, session)  # others have come meanwhile
         id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"

@@ -155,8 +155,8 @@ def _add_sessions(app: FastAPI, api: Api, sessions: SessionTable) -> None:
 
     @app.post("/sessions")
     async def open_session(body: OpenSession | None = None) -> dict[str, Any]:
-        if fault := await api.in_thread(api.fault_in_template, False):
-            raise ApiError(400, f"no session can be opened: {fault}", code="unsupported_template")
+        if reason := await api.in_thread(api.unsupported_reason, False):
+            raise ApiError(400, f"no session can be opened: {reason}", code="unsupported_template")
         return sessions.open((body or OpenSession.model_validate({})).settings()).described()
 
     @app.get("/sessions/{id}")

@@ -64,8 +64,8 @@ class RunClient:
             else:
                 call.set_exception(RolloutError(message["error"]))
 
-    def tell_ready(self) -> None:
-        """Tell the run that clients are served."""
+    def report_ready(self) -> None:
+        """Report to the run that clients are served."""
         wire.send(self._writer, {"method": "ready"})
 
     async def _call(self, method: str, argument: Any = None) -> Any:
@@ -157,7 +157,7 @@ async def _serve(setup: ServerSetup, connection: socket.socket, listening: socke
     )
     server = OpenAIServer(app, listening, max_connections)
     await server.start()
-    client.tell_ready()
+    client.report_ready()
     try:
         await client.listen()
     except (asyncio.IncompleteReadError, ConnectionError):  # the run has ended, and nobody waits for this process

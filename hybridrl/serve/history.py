@@ -9,17 +9,17 @@ from hybridrl.serve.conversation import digest
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Said:
+class ConversationNode:
     """A conversation: its last message, and the conversation before it."""
 
     message: Message
-    before: "Said | None"
+    before: "ConversationNode | None"
 
     @property
     def messages(self) -> list[Message]:
         """All messages, the first one first."""
         newest_first: list[Message] = []
-        conversation: Said | None = self
+        conversation: ConversationNode | None = self
         while conversation is not None:
             newest_first.append(conversation.message)
             conversation = conversation.before
@@ -30,19 +30,19 @@ class History:
     """Conversations that share their beginnings, and lists of tools that are kept once."""
 
     def __init__(self) -> None:
-        self._conversations: dict[bytes, Said] = {}
+        self._conversations: dict[bytes, ConversationNode] = {}
         self._tools: dict[bytes, list[dict[str, Any]]] = {}
 
     def __len__(self) -> int:
         """Number of stored messages."""
         return len(self._conversations)
 
-    def of(self, messages: Sequence[Message]) -> Said | None:
+    def of(self, messages: Sequence[Message]) -> ConversationNode | None:
         """A conversation; None has no message."""
         conversation, key = None, b""
         for message in messages:
             key = digest(key, message)
-            conversation = self._conversations.setdefault(key, Said(message, conversation))
+            conversation = self._conversations.setdefault(key, ConversationNode(message, conversation))
         return conversation
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

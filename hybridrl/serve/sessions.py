@@ -21,7 +21,7 @@ from hybridrl.models.chat import Message
 from hybridrl.rollout.token_tree import TokenTree, Turn
 from hybridrl.rollout.trace import training_trace
 from hybridrl.serve.conversation import MATCHERS, inner_messages, keys_of
-from hybridrl.serve.history import History, Said
+from hybridrl.serve.history import ConversationNode, History
 from hybridrl.serve.images import ClientImage, Prompt, pictures_in, placed, with_patches
 from hybridrl.serve.replies import ReplyChoice, calls_in
 from hybridrl.serve.schema import TOO_LONG, ApiError, ChatRequest, SessionSettings
@@ -34,7 +34,7 @@ _MAX_STORED_ANSWERS = 16  # of a session, for clients that ask again because an 
 class _CallRecord:
     """A call as the client sees it."""
 
-    conversation: Said | None
+    conversation: ConversationNode | None
     tools: list[dict[str, Any]]
     answer: Message
     finish_reason: str
@@ -73,7 +73,7 @@ class ServerSession:
         self._records: dict[int, _CallRecord] = {}
         self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
         self._answers: OrderedDict[str, list[ReplyChoice]] = OrderedDict()
-        self._stored: dict[str, Said | None] = {}  # conversations by the id of their last answer
+        self._stored: dict[str, ConversationNode | None] = {}  # conversations by the id of their last answer
         self._calls = 0
 
     def new_call_id(self) -> str:

@@ -17,6 +17,7 @@ from hybridrl.config.data_names import local_files
 from hybridrl.data import DataError
 from hybridrl.data.files import read_table
 from hybridrl.data.table import REWARD_MODEL, Table
+from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.observe.validation_metrics import validation_metrics
 from hybridrl.reward import RewardError
@@ -119,11 +120,12 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
         texts: Any = [responses] if isinstance(responses, str) else responses
         truth = ground_truth_of({**values, REWARD_MODEL: reference})
         about = {name: value for name, value in values.items() if name != data.response_key}
-        fault = _fault_in_responses(texts, data.response_key)
-        if fault is None and built_in:
-            fault = _fault_in_reference(source, truth, data.data_source_key, references, checked_sources)
-        if fault is not None:
-            faults.append(f"{table.locate(row)}: {fault}")
+        try:
+            _check_responses(texts, data.response_key)
+            if built_in:
+                _check_reference(source, truth, data.data_source_key, references, checked_sources)
+        except UserError as error:
+            faults.append(f"{table.locate(row)}: {error}")
             continue
         for number, text in enumerate(texts):
             answers.samples.append(
@@ -145,30 +147,35 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
     return answers
 
 
-def _fault_in_responses(texts: Any, key: str) -> str | None:
+def _check_responses(texts: Any, key: str) -> None:
+    """Check that a row has texts.
+
+    Raises:
+        DataError: it has not.
+    """
     if not isinstance(texts, Sequence) or not texts:
         actual = "empty" if isinstance(texts, Sequence) else f"{type(texts).__name__}"
-        return f"column {key!r} must hold a list of texts, and is {actual}"
+        raise DataError(f"column {key!r} must hold a list of texts, and is {actual}")
     bad = next((text for text in texts if not isinstance(text, str)), None)
-    return None if bad is None else f"column {key!r} holds {type(bad).__name__} {str(bad)[:40]!r} among its texts"
+    if bad is not None:
+        raise DataError(f"column {key!r} holds {type(bad).__name__} {str(bad)[:40]!r} among its texts")
 
 
-def _fault_in_reference(
-    source: Any, truth: Any, source_key: str, truth_key: str, checked_sources: set[str]
-) -> str | None:
+def _check_reference(source: Any, truth: Any, source_key: str, truth_key: str, checked_sources: set[str]) -> None:
+    """Check that a built-in scorer can score a row.
+
+    Args:
+        checked_sources: data sources that have a scorer; the row's is added.
+
+    Raises:
+        RewardError, DataError: its data source has no scorer, or the scorer cannot read its ground truth.
+    """
     if not isinstance(source, str) or source not in checked_sources:
-        try:
-            check_data_source(source, source_key)
-        except RewardError as error:
-            return str(error)
+        check_data_source(source, source_key)
         checked_sources.add(source)
     if truth is None:
-        return f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}"
-    try:
-        check_ground_truth(truth, source)
-    except RewardError as error:
-        return str(error)
-    return None
+        raise DataError(f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}")
+    check_ground_truth(truth, source)
 
 
 def _scored(pool: Pool, answers: Answers) -> Iterator[Outcome]:

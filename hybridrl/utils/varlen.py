@@ -156,7 +156,7 @@ def _package_function() -> Callable[..., Any] | None:
     try:
         function: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     except Exception as error:
-        _tell(f"it cannot be imported ({type(error).__name__}: {_first_line(error)})")
+        _warn(f"it cannot be imported ({type(error).__name__}: {_first_line(error)})")
         return None
     return function
 
@@ -175,10 +175,10 @@ def package_works(heads: Heads, deterministic: bool) -> bool:
     except Exception as failure:
         if is_out_of_memory(failure):
             raise
-        _tell(f"heads of size {heads.size} fail ({type(failure).__name__}: {_first_line(failure)})")
+        _warn(f"heads of size {heads.size} fail ({type(failure).__name__}: {_first_line(failure)})")
         return False
     if not error < _TOLERANCE:
-        _tell(f"with heads of size {heads.size} its results are {error:.2g} away from those of plain attention")
+        _warn(f"with heads of size {heads.size} its results are {error:.2g} away from those of plain attention")
         return False
     return True
 
@@ -235,7 +235,7 @@ def _boundaries(lengths: Iterable[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def _tell(reason: str) -> None:
+def _warn(reason: str) -> None:
     notify(f"the package {PACKAGE} is installed and not used: {reason}; attention is computed by PyTorch", "warning")
 
 

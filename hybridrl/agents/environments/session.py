@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.agents.environments.base import Action, Step, first_step, step_of
 from hybridrl.agents.environments.load import EnvironmentEntry
-from hybridrl.agents.side import Side
+from hybridrl.agents.session_executor import SessionExecutor
 from hybridrl.notify import notify
 
 
@@ -27,7 +27,7 @@ class EnvironmentSession:
     def __init__(self, entry: EnvironmentEntry, timeout_s: float) -> None:
         self._entry = entry
         self._timeout_s = timeout_s
-        self._side = Side("the environment")
+        self._executor = SessionExecutor("the environment")
         self._environment: Any = None
         self.seconds = 0.0
 
@@ -49,11 +49,11 @@ class EnvironmentSession:
         close = getattr(self._environment, "close", None)
         try:
             if close is not None:
-                await self._side.run(close, self._timeout_s)
+                await self._executor.run(close, self._timeout_s)
         except Exception as error:
             notify(f"ending an episode of {type(self._environment).__name__} failed: {error!r}", "warning", once=True)
         finally:
-            self._side.stop()
+            self._executor.stop()
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -68,6 +68,6 @@ class EnvironmentSession:
     async def _timed(self, make: Callable[[], Any]) -> Any:
         started = time.perf_counter()
         try:
-            return await self._side.run(make, self._timeout_s)
+            return await self._executor.run(make, self._timeout_s)
         finally:
             self.seconds += time.perf_counter() - started

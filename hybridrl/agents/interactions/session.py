@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.agents.interactions.base import BaseInteraction
-from hybridrl.agents.side import CallTimeoutError, Side
+from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.verdict import NoVerdictError, Reason
@@ -42,7 +42,7 @@ class InteractionSession:
         self._interaction = interaction
         self._kwargs = {name: value for name, value in kwargs.items() if name != "name"}
         self._timeout_s = timeout_s
-        self._side = Side("the simulated user")
+        self._executor = SessionExecutor("the simulated user")
         self._id: Any = None
 
     @property
@@ -93,7 +93,7 @@ class InteractionSession:
         except Exception as error:
             notify(f"ending a conversation with {self.name} failed: {error!r}", "warning", once=True)
         finally:
-            self._side.stop()
+            self._executor.stop()
 
     async def _ending(self, method: Callable[..., Any]) -> Any:
         """Call one of the methods whose arguments verl's base class and verl's own users write differently."""
@@ -101,4 +101,4 @@ class InteractionSession:
         return await self._call(lambda: method(*arguments))
 
     async def _call(self, make: Callable[[], Any]) -> Any:
-        return await self._side.run(make, self._timeout_s)
+        return await self._executor.run(make, self._timeout_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-from hybridrl.agents.side import in_thread
+from hybridrl.agents.session_executor import in_thread
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.verdict import NoVerdict, Verdict

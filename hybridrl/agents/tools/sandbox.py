@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridrl.agents.side import in_thread
+from hybridrl.agents.session_executor import in_thread
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.config.schema.rollout import MultiTurnConfig

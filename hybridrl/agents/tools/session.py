@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.agents.side import CallTimeoutError, Side
+from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.chat.images import ImageReader
 from hybridrl.chat.parsers.base import FunctionCall
@@ -73,7 +73,7 @@ class ToolSession:
         self._settings = settings
         self._kwargs = tools_kwargs or {}
         self._instances: dict[str, asyncio.Task[str]] = {}
-        self._side = Side("the tool")
+        self._executor = SessionExecutor("the tool")
         self.seconds = 0.0
 
     async def call(self, calls: Sequence[FunctionCall], agent_data: Any = None) -> list[ToolResult]:
@@ -101,7 +101,7 @@ class ToolSession:
         for name, created in self._instances.items():
             if created.done() and not created.cancelled() and created.exception() is None:
                 scores[name] = await self._end(self.tools[name], created.result())
-        self._side.stop()
+        self._executor.stop()
         return scores
 
     async def _end(self, tool: BaseTool, instance: str) -> float | NoVerdict:
@@ -144,9 +144,9 @@ class ToolSession:
         tool = self.tools.get(call.name)
         if tool is None:
             names = ", ".join(self.tools) or "none"
-            return self._failed(f"there is no tool {call.name!r}; there are: {names}", "unknown")
-        if fault := _fault_in_arguments(tool, call.arguments):
-            return self._failed(fault, "arguments")
+            return self._failed(f"unknown tool {call.name!r}; choose from {names}", "unknown")
+        if error := _argument_error(tool, call.arguments):
+            return self._failed(error, "arguments")
         kwargs = self._row_kwargs(tool, "execute_kwargs")
         try:
             instance = await self._instance(tool)
@@ -188,7 +188,7 @@ class ToolSession:
         Raises:
             CallTimeoutError: it took longer than `tool_timeout_s`, without the time in `clock.stopped()`.
         """
-        return await self._side.run(make, self._settings.tool_timeout_s)
+        return await self._executor.run(make, self._settings.tool_timeout_s)
 
     def _failed(self, reason: str, fault: str) -> ToolResult:
         return ToolResult(self._cut(f"Error: {reason}"), fault=fault)
@@ -207,7 +207,7 @@ class ToolSession:
         return text[:head] + "...(truncated)..." + text[len(text) - (limit - head) :]
 
 
-def _fault_in_arguments(tool: BaseTool, arguments: Mapping[str, Any]) -> str | None:
+def _argument_error(tool: BaseTool, arguments: Mapping[str, Any]) -> str | None:
     """Return an error that names the call's missing or unknown parameters, or None."""
     parameters = tool.tool_schema["function"]["parameters"]
     properties = parameters.get("properties", {})

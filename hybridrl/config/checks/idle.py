@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.checks.branches import ConfigBranch, branches, value_at
 from hybridrl.config.output import as_dict
-from hybridrl.config.schema.needs import Condition, Needs, Unmet, conditions
+from hybridrl.config.schema.needs import Condition, Conditions, Unmet, conditions
 from hybridrl.config.schema.node import Follow, ValueLimits, default_of, default_tree, is_group
 from hybridrl.config.schema.root import ROOTS, RootConfig
 from hybridrl.config.verl.tables import idle_notices
@@ -120,7 +120,7 @@ def conditional(cls: type, prefix: str = "") -> tuple[Conditional, ...]:
 
 
 def _conditional(
-    cls: type, prefix: str, outer: tuple[tuple[Condition, str], ...], inner: Mapping[str, Needs] | None = None
+    cls: type, prefix: str, outer: tuple[tuple[Condition, str], ...], inner: Mapping[str, Conditions] | None = None
 ) -> Iterator[Conditional]:
     group = prefix[:-1]
     for item in dataclasses.fields(cls):

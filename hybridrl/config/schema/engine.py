@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import LEARNS, Need, Needs, above, among, any_of, is_not_set, not_among, on
+from hybridrl.config.schema.needs import LEARNS, Conditions, Need, above, among, any_of, is_not_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
 
-def strategy_key(follows: str | None = None, needs: Needs | None = None) -> Any:
+def strategy_key(follows: str | None = None, needs: Conditions | None = None) -> Any:
     """Declare the choice of a training engine."""
     return key(
         "fsdp2",
@@ -43,7 +43,7 @@ def chunking_key(follows: str | None = None) -> Any:
     )
 
 
-def chunk_size_key(follows: str | None = None, needs: Needs | None = None) -> Any:
+def chunk_size_key(follows: str | None = None, needs: Conditions | None = None) -> Any:
     """Declare that limit."""
     return key(
         2048,

@@ -126,7 +126,7 @@ class PartNeed:
 class Explained:
     """Other conditions, of which each has to hold, with words of its own where one does not; see `Unmet`."""
 
-    need: "Needs"
+    need: "Conditions"
     because: str
     remedy: str = ""
 
@@ -138,7 +138,7 @@ class Explained:
 
 Condition = Need | FactNeed | AnyNeed | PartNeed | Explained
 #: what a setting or a group needs: one condition, or all of several
-Needs = Condition | tuple[Condition, ...]
+Conditions = Condition | tuple[Condition, ...]
 
 
 def on(key: str) -> Need:
@@ -217,7 +217,7 @@ def _stated(name: str, value: Any) -> str:
     return f"{name} is {value}" if isinstance(value, bool) else f"{name}={value}"
 
 
-def conditions(needs: Needs | None) -> tuple[Condition, ...]:
+def conditions(needs: Conditions | None) -> tuple[Condition, ...]:
     """Return the conditions of a declaration as a tuple."""
     if needs is None:
         return ()

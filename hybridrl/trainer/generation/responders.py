@@ -13,7 +13,7 @@ from hybridrl.data.last_turn import CONTINUE, prompt_hint, split_last_turn, tabl
 from hybridrl.data.loader import PromptCollator
 from hybridrl.data.rows import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
-from hybridrl.models.chat import as_messages, fault_in_prompt
+from hybridrl.models.chat import as_messages, check_prompt
 from hybridrl.models.vision import processor_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
@@ -140,11 +140,12 @@ class EndpointResponder:
         self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))
         column = table.column(data.prompt_key)
         for index in self._index:
-            fault = fault_in_prompt(column[index])
-            if fault:
+            try:
+                check_prompt(column[index])
+            except ValueError as error:
                 raise DataError(
-                    f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {fault}."
-                )
+                    f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {error}."
+                ) from None
         self._table = table
         self._messages = [
             split_last_turn(

@@ -36,7 +36,7 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
                 "built; use a model that reads text"
             )
         check_reward_model(config_of(config.model))
-        _tell_of_padding(tokenizer)
+        _warn_of_padding(tokenizer)
     processor = processor_of(config.model, data.mm_processor_kwargs)
     create = create_preference_dataset if isinstance(data, PairsDataConfig) else create_sft_dataset
     train = create(
@@ -62,7 +62,7 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
     return trainer
 
 
-def _tell_of_padding(tokenizer: object) -> None:
+def _warn_of_padding(tokenizer: object) -> None:
     """Warn if sequences end in the token that they are padded with, which transformers would take for padding."""
     pad, eos = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
     if pad is None or pad == eos:

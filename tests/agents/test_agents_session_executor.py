@@ -5,15 +5,15 @@ import threading
 import time
 from typing import Any
 
-from hybridrl.agents import side
-from hybridrl.agents.side import CallTimeoutError, Side, _SideLoop, in_thread
+from hybridrl.agents import session_executor
+from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor, _ExecutorLoop, in_thread
 
 
 def test_a_loop_that_was_stopped_does_not_respond() -> None:
     """Two parallel calls may find the same loop blocked: the first stops it."""
 
     async def after_the_end() -> bool:
-        loop = _SideLoop()
+        loop = _ExecutorLoop()
         loop.stop()
         while not loop._loop.is_closed():
             await asyncio.sleep(0.01)
@@ -23,16 +23,16 @@ def test_a_loop_that_was_stopped_does_not_respond() -> None:
 
 
 def test_threads_are_used_again_by_later_sessions(monkeypatch) -> None:
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())
-    monkeypatch.setattr(side, "_CALLS", side._Calls())
+    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "_CALLS", session_executor._Calls())
 
     async def session() -> tuple[int, int]:
-        own = Side("the tool")
+        own = SessionExecutor("the tool")
         loop = await own.run(threading.get_ident, 5)
         assert loop == await own.run(threading.get_ident, 5)  # what it keeps may be bound to its thread
         call = await own.run(lambda: in_thread(threading.get_ident), 5)
         own.stop()
-        while side._LOOPS._loops[0].users:
+        while session_executor._LOOPS._loops[0].users:
             await asyncio.sleep(0.001)
         return loop, call
 
@@ -44,8 +44,8 @@ def test_threads_are_used_again_by_later_sessions(monkeypatch) -> None:
 
 def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
     """No call runs out of time while it waits for a thread; one that hangs does, and the others get another thread."""
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())
-    monkeypatch.setattr(side, "MOST_LOOPS", 2)
+    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "MOST_LOOPS", 2)
     released, threads = threading.Event(), set()
 
     def waits() -> str:
@@ -54,7 +54,7 @@ def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
         return "done"
 
     async def session(function, limit: float) -> Any:
-        own = Side("the tool")
+        own = SessionExecutor("the tool")
         try:
             return await own.run(function, limit)
         except CallTimeoutError as error:
@@ -76,13 +76,13 @@ def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
     assert [type(one) for one in found[:2]] == [CallTimeoutError] * 2 and found[2:] == ["works"] * 6
 
 
-def test_a_thread_that_a_session_blocked_before_it_ended_is_left_by_those_who_wait_for_it(monkeypatch) -> None:
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())
-    monkeypatch.setattr(side, "MOST_LOOPS", 1)
+def test_a_thread_that_a_session_blocked_before_it_ended_is_abandoned_by_those_who_wait_for_it(monkeypatch) -> None:
+    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "MOST_LOOPS", 1)
     released = threading.Event()
 
     async def sessions() -> Any:
-        gone, next_one = Side("the tool"), Side("the tool")
+        gone, next_one = SessionExecutor("the tool"), SessionExecutor("the tool")
         blocks = asyncio.ensure_future(gone.run(released.wait, 60))
         await asyncio.sleep(0.1)
         gone.stop()  # its session ended while the call still ran
@@ -98,8 +98,8 @@ def test_a_thread_that_a_session_blocked_before_it_ended_is_left_by_those_who_wa
 
 
 def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkeypatch) -> None:
-    monkeypatch.setattr(side, "_CALLS", side._Calls())
-    monkeypatch.setattr(side, "MOST_CALLS", 2)
+    monkeypatch.setattr(session_executor, "_CALLS", session_executor._Calls())
+    monkeypatch.setattr(session_executor, "MOST_CALLS", 2)
     released, running, most = threading.Event(), [0], [0]
 
     def waits() -> str:
@@ -110,7 +110,7 @@ def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkey
         return "done"
 
     async def session(function, limit: float) -> Any:
-        own = Side("the tool")
+        own = SessionExecutor("the tool")
         try:
             return await own.run(lambda: in_thread(function), limit)
         except CallTimeoutError as error:
@@ -132,7 +132,7 @@ def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkey
 
 
 def test_what_a_session_left_running_ends_with_it(monkeypatch) -> None:
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())
+    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
     ended = threading.Event()
 
     async def forever() -> None:
@@ -148,7 +148,7 @@ def test_what_a_session_left_running_ends_with_it(monkeypatch) -> None:
         await asyncio.sleep(0)
 
     async def session() -> None:
-        own = Side("the tool")
+        own = SessionExecutor("the tool")
         await own.run(leaves, 5)
         assert not ended.is_set()
         own.stop()

@@ -1,4 +1,4 @@
-"""Runs foreign code of a session (tools, environments, simulated users): within time limits, apart from all others."""
+"""Executors of user code in sessions (tools, environments, simulated users): a thread each, with time limits."""
 
 import asyncio
 import contextlib
@@ -17,35 +17,35 @@ from hybridrl.verdict import NoVerdictError, Reason
 
 _POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
-#: threads with an event loop, and threads for single functions, of a process; those left behind do not count
+#: threads with an event loop, and threads for single functions, of a process; abandoned ones do not count
 MOST_LOOPS, MOST_CALLS = 512, 512
 
 #: the session whose code runs
-_caller: contextvars.ContextVar["Side | None"] = contextvars.ContextVar("caller", default=None)
+_caller: contextvars.ContextVar["SessionExecutor | None"] = contextvars.ContextVar("caller", default=None)
 
 
 class CallTimeoutError(TimeoutError):
-    """Foreign code did not answer in time."""
+    """User code did not answer in time."""
 
 
-class Side:
+class SessionExecutor:
     """An event loop for the calls of one session, in a thread that it has to itself until `stop`.
 
-    Code that blocks or hangs delays no other session. What hangs in Python cannot be ended: its thread is left behind,
+    Code that blocks or hangs delays no other session. What hangs in Python cannot be ended: its thread is abandoned,
     and the next call gets another one. Threads are used again by later sessions. Where a process has `MOST_LOOPS`
     already, sessions share them: a call that waits for its thread does not run out of time meanwhile, and it moves to
-    another thread where this one is left behind.
+    another thread where this one is abandoned.
 
     Args:
-        what: who is called, for messages.
+        what: the called code, for messages.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._loop: _SideLoop | None = None
+        self._loop: _ExecutorLoop | None = None
 
     async def run(self, make: Callable[[], Any], limit_s: float) -> Any:
-        """The result of `make()`, which is awaited if it can be. `make` runs in the side loop, and may block.
+        """The result of `make()`, which is awaited if it can be. `make` runs in the executor's loop, and may block.
 
         Raises:
             CallTimeoutError: it took longer than the limit, without the time in `clock.stopped()`.
@@ -54,7 +54,7 @@ class Side:
         while True:
             if self._loop is None:
                 self._loop = _LOOPS.lease(self._what)
-            side = self._loop
+            loop = self._loop
             measured = clock.Clock()
             begun = threading.Event()
 
@@ -71,13 +71,13 @@ class Side:
             measured.stop()  # until the thread is free
             try:
                 with clock.running(measured):
-                    future = asyncio.wrap_future(side.submit(call))
+                    future = asyncio.wrap_future(loop.submit(call))
             finally:
                 _caller.reset(token)
-            if await self._ended(future, side, measured, begun, limit_s):
+            if await self._ended(future, loop, measured, begun, limit_s):
                 break
             future.cancel()
-            if self._loop is side:
+            if self._loop is loop:
                 self._loop = None
         result, error = future.result()
         if error is not None:
@@ -87,12 +87,12 @@ class Side:
     async def _ended(
         self,
         future: "asyncio.Future[Any]",
-        side: "_SideLoop",
+        loop: "_ExecutorLoop",
         measured: clock.Clock,
         begun: threading.Event,
         limit_s: float,
     ) -> bool:
-        """Wait for a call; False where its thread was left behind before the call began."""
+        """Wait for a call; False where its thread was abandoned before the call began."""
         waiting = time.monotonic()
         while True:
             remaining = limit_s - measured.seconds if begun.is_set() else _POLL_S
@@ -100,16 +100,16 @@ class Side:
                 return True
             if not begun.is_set() and time.monotonic() - waiting > limit_s:
                 waiting = time.monotonic()
-                if not await side.responds():  # the session that blocks it may have ended, and nobody else looks
-                    _LOOPS.leave(side)
-            if side.is_left and not begun.is_set():
+                if not await loop.responds():  # the session that blocks it may have ended, and nobody else looks
+                    _LOOPS.abandon(loop)
+            if loop.is_abandoned and not begun.is_set():
                 return False
             if measured.is_stopped or measured.seconds < limit_s:
                 continue
             future.cancel()
-            if not await side.responds():
-                _LOOPS.leave(side)
-                if self._loop is side:
+            if not await loop.responds():
+                _LOOPS.abandon(loop)
+                if self._loop is loop:
                     self._loop = None
             raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
 
@@ -120,19 +120,20 @@ class Side:
             self._loop = None
 
 
-class _SideLoop:
+class _ExecutorLoop:
     """An event loop in a thread of its own, which does not keep the process from ending.
 
     Attributes:
         users: sessions that have it.
-        is_left: it was blocked, and ends once what blocks it returns.
+        is_abandoned: it was blocked, and ends once what blocks it returns.
     """
 
     def __init__(self) -> None:
         self.users = 0
-        self.is_left = False
+        self.is_abandoned = False
         self._loop = asyncio.new_event_loop()
-        self._callers: weakref.WeakKeyDictionary[asyncio.Task[Any], Side | None] = weakref.WeakKeyDictionary()
+        #: the session of each task
+        self._callers = weakref.WeakKeyDictionary[asyncio.Task[Any], SessionExecutor | None]()
         self._loop.set_task_factory(self._task)
         try:
             threading.Thread(target=self._run, name="tools", daemon=True).start()
@@ -153,7 +154,7 @@ class _SideLoop:
         return task
 
     def submit(self, make: Callable[[], Any]) -> Any:
-        """A future of (result, None) or (None, error): an exit that foreign code raises must not end the loop."""
+        """A future of (result, None) or (None, error): an exit that user code raises must not end the loop."""
 
         async def run() -> tuple[Any, Exception | None]:
             try:
@@ -181,7 +182,7 @@ class _SideLoop:
         done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
         return bool(done)
 
-    def cancel(self, caller: Side, done: Callable[[], None]) -> None:
+    def cancel(self, caller: SessionExecutor, done: Callable[[], None]) -> None:
         """End the tasks that a session's code has left, and then call `done`: at once, unless the thread is blocked."""
 
         def cancel() -> None:
@@ -197,13 +198,13 @@ class _SideLoop:
 
 
 class _Loops:
-    """The side loops of this process."""
+    """The loops of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loops: list[_SideLoop] = []
+        self._loops: list[_ExecutorLoop] = []
 
-    def lease(self, what: str) -> _SideLoop:
+    def lease(self, what: str) -> _ExecutorLoop:
         """A loop that no session has; a new one; or, where there are `MOST_LOOPS`, the one that the fewest have.
 
         Raises:
@@ -213,7 +214,7 @@ class _Loops:
             least = min(self._loops, key=lambda loop: loop.users, default=None)
             if least is None or (least.users and len(self._loops) < MOST_LOOPS):
                 try:
-                    least = _SideLoop()
+                    least = _ExecutorLoop()
                     self._loops.append(least)
                 except (OSError, RuntimeError) as failure:
                     if least is None:
@@ -223,24 +224,24 @@ class _Loops:
             least.users += 1
             return least
 
-    def give_back(self, side: _SideLoop, caller: Side) -> None:
+    def give_back(self, loop: _ExecutorLoop, caller: SessionExecutor) -> None:
         """A session does not need its loop any more. It is free once nothing blocks it."""
 
         def done() -> None:
             with self._lock:
-                side.users -= 1
+                loop.users -= 1
 
         with self._lock:
-            if not side.is_left:
-                side.cancel(caller, done)
+            if not loop.is_abandoned:
+                loop.cancel(caller, done)
 
-    def leave(self, side: _SideLoop) -> None:
+    def abandon(self, loop: _ExecutorLoop) -> None:
         """A loop is blocked: no session gets it any more."""
         with self._lock:
-            if side in self._loops:
-                self._loops.remove(side)
-                side.is_left = True
-                side.stop()  # once what blocks it returns
+            if loop in self._loops:
+                self._loops.remove(loop)
+                loop.is_abandoned = True
+                loop.stop()  # once what blocks it returns
 
 
 _LOOPS = _Loops()
@@ -276,12 +277,12 @@ class _Calls:
             threading.Thread(target=self._run, name="tool", daemon=True).start()
             self._threads += 1
 
-    def leave(self, call: "_Call") -> None:
+    def abandon(self, call: "_Call") -> None:
         """Nobody waits for a call any more: its thread does not count until it returns."""
         with self._lock:
-            if call.is_left or call.future.done():
+            if call.is_abandoned or call.future.done():
                 return
-            call.is_left = True
+            call.is_abandoned = True
             if call.has_begun:
                 self._threads -= 1
                 self._busy -= 1
@@ -293,11 +294,11 @@ class _Calls:
             call = self._work.get()
             with self._lock:
                 call.has_begun = True
-                skipped = call.is_left
+                skipped = call.is_abandoned
             if not skipped:
                 call.run()
             with self._lock:
-                if call.is_left and not skipped:
+                if call.is_abandoned and not skipped:
                     return  # others have taken its place
                 self._busy -= 1
 
@@ -314,7 +315,7 @@ class _Call:
     def __init__(self, function: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # the thread ends with it, whether or not someone still waits
-        self.has_begun = self.is_left = False
+        self.has_begun = self.is_abandoned = False
         self._function, self._context = function, contextvars.copy_context()
         self._clock = self._context.run(clock.current)
         if self._clock is not None:
@@ -352,5 +353,5 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     try:
         return await asyncio.wrap_future(call.future)
     except asyncio.CancelledError:
-        _CALLS.leave(call)
+        _CALLS.abandon(call)
         raise
