@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-from hybridrl.agents.environments.load import Environments
+from hybridrl.agents.environments.load_environments import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
-from hybridrl.agents.interactions.load import Interactions
-from hybridrl.agents.tools.base import BaseTool
-from hybridrl.chat.images import SeenImages
+from hybridrl.agents.interactions.load_interactions import Interactions
+from hybridrl.agents.tools.tool import BaseTool
 from hybridrl.chat.log import SessionLog
-from hybridrl.chat.parsers.base import ToolParser
+from hybridrl.chat.parsers.tool_parser import ToolParser
+from hybridrl.chat.session_images import SeenImages
 from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError

@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
-from hybridrl.agents.record import trajectory_of
 from hybridrl.agents.session_executor import was_cancelled
+from hybridrl.agents.trajectory_record import trajectory_of
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import ATTEMPT, ROUTED_EXPERTS, SESSION_LOG

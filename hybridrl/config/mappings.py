@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hybridrl.config.convert import nearest
-from hybridrl.config.schema.needs import Lookup, read
+from hybridrl.config.schema.conditions import Lookup, read
 from hybridrl.registry import MAPPING_READERS, Facts
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
-    from hybridrl.data.factory import (
+    from hybridrl.data.dataset_factory import (
         create_pair_loader,
         create_preference_dataset,
         create_rl_dataset,
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         create_val_loader,
     )
     from hybridrl.data.loader import PairLoader, PromptLoader, SFTLoader, StatefulLoader
-    from hybridrl.data.memory import save_rows
+    from hybridrl.data.memory_files import save_rows
     from hybridrl.data.preference_dataset import PreferenceDataset
     from hybridrl.data.rl_dataset import RLHFDataset
-    from hybridrl.data.sampler import EpochSampler
+    from hybridrl.data.samplers import EpochSampler
     from hybridrl.data.sft_dataset import SFTDataset
 
 _HOMES = {

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hybridrl.data.sampler import EpochSampler
+from hybridrl.data.samplers import EpochSampler
 from hybridrl.errors import DataError
 from hybridrl.notify import notify
 from hybridrl.protocol import object_array

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.conversation_dataset import ConversationDataset
 from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (

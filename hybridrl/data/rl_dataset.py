@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.config.schema.names import TRUNCATIONS
-from hybridrl.data.chat import FieldNotice, check_chat_template, render, truncate
-from hybridrl.data.files import read_table
+from hybridrl.config.schema.choices import TRUNCATIONS
+from hybridrl.data.data_files import read_table
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
-from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.rendering import FieldNotice, check_chat_template, render, truncate
+from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table, table_of
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PromptConfig
-    from hybridrl.data.images import RowImages
+    from hybridrl.data.row_images import RowImages
     from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
@@ -69,10 +69,9 @@ class RLHFDataset(Dataset):
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
     With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
-    (`hybridrl.data.images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`, `{}`
-    for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images
-    is never truncated. With the attribute
-    `keeps_image_files`, which gateway agents set, an item has the files as `image_files`.
+    (`hybridrl.data.row_images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`,
+    `{}` for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with
+    images is never truncated. With the attribute `keeps_image_files`, which gateway agents set, an item has the files as `image_files`.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
@@ -265,7 +264,7 @@ class RLHFDataset(Dataset):
         """The further variables of the template for a row: with tools, all or those of `extra_info.tool_selection`."""
         if not self.tool_schemas:
             return self.apply_chat_template_kwargs
-        from hybridrl.agents.tools.load import selected_tools
+        from hybridrl.agents.tools.load_tools import selected_tools
 
         schemas = {schema["function"]["name"]: schema for schema in self.tool_schemas}
         selected = selected_tools(self.table[index].get("extra_info"), list(schemas))
@@ -350,7 +349,7 @@ class RLHFDataset(Dataset):
         self.function_tool_path = settings.get("function_tool_path")
         self.tool_schemas = None
         if self.tool_config_path is not None or self.function_tool_path is not None:
-            from hybridrl.agents.tools.load import tool_schemas  # brings Ray, which other data sets do not need
+            from hybridrl.agents.tools.load_tools import tool_schemas  # brings Ray, which other data sets do not need
 
             self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
@@ -566,7 +565,7 @@ def _check_processor(processor: Any) -> None:
 def _row_images(processor: ImageProcessor | None, config: Any) -> RowImages | None:
     if processor is None:
         return None
-    from hybridrl.data.images import RowImages
+    from hybridrl.data.row_images import RowImages
 
     return RowImages(processor, config.image_key, config.video_key)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.conversation_dataset import ConversationDataset
 from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, Tokens, as_messages, check_messages, check_prompt, exceeds
@@ -37,7 +37,7 @@ class SFTDataset(ConversationDataset):
 
     An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length. If
     any turn of the data has a weight other than 0 and 1, it also has `loss_weight: list[float]`. With a `processor`,
-    rows may have images in the column `config.image_key` (`hybridrl.data.images`), and items also have
+    rows may have images in the column `config.image_key` (`hybridrl.data.row_images`), and items also have
     `multi_modal_inputs` and `position_ids` [4, tokens]. No image's token is trained on, and a conversation with images
     is never cut.
 
@@ -287,7 +287,7 @@ class SFTDataset(ConversationDataset):
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:
-    """Return the positions of a sequence that survive truncation to `limit`; see `hybridrl.data.chat.truncate`."""
+    """Return the positions of a sequence that survive truncation to `limit`; see `hybridrl.data.rendering.truncate`."""
     if side == "left":
         return np.arange(length - limit, length)
     if side == "right":

@@ -29,7 +29,7 @@ from hybridrl.notify import notify
 from hybridrl.sandbox.languages import LANGUAGES, runnable
 from hybridrl.sandbox.local import EXPOSURE, LocalSandbox, check_paths
 from hybridrl.sandbox.program import Ended, Limits, Program, SandboxError
-from hybridrl.sandbox.remote import TOKEN_VARIABLE
+from hybridrl.sandbox.remote_sandbox import TOKEN_VARIABLE
 from hybridrl.utils.cores import available_cores
 from hybridrl.utils.http_server import (
     HttpRefusal,

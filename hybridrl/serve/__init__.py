@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hybridrl.serve.process import ServerProcess
     from hybridrl.serve.prometheus import metrics_text, write_scrape_config
     from hybridrl.serve.run_server import RunServer, start_rollout
-    from hybridrl.serve.start import Access, make_server
+    from hybridrl.serve.start_servers import Access, make_server
 
 _HOMES = {
     "Access": "start",

@@ -21,11 +21,11 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire
 from hybridrl.serve.app import create_app
+from hybridrl.serve.client_images import ClientImage, ShownImages
 from hybridrl.serve.gate import PauseMode
 from hybridrl.serve.http import OpenAIServer
-from hybridrl.serve.images import ClientImage, ShownImages
 from hybridrl.serve.process import ServerSetup
-from hybridrl.serve.start import served_model
+from hybridrl.serve.start_servers import served_model
 
 _NICENESS = 5
 _OWN_DESCRIPTORS = 128

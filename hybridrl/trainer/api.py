@@ -211,7 +211,7 @@ class Trainer:
 def trained_part(program: str) -> str:
     """Return the folder of the trained model in a checkpoint of a program: the policy's where there is one."""
     from hybridrl.config.roles import POLICY, ROLES
-    from hybridrl.trainer.supervised.trainer import MODEL_FOLDER
+    from hybridrl.trainer.supervised.supervised_trainer import MODEL_FOLDER
 
     part = ROLES[POLICY].saved if PROGRAMS[program].tree == "ppo_trainer" else MODEL_FOLDER
     assert part is not None, "a policy is saved"

@@ -15,7 +15,7 @@ from rich.table import Table as Grid
 from hybridrl.config import EvaluationConfig, validate
 from hybridrl.config.data_names import local_files
 from hybridrl.data import DataError
-from hybridrl.data.files import read_table
+from hybridrl.data.data_files import read_table
 from hybridrl.data.table import REWARD_MODEL, Table
 from hybridrl.errors import UserError
 from hybridrl.notify import notify

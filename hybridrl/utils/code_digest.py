@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridrl.utils.content_digest import digest_of_content
 from hybridrl.utils.named_files import OF_PROGRAMS, WRITERS, WRITING_CLASSES, named_files, places
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 #: packages that belong to the library, or that stand in for it

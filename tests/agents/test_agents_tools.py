@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool, session_executor
-from hybridrl.agents.tools.base import tool_of
 from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
-from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
-from hybridrl.agents.tools.session import ToolSession
+from hybridrl.agents.tools.load_tools import close_tools, load_tools, selected_tools
+from hybridrl.agents.tools.tool import tool_of
+from hybridrl.agents.tools.tool_session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.sandbox import SandboxError

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from hybridrl.agents.loop import AgentLoopBase, register
-from hybridrl.algorithms.registry import reads_whole_sequences
+from hybridrl.algorithms.algorithm_registry import reads_whole_sequences
 from hybridrl.config import load_config, to_yaml, validate
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.registry import (

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 PACKAGE = Path(__file__).parents[2] / "hybridrl"
 VERL_NAMES = "verl_compat"  # its classes have the names of verl

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.config.own_settings import read_own
 from hybridrl.config.roles import ROLES
-from hybridrl.config.schema.needs import Unmet
+from hybridrl.config.schema.conditions import Unmet
 from hybridrl.config.schema.reward import RewardPartConfig
 from hybridrl.config.schema.root import EvaluationConfig, PPOTrainerConfig, RootConfig
 from hybridrl.config.teachers import teachers_of

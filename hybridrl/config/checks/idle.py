@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.checks.branches import ConfigBranch, branches, value_at
 from hybridrl.config.output import as_dict
-from hybridrl.config.schema.needs import Condition, Conditions, Unmet, conditions
+from hybridrl.config.schema.conditions import Condition, Conditions, Unmet, conditions
 from hybridrl.config.schema.node import Follow, ValueLimits, default_of, default_tree, is_group
 from hybridrl.config.schema.root import ROOTS, RootConfig
 from hybridrl.config.verl.tables import idle_notices
@@ -44,7 +44,7 @@ class Idle:
     """Settings that cannot act for one reason.
 
     Attributes:
-        because, remedy: see `hybridrl.config.schema.needs.Unmet`.
+        because, remedy: see `hybridrl.config.schema.conditions.Unmet`.
         settings: each with its value.
     """
 

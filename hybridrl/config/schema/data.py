@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
@@ -48,7 +48,7 @@ class PromptConfig(ConfigNode):
         "error",
         "what a last turn of the assistant in a prompt is: error: refused; ground_truth: taken out of the prompt, and "
         "the ground truth of the reward; continue: the beginning of the response, which the model goes on with",
-        choices=names.LAST_ASSISTANT_TURN,
+        choices=choices.LAST_ASSISTANT_TURN,
     )
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
     video_key: str = key("videos", "column of the videos, likewise")
@@ -71,7 +71,7 @@ class PromptConfig(ConfigNode):
     truncation: str = key(
         "error",
         "what happens to an overlong prompt that was not dropped",
-        choices=names.TRUNCATIONS,
+        choices=choices.TRUNCATIONS,
         needs=off(".filter_overlong_prompts"),
     )
     shuffle: bool = key(

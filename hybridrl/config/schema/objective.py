@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema.needs import FactNeed, fact
+from hybridrl.config.schema.conditions import FactNeed, fact
 from hybridrl.config.schema.node import ConfigNode, key
 from hybridrl.registry import OBJECTIVES
 

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.mappings import Unchecked
-from hybridrl.config.schema.needs import (
+from hybridrl.config.schema.conditions import (
     SESSIONS,
     TRAINS,
     Condition,
@@ -22,6 +21,7 @@ from hybridrl.config.schema.needs import (
     off,
     on,
 )
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES, is_endpoint
 
@@ -422,7 +422,7 @@ class RolloutConfig(ConfigNode):
         "generation engine; auto: the fastest that is installed and supports the model",
         choices=("auto",),
         registry=INFERENCE_ENGINES,
-        later=names.ROLLOUTS_LATER,
+        later=choices.ROLLOUTS_LATER,
     )
     n: int = key(1, "samples per prompt", gt=0)
     temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution; above 0", ge=0)
@@ -443,8 +443,8 @@ class RolloutConfig(ConfigNode):
     dtype: str = key(
         "auto",
         "dtype of generation; auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=(*names.DTYPES, "float16"),
-        synonyms=names.DTYPE_SYNONYMS,
+        choices=(*choices.DTYPES, "float16"),
+        synonyms=choices.DTYPE_SYNONYMS,
         needs=_OWN_MODEL,
     )
     seed: int = key(42, "seed of sampling", ge=0)
@@ -485,8 +485,8 @@ class RolloutConfig(ConfigNode):
     load_format: str = key(
         "dummy",
         "engines: dummy: start without weights, which come from the trainer; auto: load the checkpoint first",
-        choices=names.LOAD_FORMATS,
-        synonyms=names.LOAD_FORMAT_SYNONYMS,
+        choices=choices.LOAD_FORMATS,
+        synonyms=choices.LOAD_FORMAT_SYNONYMS,
         needs=_REPLICAS,
     )
     lora_transfer: str = key(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
+from hybridrl.config.schema.conditions import A_CRITIC, TRAINS, PartNeed, fact, on
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import (
     DataConfig,
@@ -20,7 +21,6 @@ from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import A_CRITIC, TRAINS, PartNeed, fact, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 DATA_SOURCE = "hybridrl/calculator"

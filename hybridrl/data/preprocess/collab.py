@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridrl.data.preprocess import math
-from hybridrl.data.preprocess.source import Row, command_line, convert
+from hybridrl.data.preprocess.preprocessing import Row, command_line, convert
 
 ROLE = (
     "A user wants help with a problem and tells it bit by bit. Ask for what you need to know, one question at a time, "

@@ -18,7 +18,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 DATA_SOURCE = "hybridrl/sort"

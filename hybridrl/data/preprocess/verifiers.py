@@ -18,7 +18,7 @@ from typing import Any
 from hybridrl.agents.agents import listed_loops
 from hybridrl.agents.environments.verifiers import TASK, VerifiersServer
 from hybridrl.agents.loops.verifiers_agent import VerifiersAgentLoop
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 

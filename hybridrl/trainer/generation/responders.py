@@ -8,17 +8,17 @@ import torch
 
 from hybridrl.config import GenerationConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset
-from hybridrl.data.files import read_table
+from hybridrl.data.data_files import read_table
 from hybridrl.data.last_turn import CONTINUE, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.loader import PromptCollator
-from hybridrl.data.rows import choose_rows, pad_token_id, seed_of
+from hybridrl.data.row_selection import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
 from hybridrl.models.chat import as_messages, check_prompt
 from hybridrl.models.vision import processor_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.reward.positions import response_lengths
-from hybridrl.trainer.generation.output import Response
+from hybridrl.trainer.generation.output_file import Response
 from hybridrl.trainer.generation.processes import Endings, Endpoint, EndpointResponse, sampling_of
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 
