@@ -71,7 +71,8 @@ class RLHFDataset(Dataset):
     With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
     (`hybridrl.data.row_images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`,
     `{}` for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with
-    images is never truncated. With the attribute `keeps_image_files`, which gateway agents set, an item has the files as `image_files`.
+    images is never truncated. With the attribute `keeps_image_files`, which gateway agents set, an item has the
+    files as `image_files`.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of

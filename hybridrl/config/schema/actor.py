@@ -3,6 +3,7 @@
 from dataclasses import InitVar, dataclass
 from typing import Any
 
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.conditions import AnyNeed, among, any_of, entry, fact, off, on
 from hybridrl.config.schema.engine import (
     CheckpointConfig,
@@ -185,7 +186,9 @@ class ActorConfig(ConfigNode):
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss", needs=_OWN_LOSS)
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, needs=on(".use_kl_loss"))
-    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=choices.KL_PENALTIES, needs=on(".use_kl_loss"))
+    kl_loss_type: str = key(
+        "low_var_kl", "estimator of that KL", choices=choices.KL_PENALTIES, needs=on(".use_kl_loss")
+    )
     recompute_old_log_prob: str = key(
         "auto",
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",

@@ -82,8 +82,8 @@ class Follow:
 def group(cls: type, meaning: str = "", *, needs: Any = None, inner: Any = None, **changed: Any) -> Any:
     """Declare a sub-group of type `cls`, with the defaults in `changed` in place of the class's own (or `Follow`s).
 
-    `needs` has the conditions of each of its settings, see `hybridrl.config.schema.conditions`. An empty tuple: none, not
-    even those of the groups around it. `inner` has further conditions by the name of a setting of the group.
+    `needs` has the conditions of each of its settings, see `hybridrl.config.schema.conditions`. An empty tuple: none,
+    not even those of the groups around it. `inner` has further conditions by the name of a setting of the group.
     """
     plain = {name: value.value if isinstance(value, Follow) else value for name, value in changed.items()}
 
