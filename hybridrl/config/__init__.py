@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 _LATER = {
     "cli": "command",
     "load_config": "compose",
-    "validate": "checks.run",
+    "validate": "checks.validation",
     "as_dict": "output",
     "to_yaml": "output",
 }
