@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, kw_only=True)
 class EntryMetadata:
-    """What is known about an entry before it is used.
+    """Metadata of an entry, available before it is imported.
 
     Attributes:
         settings: dataclass of its own settings, or its location as `module:Class`. The settings belong to the group
@@ -271,21 +271,21 @@ class Registry(Generic[F]):
         Raises:
             UserError: the name belongs to another entry or to a built-in one.
         """
-        known = self.objects.get(name)
-        taken = known is not None and known is not entry and _origin(known) != _origin(entry)
-        if not taken and known is None and name in self._declared:
-            taken = _module(entry) != self._declared[name].module
-        if taken or ":" in name:
-            holder = f"{_module(known)}.{_qualname(known)}" if known is not None else "a built-in entry"
+        existing = self.objects.get(name)
+        conflict = existing is not None and existing is not entry and _origin(existing) != _origin(entry)
+        if not conflict and existing is None and name in self._declared:
+            conflict = _module(entry) != self._declared[name].module
+        if conflict or ":" in name:
+            holder = f"{_module(existing)}.{_qualname(existing)}" if existing is not None else "a built-in entry"
             raise self.error(f"{self.kind} {name!r} is registered already, as {holder}; choose another name.")
-        locations = [other for other, value in self.objects.items() if value is known and ":" in other]
+        locations = [other for other, value in self.objects.items() if value is existing and ":" in other]
         for each in (name, *locations):
             self.objects[each], self._metadata[each] = entry, metadata
 
     def names(self) -> tuple[str, ...]:
         """Every name that may be chosen, the built-in ones first."""
-        found = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))
-        return tuple(name for name in found if not getattr(self.metadata(name), "samplers_old", False))
+        names = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))
+        return tuple(name for name in names if not getattr(self.metadata(name), "samplers_old", False))
 
     def knows(self, name: str) -> bool:
         """Whether there is an entry of this name, or the name is a location (`module:attribute`)."""
@@ -313,8 +313,8 @@ class Registry(Generic[F]):
         """The dataclass of an entry's own settings."""
         if name not in self._metadata and name in self._declared and "settings" in self._declared[name].computed:
             self.get(name)
-        found = self.metadata(name).settings
-        return load_object(found, None, self.key, self.key, self.error) if isinstance(found, str) else found
+        settings = self.metadata(name).settings
+        return load_object(settings, None, self.key, self.key, self.error) if isinstance(settings, str) else settings
 
     def get(self, name: str) -> Any:
         """Import and return the entry of a name.
@@ -333,9 +333,9 @@ class Registry(Generic[F]):
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
             return self.objects[name]
-        known = sorted({*self._declared, *(other for other in self.objects if ":" not in other)})
+        names = sorted({*self._declared, *(other for other in self.objects if ":" not in other)})
         raise self.error(
-            f"{self.key} is {name!r}; known are {', '.join(known)}. Your own is "
+            f"{self.key} is {name!r}; choose from {', '.join(names)}. Your own is "
             f"added with {self.decorators[-1]}(name), in a module that actor_rollout_ref.model.external_lib names, or "
             "named itself as module:attribute."
         )
@@ -351,7 +351,7 @@ class Registry(Generic[F]):
     def _declared(self) -> dict[str, _Declared]:
         """The built-in entries, read from their source."""
         allowed = {field.name for field in fields(self._metadata_class)}
-        found: dict[str, _Declared] = {}
+        entries: dict[str, _Declared] = {}
         for file in sorted(_PACKAGE.glob(self._files)):
             text = file.read_text(encoding="utf-8")
             if not any(f"{name}(" in text for name in self.decorators):
@@ -362,12 +362,12 @@ class Registry(Generic[F]):
                     continue
                 name = node.args[0]
                 if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                    given = {item.arg: item.value for item in node.keywords if item.arg in allowed}
+                    keywords = {item.arg: item.value for item in node.keywords if item.arg in allowed}
                     literals = {
-                        str(key): value for key, node_ in given.items() if (value := _literal(node_)) is not ...
+                        str(key): value for key, node_ in keywords.items() if (value := _literal(node_)) is not ...
                     }
-                    found[name.value] = _Declared(module, literals, frozenset(map(str, given)) - literals.keys())
-        return found
+                    entries[name.value] = _Declared(module, literals, frozenset(map(str, keywords)) - literals.keys())
+        return entries
 
 
 def _dotted(node: ast.expr) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
-from hybridrl.config.schema.names import CHECKPOINT_CONTENTS
+from hybridrl.config.schema.choices import CHECKPOINT_CONTENTS
 from hybridrl.engine.optim.optimizer import set_rate
 from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, copied, write_slices
 from hybridrl.errors import ModelError

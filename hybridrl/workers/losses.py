@@ -20,8 +20,8 @@ from hybridrl.algorithms import (
     get_policy_loss_prepare_fn,
     kl_penalty,
 )
+from hybridrl.algorithms.algorithm_registry import reads_whole_sequences
 from hybridrl.algorithms.config_access import ConfigView
-from hybridrl.algorithms.registry import reads_whole_sequences
 from hybridrl.algorithms.sequences import Sequences, SplitSequences
 from hybridrl.config import ActorConfig, CriticConfig, PPOTrainerConfig, RolloutCorrectionConfig
 from hybridrl.config.strategies import engine_settings

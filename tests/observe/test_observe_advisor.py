@@ -11,9 +11,9 @@ import yaml
 from hybridrl.config.roles import ROLES, MicroBatches, Pass, RoleSpec, Scoring, Update
 from hybridrl.errors import UserError
 from hybridrl.observe.advisor import Advice, advise
-from hybridrl.observe.history import load_history
 from hybridrl.observe.jsonl import JsonLines
 from hybridrl.observe.report import summarize, write_report
+from hybridrl.observe.run_history import load_history
 from hybridrl.observe.timeline import TIMELINE, Timeline, picture, read_timeline
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import register_inference_engine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.utils.source import parsed
+from hybridrl.models.chat import parsed
 
 PACKAGE = Path(__file__).parents[2] / "hybridrl"
 

@@ -21,7 +21,7 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 from hybridrl.checkpoint import CheckpointError, verify
 from hybridrl.observe.timeline import rank_seconds, read_timeline
 from hybridrl.trainer.supervised.run_supervised import run_supervised
-from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

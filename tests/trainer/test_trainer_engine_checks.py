@@ -16,7 +16,7 @@ from hybridrl.models.tiny import build_tiny_model
 from hybridrl.rollout.select import resolve_rollout
 from hybridrl.trainer.ppo.build import _check_engines
 from hybridrl.trainer.startup import check_engine
-from hybridrl.trainer.supervised.build import prepare
+from hybridrl.trainer.supervised.prepare_supervised import prepare
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from hybridrl.trainer.forecast import print_found, set_key
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.ppo.memory import phase_peaks
 from hybridrl.trainer.supervised import forecast as tuning
-from hybridrl.trainer.supervised.rows import as_responses
+from hybridrl.trainer.supervised.objective_rows import as_responses
 from hybridrl.utils import device
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.forecast import NotComputed, forecast_model, forecast_roles

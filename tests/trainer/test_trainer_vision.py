@@ -16,7 +16,7 @@ from trainer_tools import trained
 from hybridrl.config import load_config
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.data.preprocess.colours import make_row
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.engine import create_train_engine
 from hybridrl.errors import ModelError, RolloutError
 from hybridrl.models.tokenizer import load_tokenizer

@@ -6,8 +6,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hybridrl.agents.side import in_thread
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.agents.session_executor import in_thread
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.errors import RolloutError
 from hybridrl.registry import TOOLS, EntryMetadata
 from hybridrl.reward.score.gsm8k import compute_score

@@ -10,7 +10,7 @@ from typing import Any
 from ray import cloudpickle
 
 from hybridrl.agents.agents import Agents, make_agents
-from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of

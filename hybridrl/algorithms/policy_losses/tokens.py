@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import agg_loss, total_tokens_match
+from hybridrl.algorithms.algorithm_registry import PolicyLossFn, PrepareFn, register_policy_loss
 from hybridrl.algorithms.config_access import counts_of, read_settings
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.registry import PolicyLossFn, PrepareFn, register_policy_loss
 from hybridrl.algorithms.sequences import Sequences, sequences_of
 from hybridrl.errors import AlgorithmError
 from hybridrl.settings import key

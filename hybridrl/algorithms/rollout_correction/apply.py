@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hybridrl.algorithms.config_access import has_setting, setting
+from hybridrl.algorithms.rollout_correction.importance_weights import compute_rollout_correction_weights
 from hybridrl.algorithms.rollout_correction.mismatch import compute_offpolicy_metrics
 from hybridrl.algorithms.rollout_correction.rejection import compute_rollout_rejection_mask
 from hybridrl.algorithms.rollout_correction.thresholds import ROOT, check_same_shape, require_tokens
-from hybridrl.algorithms.rollout_correction.weights import compute_rollout_correction_weights
 from hybridrl.errors import AlgorithmError
 from hybridrl.registry import POLICY_LOSSES
 

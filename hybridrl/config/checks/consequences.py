@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hybridrl.config.checks.distillation import distillation_notices
+from hybridrl.config.checks.check_distillation import distillation_notices
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.root import PPOTrainerConfig, RootConfig
 from hybridrl.registry import ADV_ESTIMATORS
