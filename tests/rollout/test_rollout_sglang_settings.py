@@ -247,7 +247,7 @@ def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_mo
 
 def test_sglang_is_idle_before_its_memory_is_released() -> None:
     """Its scheduler ends if it is asked while the last batch is still in its books."""
-    from hybridrl.rollout.sglang.host import Host
+    from hybridrl.rollout.sglang.host import HostedEngine
 
     calls = []
 
@@ -258,7 +258,7 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
         async def release(self, tags) -> None:
             calls.append(tuple(tags))
 
-    host = object.__new__(Host)
+    host = object.__new__(HostedEngine)
     host.server, host._names, host._released = Server(), {}, set()
     asyncio.run(host.release(["kv_cache"]))
     asyncio.run(host.release(["weights", "kv_cache"]))
