@@ -53,7 +53,7 @@ class LoadRecorder(TorchDispatchMode):
         dtype: of the checkpoint's tensors; where they differ, by name.
 
     Attributes:
-        copies: what the loader copied, if there are `parameters`.
+        loaded: what the loader copied, if there are `parameters`.
         uses: how often the loader copied each slice of each tensor into a tensor that has memory.
         unplanned: checkpoint tensors that cannot be planned, with the reason: the loader computed something new from
             them, such as a transpose in memory, copied elements in an order that is not that of a slice, or changed a
@@ -69,7 +69,7 @@ class LoadRecorder(TorchDispatchMode):
         dtype: torch.dtype | Mapping[str, torch.dtype],
     ) -> None:
         super().__init__()
-        self.copies: list[LoadedSlice] = []
+        self.loaded: list[LoadedSlice] = []
         self.uses: Counter[tuple[str, TensorSlice]] = Counter()
         self.unplanned: dict[str, str] = {}
         self.skipped: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class LoadRecorder(TorchDispatchMode):
         for parameter in self._parameters.get(_storage(target), ()):
             there = slice_of(target, parameter.shape, parameter.offset)
             if there is not None and _extents(tensor_slice) == _extents(there):
-                self.copies.append(LoadedSlice(name, tensor_slice, parameter.name, there))
+                self.loaded.append(LoadedSlice(name, tensor_slice, parameter.name, there))
                 return True
         return self._anywhere
 

@@ -35,7 +35,7 @@ def compare(model: torch.nn.Module, load: Load, folder: str, layout: GenerationL
             load(recorder.sources())
         untouched = all(not parameter.any() for parameter in model.parameters())
         load((name, state[name].clone()) for name in recorder.unplanned)  # some loaders change what they get
-        for copy in (copy for copy in recorder.copies if copy.source not in recorder.unplanned):
+        for copy in (copy for copy in recorder.loaded if copy.source not in recorder.unplanned):
             part = state[copy.source][tuple(map(slice, copy.slice.start, copy.slice.stop))]
             whole = parameters[copy.parameter].data
             there = whole[tuple(map(slice, copy.parameter_slice.start, copy.parameter_slice.stop))]
@@ -45,7 +45,7 @@ def compare(model: torch.nn.Module, load: Load, folder: str, layout: GenerationL
             parameter.data.zero_()
         load((name, value.clone()) for name, value in state.items())
     return {
-        "copies": len(recorder.copies),
+        "copies": len(recorder.loaded),
         "unplanned": recorder.unplanned,
         "untouched": untouched,
         "wrong": [name for name, parameter in parameters.items() if not torch.equal(parameter, by_hand[name])],

@@ -104,7 +104,7 @@ def test_recorded_copies_give_the_same_parameters_as_the_load(rank: int) -> None
             engine.load(rank, name, tensor)
     assert recorder.unplanned == {}
     assert not any(parameter.any() for parameter in engine.parameters.values()), "recording writes nothing"
-    for copy in recorder.copies:
+    for copy in recorder.loaded:
         part = state[copy.source][tuple(map(slice, copy.slice.start, copy.slice.stop))]
         there = engine.parameters[copy.parameter]
         there[tuple(map(slice, copy.parameter_slice.start, copy.parameter_slice.stop))] = part
@@ -206,7 +206,7 @@ def test_what_is_no_copy_of_a_slice_is_named(load: Callable[[torch.Tensor, torch
     with recorder:
         for _, tensor in recorder.sources():
             load(parameter, tensor)
-    assert recorder.copies == [] and recorder.skipped == ()
+    assert recorder.loaded == [] and recorder.skipped == ()
     assert says in recorder.unplanned["w"]
     assert parameter.shape == (4, 4) and not parameter.any(), "recording writes nothing"
 
