@@ -287,7 +287,7 @@ class SFTDataset(ConversationDataset):
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:
-    """Return the positions of a sequence that survive truncation to `limit`; see `hybridrl.data.rendering.truncate`."""
+    """Return the positions that survive truncation to `limit`; see `hybridrl.data.dataset_rendering.truncate`."""
     if side == "left":
         return np.arange(length - limit, length)
     if side == "right":
