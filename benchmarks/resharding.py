@@ -31,13 +31,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import Qwen3Config
 
-from hybridrl.hybrid_engine.counter import ReceivedBytes
 from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import plan, plan_boxes
 from hybridrl.hybrid_engine.schedule import Round, schedule
 from hybridrl.hybrid_engine.shards import Box, Boxes, boxes_of, whole
 from hybridrl.hybrid_engine.topology import GenerationLayout, Layout, MegatronLayout, ShardedLayout
 from hybridrl.hybrid_engine.transfer import Exchange, Shards, assemble
+from hybridrl_testing.counters import ReceivedBytes
 
 Parts = dict[str, list[tuple[Box, torch.Tensor]]]
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.hybrid_engine.counter import AllocationCounter, ReceivedBytes
 from hybridrl.hybrid_engine.plan import plan, plan_boxes
 from hybridrl.hybrid_engine.schedule import Round, schedule
 from hybridrl.hybrid_engine.shards import Box, Boxes, Cut, TensorSpec, boxes_of
 from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout
 from hybridrl.hybrid_engine.transfer import Exchange, Shards, assemble
+from hybridrl_testing.counters import AllocationCounter, ReceivedBytes
 
 WORLD = 8
 LAYERS = 8
