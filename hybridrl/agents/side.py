@@ -42,7 +42,7 @@ class Side:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._loop: _SideLoop | None = None
+        self.loop: SideLoop | None = None
 
     async def run(self, make: Callable[[], Any], limit_s: float) -> Any:
         """The result of `make()`, which is awaited if it can be. `make` runs in the side loop, and may block.
@@ -52,9 +52,9 @@ class Side:
             NoVerdictError: this process cannot have one more thread, or open one more file.
         """
         while True:
-            if self._loop is None:
-                self._loop = _LOOPS.lease(self._what)
-            side = self._loop
+            if self.loop is None:
+                self.loop = LOOPS.lease(self._what)
+            side = self.loop
             measured = clock.Clock()
             begun = threading.Event()
 
@@ -77,8 +77,8 @@ class Side:
             if await self._ended(future, side, measured, begun, limit_s):
                 break
             future.cancel()
-            if self._loop is side:
-                self._loop = None
+            if self.loop is side:
+                self.loop = None
         result, error = future.result()
         if error is not None:
             raise error
@@ -87,7 +87,7 @@ class Side:
     async def _ended(
         self,
         future: "asyncio.Future[Any]",
-        side: "_SideLoop",
+        side: "SideLoop",
         measured: clock.Clock,
         begun: threading.Event,
         limit_s: float,
@@ -101,26 +101,26 @@ class Side:
             if not begun.is_set() and time.monotonic() - waiting > limit_s:
                 waiting = time.monotonic()
                 if not await side.responds():  # the session that blocks it may have ended, and nobody else looks
-                    _LOOPS.leave(side)
+                    LOOPS.leave(side)
             if side.is_left and not begun.is_set():
                 return False
             if measured.is_stopped or measured.seconds < limit_s:
                 continue
             future.cancel()
             if not await side.responds():
-                _LOOPS.leave(side)
-                if self._loop is side:
-                    self._loop = None
+                LOOPS.leave(side)
+                if self.loop is side:
+                    self.loop = None
             raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
 
     def stop(self) -> None:
         """End what the session's code still does, and give the thread back."""
-        if self._loop is not None:
-            _LOOPS.give_back(self._loop, self)
-            self._loop = None
+        if self.loop is not None:
+            LOOPS.give_back(self.loop, self)
+            self.loop = None
 
 
-class _SideLoop:
+class SideLoop:
     """An event loop in a thread of its own, which does not keep the process from ending.
 
     Attributes:
@@ -131,21 +131,21 @@ class _SideLoop:
     def __init__(self) -> None:
         self.users = 0
         self.is_left = False
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._callers: weakref.WeakKeyDictionary[asyncio.Task[Any], Side | None] = weakref.WeakKeyDictionary()
-        self._loop.set_task_factory(self._task)
+        self.loop.set_task_factory(self._task)
         try:
             threading.Thread(target=self._run, name="tools", daemon=True).start()
         except BaseException:
-            self._loop.close()
+            self.loop.close()
             raise
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_forever()
+            self.loop.run_forever()
         finally:
-            self._loop.close()
+            self.loop.close()
 
     def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         task = asyncio.Task(work, loop=loop, **options)
@@ -168,14 +168,14 @@ class _SideLoop:
             except BaseException as error:
                 return None, RuntimeError(f"{type(error).__name__}: {error}")
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop)
 
     async def responds(self) -> bool:
         """Whether it runs anything."""
         ran: Future[None] = Future()
         ran.set_running_or_notify_cancel()
         try:
-            self._loop.call_soon_threadsafe(ran.set_result, None)
+            self.loop.call_soon_threadsafe(ran.set_result, None)
         except RuntimeError:  # a parallel call found it blocked and stopped it, and what blocked it has returned
             return False
         done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
@@ -190,31 +190,31 @@ class _SideLoop:
                     task.cancel()
             done()
 
-        self._loop.call_soon_threadsafe(cancel)
+        self.loop.call_soon_threadsafe(cancel)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-class _Loops:
+class Loops:
     """The side loops of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loops: list[_SideLoop] = []
+        self.loops: list[SideLoop] = []
 
-    def lease(self, what: str) -> _SideLoop:
+    def lease(self, what: str) -> SideLoop:
         """A loop that no session has; a new one; or, where there are `MOST_LOOPS`, the one that the fewest have.
 
         Raises:
             NoVerdictError: there is none, and none can be started.
         """
         with self._lock:
-            least = min(self._loops, key=lambda loop: loop.users, default=None)
-            if least is None or (least.users and len(self._loops) < MOST_LOOPS):
+            least = min(self.loops, key=lambda loop: loop.users, default=None)
+            if least is None or (least.users and len(self.loops) < MOST_LOOPS):
                 try:
-                    least = _SideLoop()
-                    self._loops.append(least)
+                    least = SideLoop()
+                    self.loops.append(least)
                 except (OSError, RuntimeError) as failure:
                     if least is None:
                         raise NoVerdictError(
@@ -223,7 +223,7 @@ class _Loops:
             least.users += 1
             return least
 
-    def give_back(self, side: _SideLoop, caller: Side) -> None:
+    def give_back(self, side: SideLoop, caller: Side) -> None:
         """A session does not need its loop any more. It is free once nothing blocks it."""
 
         def done() -> None:
@@ -234,19 +234,19 @@ class _Loops:
             if not side.is_left:
                 side.cancel(caller, done)
 
-    def leave(self, side: _SideLoop) -> None:
+    def leave(self, side: SideLoop) -> None:
         """A loop is blocked: no session gets it any more."""
         with self._lock:
-            if side in self._loops:
-                self._loops.remove(side)
+            if side in self.loops:
+                self.loops.remove(side)
                 side.is_left = True
                 side.stop()  # once what blocks it returns
 
 
-_LOOPS = _Loops()
+LOOPS = Loops()
 
 
-class _Calls:
+class Calls:
     """Threads for functions that block, which are used again."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ class _Call:
             self.future.set_exception(error)
 
 
-_CALLS = _Calls()
+CALLS = Calls()
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
@@ -346,11 +346,11 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     """
     call = _Call(function)
     try:
-        _CALLS.submit(call)
+        CALLS.submit(call)
     except RuntimeError as error:
         raise NoVerdictError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
     try:
         return await asyncio.wrap_future(call.future)
     except asyncio.CancelledError:
-        _CALLS.leave(call)
+        CALLS.leave(call)
         raise

@@ -291,7 +291,7 @@ class BroadcastTransport(Transport):
     """
 
     kind: TransportKind = "broadcast"
-    _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
+    cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
@@ -300,9 +300,9 @@ class BroadcastTransport(Transport):
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._cached_group is None or self._cached_group[0] != self._members:
+        if self.cached_group is None or self.cached_group[0] != self._members:
             group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
-            type(self)._cached_group = self._members, group
+            type(self).cached_group = self._members, group
 
     def _open(self, size: int) -> None:
         here = device.current_device()
@@ -314,8 +314,8 @@ class BroadcastTransport(Transport):
     def _announce(self, slot: int, content: tuple[BucketEntry, ...]) -> list[Any]:
         if self._failed:
             return []
-        assert self._cached_group is not None
-        group = self._cached_group[1]
+        assert self.cached_group is not None
+        group = self.cached_group[1]
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
@@ -329,7 +329,7 @@ class BroadcastTransport(Transport):
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
-            type(self)._cached_group, self._failed = None, True
+            type(self).cached_group, self._failed = None, True
         return acks
 
     def close(self) -> None:

@@ -398,7 +398,7 @@ class PointToPointTransport(Transport):
     """
 
     kind: TransportKind = "point_to_point"
-    _cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
+    cached_group: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[UpdateTarget], sent: SentPieces | None = None) -> None:
         self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
@@ -413,9 +413,9 @@ class PointToPointTransport(Transport):
         self._parts: list[tuple[Message, torch.Tensor]] = []
         self._size = self._ranks + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._cached_group is None or self._cached_group[0] != self._members:
-            type(self)._cached_group = None
-            type(self)._cached_group = self._group()
+        if self.cached_group is None or self.cached_group[0] != self._members:
+            type(self).cached_group = None
+            type(self).cached_group = self._group()
 
     def _group(self) -> tuple[str, str, StandaloneGroup]:
         here = device.current_device()
@@ -450,8 +450,8 @@ class PointToPointTransport(Transport):
     def _announce(self, slot: int, content: Content) -> list[Any]:
         if self._failed:
             return []
-        assert self._cached_group is not None
-        _, host, group = self._cached_group
+        assert self.cached_group is not None
+        _, host, group = self.cached_group
         membership = (host, group.port, self._size, self._members)
         if self._before is not None:
             content = content._replace(changes=self._all_changes())
@@ -476,7 +476,7 @@ class PointToPointTransport(Transport):
                 notify(f"a transfer of weights failed, its engines are restarted: {failures[0]}", "warning")
                 for target in self.targets:
                     ray.kill(target.replica)
-            type(self)._cached_group, self._failed = None, True
+            type(self).cached_group, self._failed = None, True
         return acks
 
     def _all_changes(self) -> dict[int, dict[int, tuple[DeltaForm, ...]]]:

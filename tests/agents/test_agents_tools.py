@@ -247,8 +247,8 @@ def test_a_thread_that_cannot_be_started_is_no_answer_of_the_tool(monkeypatch, t
                 raise RuntimeError("can't start new thread")
         original(thread)
 
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())  # as in a process that has no threads yet
-    monkeypatch.setattr(side, "_CALLS", side._Calls())
+    monkeypatch.setattr(side, "LOOPS", side.Loops())  # as in a process that has no threads yet
+    monkeypatch.setattr(side, "CALLS", side.Calls())
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(NoVerdictError, match=r"^infra: .*can't start new thread"):
         run([tool_of(tool)], [(tool.__name__, {"a": 1} if tool is add else {})])

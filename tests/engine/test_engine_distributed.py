@@ -167,7 +167,7 @@ def check_language_model(rank: int, model: Path, work: Path) -> None:
     resumed.load(work / "two_ranks", ["model", "optimizer", "extra"])
     assert train(resumed, batch, 2) == straight
     close(weights(resumed), final, 0)
-    for parameter, other in zip(resumed._trainable.values(), engine._trainable.values(), strict=True):  # type: ignore[attr-defined]
+    for parameter, other in zip(resumed.trainable.values(), engine.trainable.values(), strict=True):  # type: ignore[attr-defined]
         for key, state in engine.optimizer.state[other].items():  # type: ignore[attr-defined]
             again = resumed.optimizer.state[parameter][key]  # type: ignore[attr-defined]
             assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (again, state)))

@@ -262,7 +262,7 @@ def test_training_goes_on_bitwise_after_a_load(micro_model: Path, tmp_path: Path
     assert train(resumed, 2) == expected[2:]
     final = weights(straight)
     assert all(torch.equal(tensor, final[name]) for name, tensor in weights(resumed).items())
-    for parameter, state in zip(resumed._trainable.values(), straight.optimizer.state.values(), strict=True):  # type: ignore[attr-defined]
+    for parameter, state in zip(resumed.trainable.values(), straight.optimizer.state.values(), strict=True):  # type: ignore[attr-defined]
         for key, tensor in resumed.optimizer.state[parameter].items():  # type: ignore[attr-defined]
             assert torch.equal(tensor, state[key]), key
 

@@ -239,8 +239,8 @@ def test_engines_on_their_own_devices_get_their_parts_point_to_point(ray_session
         assert report.buckets > 5 and report.received == 0 < report.bytes
         for half, engine in enumerate(pair):
             assert assert_loaded(engine, state, half) == 1
-        assert PointToPointTransport._cached_group is not None
-        ports.add(PointToPointTransport._cached_group[2].port)
+        assert PointToPointTransport.cached_group is not None
+        ports.add(PointToPointTransport.cached_group[2].port)
     assert len(ports) == 1  # the group is kept
 
 

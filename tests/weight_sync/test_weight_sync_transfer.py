@@ -112,12 +112,12 @@ def test_a_broadcast_reaches_processes_of_their_own_and_its_group_is_kept(takers
         stream(iter(sent), [transport], total(sent), 2**20)
         for taker in takers:
             assert_taken(taker, sent, 2**20)
-        ports.add(BroadcastTransport._cached_group[1].port)
+        ports.add(BroadcastTransport.cached_group[1].port)
     assert len(ports) == 1
     (transport,) = transports_to(targets[:1], "node")  # other members, another group
     stream(iter(sent), [transport], total(sent), 2**20)
     assert_taken(takers[0], sent, 2**20)
-    assert BroadcastTransport._cached_group[1].port not in ports
+    assert BroadcastTransport.cached_group[1].port not in ports
 
 
 def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypatch) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def parts(engine: FSDPEngine) -> saved_parts.Parts:
     """The parts of an engine's checkpoints."""
-    engine._offload.wait_for_state()
+    engine.offload.wait_for_state()
     return saved_parts.Parts(
         weights=partial(_weights, engine),
         load_weights=partial(_load_weights, engine),
@@ -98,7 +98,7 @@ def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
     names: dict[str, list[str]] = {}
     for name, view in views.items():
         names.setdefault(view.source, []).append(name)
-    for name, parameter in engine._trainable.items():
+    for name, parameter in engine.trainable.items():
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             if value.ndim:
@@ -114,7 +114,7 @@ def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
 def _quantised_state(engine: FSDPEngine) -> Iterator[SavedBox]:
     """The state of an optimizer with moments of 8 bits, under names of the module."""
     assert engine.optimizer is not None
-    for name, parameter in engine._trainable.items():
+    for name, parameter in engine.trainable.items():
         shard_box, _ = engine._shard(parameter)
         for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
@@ -146,15 +146,15 @@ def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
         name, _, key = full_name.rpartition(SEPARATOR)
         keys.setdefault(name, []).append(key)
     is_low_bit = low_bit.keeps(engine.optimizer)
-    views = _own_views(engine._trainable) if is_low_bit else _views_to_read(engine, keys)
-    sources = {name: view.source for name, view in views.items() if view.source in engine._trainable}
+    views = _own_views(engine.trainable) if is_low_bit else _views_to_read(engine, keys)
+    sources = {name: view.source for name, view in views.items() if view.source in engine.trainable}
     if surplus := sorted(keys.keys() - sources.keys()):
         raise ModelError(
             f"checkpoint {saved.where} belongs to another model: it has optimizer state for {surplus[0]!r}, which this "
             "model does not train"
         )
     # Not where the parameters are: those may be in main memory between updates while the state stays on the device.
-    where = torch.device("cpu") if engine._keeps_state_in_main_memory else device.current_device()
+    where = torch.device("cpu") if engine.keeps_state_in_main_memory else device.current_device()
     engine.optimizer.state.clear()
     if is_low_bit:
         _load_quantised(engine, saved, keys, where)
@@ -163,7 +163,7 @@ def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
     for name, source in sources.items():
         of_source.setdefault(source, {})[name] = views[name]
     for source, own in of_source.items():
-        parameter, first = engine._trainable[source], next(iter(own))
+        parameter, first = engine.trainable[source], next(iter(own))
         for key in keys.get(first, ()):
             full_name = f"{first}{SEPARATOR}{key}"
             if key.endswith((low_bit.CODES, low_bit.SCALE)):
@@ -185,7 +185,7 @@ def _load_quantised(
 ) -> None:
     optimizer: Any = engine.optimizer
     for name, state_keys in keys.items():
-        parameter = engine._trainable[name]
+        parameter = engine.trainable[name]
         shard_box, _ = engine._shard(parameter)
         for key in state_keys:
             full_name = f"{name}{SEPARATOR}{key}"

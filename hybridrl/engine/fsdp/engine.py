@@ -111,8 +111,8 @@ class FSDPEngine(
         self.schedule: Any = None
         self._sharded: ShardedModule | None = None
         self._sequences: SequenceParallel | None = None
-        self._fuses = False
-        self._masters: MasterWeights | None = None
+        self.fuses = False
+        self.masters: MasterWeights | None = None
         self.adapter: lora.Adapter | None = None
         self._router_loss: RouterLoss | None = None
         self.reference: FSDPEngine | None = None
@@ -185,34 +185,34 @@ class FSDPEngine(
             warn_unused_policy(engine)
             self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
-                self._masters = MasterWeights(self.module, self.compute_dtype)
+                self.masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
-        self._fusing = Fusing(self.module, self._head, self._logits, engine.most_tokens)
-        self._fuses = self._may_fuse()
+        self._fusing = Fusing(self.module, self._head, self.logits_of, engine.most_tokens)
+        self.fuses = self._may_fuse()
         if engine.router_aux_loss_coef and self.optim_config is not None:
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
             self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k, self._sequences)
         self.adapter = source.adapter
-        self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
-        self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
+        self.exported = Exported(self.module, self.masters, self.compute_dtype, self.adapter)
+        self.trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         if self.optim_config is not None:
             self.optimizer = build_optimizer(
-                self._trainable.values(), self.optim_config, hidden_matrices(self.module, self._trainable)
+                self.trainable.values(), self.optim_config, hidden_matrices(self.module, self.trainable)
             )
             self.schedule = build_schedule(self.optimizer, self.optim_config)
         self.module.eval()
         check_windows(self.module, self.response_logits)
         if self.packed and self._sequences is None:  # ranks that share sequences find out in each pass
             self.packed = keeps_rows_apart(model.path, self.module, self.response_logits, self.compute_dtype)
-        self._offload = FSDPOffload(
+        self.offload = FSDPOffload(
             self.module,
-            self._masters,
+            self.masters,
             self.optimizer,
             parameters=engine.param_offload and not self._steps_in_main_memory,
             states=engine.optimizer_offload and not self._steps_in_main_memory,
         )
-        self._offload.unload(changed=True)
+        self.offload.unload(changed=True)
         device.empty_cache()  # what loading and converting left would count as used while an engine is started
 
     @property
@@ -231,7 +231,7 @@ class FSDPEngine(
         return self._sharded is not None and bool(self.engine_config.offload_policy)
 
     @property
-    def _keeps_state_in_main_memory(self) -> bool:
+    def keeps_state_in_main_memory(self) -> bool:
         """Whether the optimizer's state is in main memory between updates."""
         return bool(self.engine_config.optimizer_offload) or self._steps_in_main_memory
 
@@ -328,8 +328,8 @@ class FSDPEngine(
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
-    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
-        plan = super()._plan(batch, micro, tree)
+    def plan_batch(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+        plan = super().plan_batch(batch, micro, tree)
         check_length(self.config, max(plan.lengths, default=0), f"{self.model_config.path}: the longest of a batch")
         if self._sees_images:
             plan.images = BatchImages(batch, self.config)
@@ -353,7 +353,7 @@ class FSDPEngine(
 
     def _fuses_all(self, request: Wanted) -> bool:
         """Whether the request is computed without logits. The first call is collective."""
-        if not self._fuses or not self.has_plain_head:
+        if not self.fuses or not self.has_plain_head:
             return False
         others = [function.other for function in self._functions(request)]
         return all(other is None or other.has_plain_head for other in others)
@@ -407,7 +407,7 @@ class FSDPEngine(
             compared = [(function, of_other(FSDPEngine.hidden, function)) for function in functions]
             return self._fusing.outputs(layout, request.temperature, request.outputs, compared)
         others = [of_other(FSDPEngine.response_logits, function) for function in functions]
-        logits = self._logits(layout)
+        logits = self.logits_of(layout)
         outputs = compute_outputs(
             logits, layout, request.temperature, request.outputs, bool(functions), self.engine_config.most_tokens
         )
@@ -415,7 +415,7 @@ class FSDPEngine(
             outputs |= function(logits, layout.inputs or {}, request.temperature, other)
         return outputs
 
-    def _logits(self, layout: MicroBatchLayout) -> torch.Tensor:
+    def logits_of(self, layout: MicroBatchLayout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
 
     @property
@@ -443,7 +443,7 @@ class FSDPEngine(
         Where ranks share sequences, `layout` has this rank's tokens.
         """
         with self._attention_for(layout):
-            logits = self._logits(layout)
+            logits = self.logits_of(layout)
         if self._sharded:
             self._sharded.reshard()
         return logits
@@ -460,13 +460,13 @@ class FSDPEngine(
     # ------------------------------------------------------------------ stepping
 
     def gradient_norm(self) -> torch.Tensor:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trainable.values() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def nonfinite_gradients(self) -> list[str]:
         return [
             name
-            for name, p in self._trainable.items()
+            for name, p in self.trainable.items()
             if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())
         ]
 
@@ -478,13 +478,13 @@ class FSDPEngine(
     def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None and self.optim_config is not None
         if limit := self.optim_config.clip_grad:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable.values(), limit, norm)
-        self._offload.wait_for_state()
+            torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), limit, norm)
+        self.offload.wait_for_state()
         self.optimizer.step()
         self.schedule.step()
         self.discard_gradients()
-        if self._masters:
-            self._masters.copy_to_module()
+        if self.masters:
+            self.masters.copy_to_module()
 
     def learning_rate(self) -> float | None:
         return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
@@ -493,7 +493,7 @@ class FSDPEngine(
 
     @contextlib.contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        self._offload.load(updates=optimizer)
+        self.offload.load(updates=optimizer)
         try:
             yield
         finally:
@@ -501,7 +501,7 @@ class FSDPEngine(
             self.discard_gradients()
             if self._sharded:
                 self._sharded.reshard()
-            self._offload.unload()
+            self.offload.unload()
             device.empty_cache()  # free activations and gradients, so that other processes can use their memory
 
     @contextlib.contextmanager
@@ -531,13 +531,13 @@ class FSDPEngine(
         return with_attention(self.module, tree_attention.TREE)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        self._offload.wait_for_state()
+        self.offload.wait_for_state()
         return self.exported.weights(dtype)
 
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         if self.adapter is not None:
             raise ModelError("an adapter is merged into whole tensors, so there are no shards to send")
-        self._offload.wait_for_state()
+        self.offload.wait_for_state()
         views = self.exported.views()
         tensors = {name: self.exported.tensor(name, dtype) for name in self.exported.own()}
         for source, part in checkpoint.parts_of(self, tensors, views):
@@ -552,7 +552,7 @@ class FSDPEngine(
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         adapted.adapter_of(self)
-        self._offload.wait_for_state()
+        self.offload.wait_for_state()
         return self.exported.adapter_tensors(dtype)
 
     @property
@@ -574,10 +574,10 @@ class FSDPEngine(
         return self.exported.bytes(dtype)
 
     def first_step_bytes(self) -> int:
-        if self.optimizer is None or self._keeps_state_in_main_memory:
+        if self.optimizer is None or self.keeps_state_in_main_memory:
             return 0
-        matrices = hidden_matrices(self.module, self._trainable)
-        return state_bytes(self._trainable.values(), self.optim_config, matrices)
+        matrices = hidden_matrices(self.module, self.trainable)
+        return state_bytes(self.trainable.values(), self.optim_config, matrices)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -590,9 +590,9 @@ class FSDPEngine(
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         checkpoint.parts(self).load(Path(folder), contents)
-        if self._masters:
-            self._masters.copy_to_module()
-        self._offload.unload(changed=True)
+        if self.masters:
+            self.masters.copy_to_module()
+        self.offload.unload(changed=True)
         distributed.barrier()
 
 

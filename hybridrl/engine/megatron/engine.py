@@ -133,11 +133,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
         self.vocabulary = plan.vocabulary
-        self._schedule = self._make_schedule(settings, plan)
+        self.schedule = self._make_schedule(settings, plan)
         self._set_mode(training=False)
         device.manual_seed(engine.seed + distributed.get_rank())
-        self._offload = self._make_offload()
-        self._offload.unload(changed=True)
+        self.offload = self._make_offload()
+        self.offload.unload(changed=True)
         device.empty_cache()  # what loading and converting left would count as used while an engine is started
 
     def _make_trainable(self, settings: Any) -> None:
@@ -149,7 +149,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             load_first_masters(self.weight_map, self.model_config.path, engine, self.optimizer.shards)
 
     def _make_schedule(self, settings: Any, plan: build.Blueprint) -> Schedule:
-        self.packed = bool(self.model_config.use_remove_padding) and self._may_pack()
+        self.packed = bool(self.model_config.use_remove_padding) and self.may_pack()
         if self.packed:
             self.work = work_of(self.config)
         arranger = Arranger(self.state, settings.sequence_parallel, self.packed)
@@ -164,7 +164,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 notify(f"{self.model_config.path}: {', '.join(idle)} has no effect, because {outputs.why_whole}")
         return Schedule(self.state, settings, arranger, outputs)
 
-    def _may_pack(self) -> bool:
+    def may_pack(self) -> bool:
         """Whether attention can keep the sequences of a packed row apart; on a GPU, warn if not."""
         reason = why_not_packed(self.sizes, self.dtype, self.config) if device.is_gpu() else None
         if reason and distributed.get_rank() == 0:
@@ -200,7 +200,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     ) -> list[dict[str, torch.Tensor]] | None:
         comparison = self._comparison(layouts, request)
         with self.activate():
-            return self._schedule.forward_only(self.chunks, layouts, request, comparison)
+            return self.schedule.forward_only(self.chunks, layouts, request, comparison)
 
     def forward_backward(
         self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
@@ -208,7 +208,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         comparison = self._comparison(layouts, request)
         self._set_mode(training=True)
         with self.activate():
-            self._schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
+            self.schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
         self._set_mode(training=False)
 
     def _comparison(self, layouts: Sequence[MicroBatchLayout], request: Wanted) -> Comparison:
@@ -228,7 +228,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     def hidden(self, layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
         """Return the inputs of this engine's output layer for another engine's micro-batches; None on early stages."""
         with self.activate():
-            return self._schedule.hidden(self.chunks, layouts)
+            return self.schedule.hidden(self.chunks, layouts)
 
     @contextlib.contextmanager
     def computing(self, function: LogitsFunction) -> Iterator[None]:
@@ -248,7 +248,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         self.reference = reference
 
     def _check_chunks(self, what: str) -> None:
-        outputs = self._schedule.outputs
+        outputs = self.schedule.outputs
         if outputs is not None and outputs.why_whole is not None:
             raise ModelError(
                 f"{self.model_config.path}: {what} with strategy=megatron computes logits by chunks of tokens, and "
@@ -276,12 +276,12 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         ]
 
     def discard_gradients(self) -> None:
-        if self.optimizer is not None and self._offload.has_gradients:
+        if self.optimizer is not None and self.offload.has_gradients:
             self.optimizer.discard_gradients()
 
     def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None
-        self._offload.wait_for_state()
+        self.offload.wait_for_state()
         with self.activate():
             self.optimizer.step(norm)
         self.discard_gradients()
@@ -293,14 +293,14 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     @contextlib.contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        self._offload.load(updates=optimizer)
+        self.offload.load(updates=optimizer)
         try:
             yield
         finally:
             if optimizer:
                 self._set_mode(training=False)
                 self.discard_gradients()  # those of an interrupted backward pass
-            self._offload.unload()
+            self.offload.unload()
             self.state.release_buffers()
             device.empty_cache()  # free activations, so that other processes can use their memory
 
@@ -309,7 +309,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
         Writing to it changes the weights, wherever they are.
         """
-        return self._offload.readable(tensor)
+        return self.offload.readable(tensor)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._exporter.export(dtype)
@@ -349,7 +349,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         with self.activate():
             checkpoint.parts(self).load(Path(folder), contents)
-        self._offload.unload(changed=True)
+        self.offload.unload(changed=True)
         distributed.barrier()
 
 
