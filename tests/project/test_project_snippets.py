@@ -82,7 +82,7 @@ def test_a_loss_of_pairs() -> None:
 
     try:
         exec(python_of("docs/dpo.md", "register_objective"), {"__name__": "page"})
-        assert OBJECTIVES.facts("squared").reference
+        assert OBJECTIVES.metadata("squared").reference
         one = torch.ones(2)
         pairs = Pairs(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.5]), one, one, -2 * one, -4 * one)
         found = OBJECTIVES.get("squared")(pairs, DPOConfig(loss_type="squared", beta=0.5))

@@ -12,7 +12,7 @@ from judge_tools import PARSE, TEMPLATE, check_judgements
 from trainer_tools import lent, trained
 
 from hybridrl.config import load_config, validate
-from hybridrl.config.checks.judge import SERVED_FIELDS
+from hybridrl.config.checks.check_judge import SERVED_FIELDS
 from hybridrl.config.served import QUESTION_CHARACTERS, served_judge
 from hybridrl.errors import ConfigError, ModelError, RewardError, RolloutError
 from hybridrl.models.tokenizer import load_tokenizer
@@ -98,7 +98,7 @@ def test_a_judge_takes_turns_with_the_policys_engine(
     with trained(*words, *more) as (trainer, result):
         group = trainer.groups["judge"]
         assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
-        assert not group.pools[0].supervisor._memory, "memory that was not given back"
+        assert not group.pools[0].supervisor.memory, "memory that was not given back"
         assert lent(trainer, result.batch) == 1
     rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", micro_model, system=None)
     assert [row["score"] for row in rows] == pytest.approx([2 * row["judge"] for row in rows])
