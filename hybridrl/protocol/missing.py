@@ -2,23 +2,23 @@
 
 from dataclasses import dataclass
 
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 
 @dataclass(frozen=True)
-class MissingSample:
+class UnscoredSample:
     """An attempt at a sample that gave nothing to train on.
 
     Attributes:
         uid, sample: which one; see the columns of these names.
-        verdict: the reason.
+        unscored: the reason.
         tokens: how many were generated; None: the attempt ended before its end, so that its length is not known.
         again: it was generated again at once, by the rollout itself, so that the sample may not be missing.
     """
 
     uid: str
     sample: int
-    verdict: NoVerdict
+    unscored: Unscored
     tokens: int | None = None
     again: bool = False
 

@@ -22,7 +22,7 @@ from hybridrl.reward.positions import last_generated, response_lengths, tensors_
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.reward.weighted import Pool
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,13 +78,13 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowScore:
     """One row's score.
 
     Attributes:
-        score: after `RewardManager.adjust`; NaN without a verdict.
+        score: after `RewardManager.adjust`; NaN without a score.
         extra: the row's extra information.
-        outcome: what the reward function returned; without a `no_verdict` where `reward.on_error=zero` made it a 0.
+        outcome: what the reward function returned; not `unscored` where `reward.on_error=zero` made it a 0.
     """
 
     score: float
@@ -203,9 +203,9 @@ class RewardManager:
 
         Returns:
             The reward tensor, float32 `[B, T]`: each score on its response's last generated token, NaN there without a
-            verdict, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
+            score, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
             "metrics": {name: float}, "failed": list of B, "missing": list of B}`; `failed` tells the rows that the
-            function failed for (`reward.on_error`), `missing` has a `NoVerdict` for each row without a verdict. The
+            function failed for (`reward.on_error`), `missing` has an `Unscored` for each row without a score. The
             extra information comes from the function's dicts (None where a sample's dict lacks a name), or is the
             score itself, where it returned numbers: `acc`, or `score` if they are not all 0 or 1. Metrics:
             `reward/timeouts`, `reward/errors` and the seconds per sample, `timing_s/reward_sample/mean` and `/max`.
@@ -230,7 +230,7 @@ class RewardManager:
         result = self.collect(batch, scored)
         return result if return_dict else result["reward_tensor"]
 
-    def submit(self, batch: DataProto) -> list[Future[Scored]]:
+    def submit(self, batch: DataProto) -> list[Future[RowScore]]:
         """Score rows as soon as processes are free, for example the trajectories of a session that has just ended.
 
         Args:
@@ -263,7 +263,7 @@ class RewardManager:
             for outcome, sample, length, part in rows
         ]
 
-    def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
+    def collect(self, batch: DataProto, scored: Sequence[RowScore]) -> dict[str, Any]:
         """What `__call__` returns with `return_dict`, of rows that are scored.
 
         Args:
@@ -283,7 +283,7 @@ class RewardManager:
             tensor += of_turns
             told = _whole_scores(extras, outcomes, given_rewards(batch), of_turns.sum(-1).tolist())
         info = _with_given(self._columns(extras, told), batch)
-        missing = [one.no_verdict for one in outcomes]
+        missing = [one.unscored for one in outcomes]
         metrics = self.metrics
         return {
             "reward_tensor": tensor,
@@ -313,13 +313,13 @@ class RewardManager:
         chosen = reward.on_error or self.config.algorithm.missing.infra
         notify(f"{what}; {_THEN[chosen]} ({key}={chosen}). The first: {failures[0]}", "warning")
 
-    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
-        if outcome.no_verdict is not None:
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
+        if outcome.unscored is not None:
             if not (self._scores_zero and (outcome.timed_out or outcome.error is not None)):
-                return Scored(math.nan, extra_of(outcome), outcome)
-            outcome = replace(outcome, score=0.0, no_verdict=None)
+                return RowScore(math.nan, extra_of(outcome), outcome)
+            outcome = replace(outcome, score=0.0, unscored=None)
         score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
-        return Scored(score, extra, outcome)
+        return RowScore(score, extra, outcome)
 
     def _check(self, samples: list[Sample]) -> None:
         if self.pool.built_in:
@@ -422,27 +422,27 @@ class DAPORewardManager(RewardManager):
         return score + penalty, extra
 
 
-def given_rewards(batch: DataProto) -> list[float | NoVerdict | None]:
+def given_rewards(batch: DataProto) -> list[float | Unscored | None]:
     """What each row brought along (column `trajectory_reward`); None leaves it to the reward function."""
     column = batch.non_tensor_batch.get(TRAJECTORY_REWARD)
     if column is None:
         return [None] * len(batch)
-    return [one if one is None or isinstance(one, NoVerdict) else float(one) for one in column]
+    return [one if one is None or isinstance(one, Unscored) else float(one) for one in column]
 
 
-def _given(reward: float | NoVerdict | None) -> Outcome:
+def _given(reward: float | Unscored | None) -> Outcome:
     """The outcome of a row that is not asked for."""
-    if isinstance(reward, NoVerdict):
+    if isinstance(reward, Unscored):
         return without_score(reward, 0.0)
     return Outcome(0.0 if reward is None else reward, None, 0.0, given=True)
 
 
-def _as_given(outcome: Outcome) -> Scored:
+def _as_given(outcome: Outcome) -> RowScore:
     """A row that keeps what it brought along."""
-    return Scored(outcome.score, extra_of(outcome), outcome)
+    return RowScore(outcome.score, extra_of(outcome), outcome)
 
 
-def _is_part(batch: DataProto, given: Sequence[float | NoVerdict | None]) -> list[bool]:
+def _is_part(batch: DataProto, given: Sequence[float | Unscored | None]) -> list[bool]:
     """Whether each row is a part of a session before its last, and brought a reward along: it adds that and no more."""
     sessions = split_sessions(batch.non_tensor_batch, len(batch))
     last = set(range(len(batch)) if sessions is None else sessions.last.tolist())
@@ -450,7 +450,7 @@ def _is_part(batch: DataProto, given: Sequence[float | NoVerdict | None]) -> lis
 
 
 def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, list[Any]]:
-    """Columns of extra information with the values that rows brought along with their rewards (`Verdict.extra`)."""
+    """Columns of extra information with the values that rows brought along with their rewards (`Scored.extra`)."""
     given, of_data = given_rewards(batch), batch.meta_info.get(DATA_COLUMNS, ())
     for name in (columns.keys() & batch.non_tensor_batch.keys()) - set(of_data):
         own = batch.non_tensor_batch[name]
@@ -463,7 +463,7 @@ def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, li
 def _whole_scores(
     extras: list[dict[str, Any]],
     outcomes: Sequence[Outcome],
-    given: Sequence[float | NoVerdict | None],
+    given: Sequence[float | Unscored | None],
     of_turns: Sequence[float],
 ) -> list[Outcome]:
     """The outcomes of rows that brought a score along with the rewards of their turns in it, and `acc` likewise."""
@@ -528,9 +528,9 @@ def _known(outcome: Outcome) -> Future[Outcome]:
     return future
 
 
-def _then(outcome: Future[Outcome], function: Callable[[Outcome], Scored]) -> Future[Scored]:
+def _then(outcome: Future[Outcome], function: Callable[[Outcome], RowScore]) -> Future[RowScore]:
     """A future of what `function` makes of another future's result."""
-    result: Future[Scored] = Future()
+    result: Future[RowScore] = Future()
     result.set_running_or_notify_cancel()
 
     def done(finished: Future[Outcome]) -> None:

@@ -60,7 +60,7 @@ class Rollout(ABC):
             `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
             `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
             Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides. The meta
-            `missing_samples` lists a `MissingSample` for each sample without an answer.
+            `missing_samples` lists an `UnscoredSample` for each sample without an answer.
         """
 
     @abstractmethod

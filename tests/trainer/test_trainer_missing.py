@@ -1,4 +1,4 @@
-"""Samples without a verdict: one is generated again alone, or leaves its group, and no other sample notices."""
+"""Samples without a score: one is generated again alone, or leaves its group, and no other sample notices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,27 +13,27 @@ from hybridrl.algorithms import outcome_estimator
 from hybridrl.config import ConfigError, load_config, validate
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.missing import UnscoredSample
 from hybridrl.registry import ADV_ESTIMATORS
 from hybridrl.reward.factory import ask
 from hybridrl.rollout.batch import requests_of
+from hybridrl.scored import Unscored
 from hybridrl.trainer.ppo.batching import join_generated
 from hybridrl.trainer.ppo.missing import MissingSamples, names_of_samples
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate as validate_answers
-from hybridrl.verdict import NoVerdict
 
 Missing = Callable[[str, str, int], str | None]  # uid, sample, attempt -> reason
 
 
 def unjudged(missing: Missing) -> Callable[..., Any]:
-    """The reward of `sampler_tools`, without a verdict where `missing` gives a reason."""
+    """The reward of `sampler_tools`, without a score where `missing` gives a reason."""
 
     def judge(batch: DataProto, return_dict: bool = False) -> Any:
         result = reward(batch, return_dict=True)
         attempt = batch.meta_info.get("attempt", 0)
         reasons = [missing(uid, sample, attempt) for uid, sample in names_of_samples(batch)]
-        result["missing"] = [reason and NoVerdict(reason, "it is gone") for reason in reasons]
+        result["missing"] = [reason and Unscored(reason, "it is gone") for reason in reasons]
         for row, reason in enumerate(reasons):
             if reason is not None:
                 result["reward_tensor"][row, 0] = torch.nan
@@ -43,14 +43,14 @@ def unjudged(missing: Missing) -> Callable[..., Any]:
 
 
 def lost_sessions(missing: Missing) -> Callable[[DataProto, DataProto], DataProto]:
-    """What an agent rollout returns: no rows of samples without a verdict, and the reasons."""
+    """What an agent rollout returns: no rows of samples without a score, and the reasons."""
 
     def change(answer: DataProto, prompts: DataProto) -> DataProto:
         attempt, names = prompts.meta_info.get("attempt", 0), names_of_samples(answer)
         reasons = [missing(uid, sample, attempt) for uid, sample in names]
         kept = answer.select_idxs([row for row, reason in enumerate(reasons) if reason is None])
         kept.meta_info["missing_samples"] = [
-            MissingSample(uid, int(sample), NoVerdict(reason, "the session died"))
+            UnscoredSample(uid, int(sample), Unscored(reason, "the session died"))
             for (uid, sample), reason in zip(names, reasons, strict=True)
             if reason is not None
         ]
@@ -178,7 +178,7 @@ def test_reward_on_error_says_what_becomes_of_failures_and_of_nothing_else() -> 
 
 
 def test_sessions_of_several_rows_leave_as_a_whole_and_are_refilled_by_others_of_one() -> None:
-    """Sample 0 of the first prompt has two rows, of which one has no verdict; its refill has a single row."""
+    """Sample 0 of the first prompt has two rows, of which one has no score; its refill has a single row."""
 
     def sessions(answer: DataProto, prompts: DataProto) -> DataProto:
         if prompts.meta_info.get("attempt"):
@@ -193,7 +193,7 @@ def test_sessions_of_several_rows_leave_as_a_whole_and_are_refilled_by_others_of
     def judge(batch: DataProto, return_dict: bool = False) -> Any:
         result = reward(batch, return_dict=True)
         first = batch.meta_info.get("attempt", 0) == 0
-        result["missing"] = [NoVerdict("infra") if first and row == 1 else None for row in range(len(batch))]
+        result["missing"] = [Unscored("infra") if first and row == 1 else None for row in range(len(batch))]
         return result
 
     sampler = sampler_of(OwnRollout(sessions))
@@ -312,7 +312,7 @@ def test_another_attempt_draws_with_another_seed() -> None:
 
 
 @pytest.mark.parametrize("where", ["session", "reward"])
-def test_validation_leaves_out_what_stays_without_a_verdict(where, micro_model) -> None:
+def test_validation_leaves_out_what_stays_without_a_score(where, micro_model) -> None:
     micro_tokenizer = AutoTokenizer.from_pretrained(micro_model)
     config = load_config("ppo_trainer", ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"])
 
@@ -369,6 +369,6 @@ def test_what_a_manager_returns_as_missing_is_checked() -> None:
 
     with pytest.raises(RewardError, match="1 values of 'missing' for 2 responses"):
         ask(returns([None]), batch)
-    with pytest.raises(RewardError, match="'infra' in 'missing'; use NoVerdict"):
+    with pytest.raises(RewardError, match="'infra' in 'missing'; use Unscored"):
         ask(returns([None, "infra"]), batch)
     assert ask(reward, batch)["missing"] == [None, None]

@@ -15,9 +15,9 @@ from hybridrl.agents.agents import Agents
 from hybridrl.agents.session import Attempt, Task, run_attempt
 from hybridrl.agents.workers.setup import SessionWorkerSetup, agents_of
 from hybridrl.rollout.request import Completion, Request
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
-from hybridrl.verdict import NoVerdict, Reason
 
 #: (what, key of the session, value). To a worker: "run" with a pickled `Task`, "completion", "cancel". From a worker:
 #: "request", "done" with a pickled `Attempt`.
@@ -139,7 +139,7 @@ class _Client:
 
 
 def _failed_attempt(why: str) -> Attempt:
-    return Attempt(verdict=NoVerdict(Reason.INFRA, why))
+    return Attempt(unscored=Unscored(Reason.INFRA, why))
 
 
 def _pickled(attempt: Attempt) -> bytes:

@@ -21,8 +21,8 @@ from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import Request
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
-from hybridrl.verdict import NoVerdict, Reason
 
 _COLLECT_S = 10.0
 _END_S = 20.0
@@ -247,7 +247,7 @@ class SessionPool:
             self._send(worker, ("completion", session.key, replace(completion, id=request.id)))
 
     def _worker_died(self, worker: _Worker, error: RayError) -> None:
-        """The attempts of a process that has died gave no verdict."""
+        """The attempts of a process that has died gave no score."""
         sessions, worker.sessions, worker.outbox = list(worker.sessions.values()), {}, []
         pid, worker.pid = worker.pid, None
         worker.losses += 1
@@ -312,7 +312,7 @@ async def _aborted(client: GenerationClient, ids: list[str]) -> None:
 
 
 def _failed_attempt(why: str) -> Attempt:
-    return Attempt(verdict=NoVerdict(Reason.INFRA, why))
+    return Attempt(unscored=Unscored(Reason.INFRA, why))
 
 
 def _fail(session: _Session, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Attempts at samples: they are generated and scored, and again where they have no verdict."""
+"""Attempts at samples: they are generated and scored, and again where they have no score."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,9 +8,9 @@ from hybridrl.notify import notify
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS
 from hybridrl.reward.factory import complete
+from hybridrl.scored import Reason
 from hybridrl.trainer.ppo.batching import join_generated
 from hybridrl.trainer.ppo.missing import REFILL, MissingSamples, in_order_of, names_of_samples
-from hybridrl.verdict import Reason
 
 COUNTS = ("reward/timeouts", "reward/errors")
 
@@ -19,7 +19,7 @@ class Judged:
     """What attempts at some samples gave.
 
     Attributes:
-        batch: the rows of samples with a verdict, in the order of what was asked for, with `token_level_scores` [B, T]
+        batch: the rows of samples with a score, in the order of what was asked for, with `token_level_scores` [B, T]
             and the columns of the reward function; None if no sample has one.
         left_out: (uid, sample) of those without one.
         attempts: (uid, tokens or None, reason or None) of every attempt that was made.
@@ -39,7 +39,7 @@ class Judged:
 
 
 class Attempts:
-    """Samples that wait for a verdict. Each answer that is added gives some of them one, until none waits.
+    """Samples that wait for a score. Each answer that is added gives some of them one, until none waits.
 
         attempts = Attempts(missing, asked)
         while (rows := attempts.rows) is not None:
@@ -48,7 +48,7 @@ class Attempts:
         attempts.judged.batch
 
     Args:
-        missing: says what becomes of samples without a verdict.
+        missing: says what becomes of samples without a score.
         asked: one row per sample, with `uid` and `sample`.
 
     Attributes:
@@ -88,8 +88,8 @@ class Attempts:
         self._missing.check(lost, len(self.rows), first=self.number == 0)
         names = names_of_samples(answer) if len(answer) else []
         missing = {one.sample.name for one in lost}
-        judged.attempts += [(one.uid, one.tokens, one.verdict.reason) for one in repeated]
-        judged.attempts += [(one.sample.uid, one.sample.tokens, one.sample.verdict.reason) for one in lost]
+        judged.attempts += [(one.uid, one.tokens, one.unscored.reason) for one in repeated]
+        judged.attempts += [(one.sample.uid, one.sample.tokens, one.sample.unscored.reason) for one in lost]
         judged.attempts += _with_verdict(answer, names, missing)
         kept = [row for row, name in enumerate(names) if name not in missing]
         if kept:
@@ -141,7 +141,7 @@ def merged(metrics: Mapping[str, float], more: Mapping[str, float]) -> dict[str,
 def _with_verdict(
     batch: DataProto, names: Sequence[tuple[str, str]], missing: set[tuple[str, str]]
 ) -> Iterable[tuple[str, int | None, Reason | None]]:
-    """The attempts with a verdict."""
+    """The attempts with a score."""
     if not len(batch):
         return []
     tokens: Counter[tuple[str, str]] = Counter()

@@ -15,7 +15,7 @@ from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
-from hybridrl.reward.manager import Scored
+from hybridrl.reward.manager import RowScore
 from hybridrl.reward.positions import response_lengths
 from hybridrl.rollout import Rollout
 from hybridrl.rollout.batch import batch_of
@@ -29,7 +29,7 @@ class _Early:
     """A trajectory that is being scored."""
 
     token_ids: list[int]
-    future: Future[Scored]
+    future: Future[RowScore]
 
 
 _Finished = queue.SimpleQueue[Sequence[Trajectory] | None]
@@ -156,12 +156,12 @@ def _possible(manager: Any, asked: DataProto) -> bool:
     return bool(calls) and all(how.form == "sample" for _, how in calls)
 
 
-def _futures(batch: DataProto, found: Mapping[_Key, _Early]) -> list[Future[Scored] | None]:
+def _futures(batch: DataProto, found: Mapping[_Key, _Early]) -> list[Future[RowScore] | None]:
     """The futures of a batch's rows; None for a row that was not scored with these tokens."""
     columns, lengths = batch.non_tensor_batch, response_lengths(batch).tolist()
     responses = batch.batch["responses"].tolist()
     turns = columns.get("trajectory_index")
-    futures: list[Future[Scored] | None] = []
+    futures: list[Future[RowScore] | None] = []
     for row, (uid, sample) in enumerate(zip(columns["uid"].tolist(), columns["sample"].tolist(), strict=True)):
         early = found.get((str(uid), str(sample), 0 if turns is None else int(turns[row])))
         same = early is not None and early.token_ids == responses[row][: lengths[row]]

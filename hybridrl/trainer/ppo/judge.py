@@ -25,8 +25,8 @@ from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.trainer.ppo.served import ServedRole
-from hybridrl.verdict import NoVerdictError, Reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ class ServedJudge(ServedRole):
             The text, and the seconds that it took, without the wait for the memory.
 
         Raises:
-            NoVerdictError: the engine refused the question.
+            UnscoredError: the engine refused the question.
             RolloutError: its replicas cannot be kept alive.
         """
         asked = time.monotonic()
@@ -93,7 +93,7 @@ class ServedJudge(ServedRole):
             why = completion.error or f"it ended with {completion.finish_reason}"
             where = f"{self.models[0].where}.max_model_len"
             detail = f"the judge gave no answer: {why}. Questions and answers may have {self._longest} tokens ({where})"
-            raise NoVerdictError(Reason.INFRA, detail)
+            raise UnscoredError(Reason.INFRA, detail)
         return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)), self._seconds_since(asked)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Samples without a verdict: which are generated again, and which leave their group.
+"""Samples without a score: which are generated again, and which leave their group.
 
 An attempt at a sample fails where its session, its reward function or a limit gives no reward. `algorithm.missing` says
 what becomes of the sample, by the reason. One that is refilled is asked for again with the next `attempt`, which
@@ -17,10 +17,10 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RewardError, RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.missing import UnscoredSample
 from hybridrl.protocol.names import MISSING_SAMPLES
 from hybridrl.registry import ADV_ESTIMATORS
-from hybridrl.verdict import NoVerdict, Reason
+from hybridrl.scored import Reason, Unscored
 
 REFILL, DROP, RAISE = "refill", "drop", "raise"
 _FEWEST = 16  # samples that the share of missing ones is taken of
@@ -28,23 +28,23 @@ _FEWEST = 16  # samples that the share of missing ones is taken of
 
 @dataclass(frozen=True)
 class Lost:
-    """A sample without a verdict, after one attempt.
+    """A sample without a score, after one attempt.
 
     Attributes:
         sample: which one, and why.
         action: what becomes of it: `refill`, `drop` or `raise`.
-        by_reward: the reward function has no verdict; False: the rollout.
+        by_reward: the reward function has no score; False: the rollout.
         counted: it counts for `algorithm.missing.max_share`.
     """
 
-    sample: MissingSample
+    sample: UnscoredSample
     action: str
     by_reward: bool
     counted: bool = True
 
 
 class MissingSamples:
-    """Decides what becomes of samples without a verdict, by the settings of a run.
+    """Decides what becomes of samples without a score, by the settings of a run.
 
     Args:
         config: the whole configuration.
@@ -59,19 +59,19 @@ class MissingSamples:
         self._agent_on_error = config.actor_rollout_ref.rollout.agent.on_error
         self._asked = self._counted = 0  # since the share was last looked at
 
-    def of_rollout(self, answer: DataProto) -> tuple[list[Lost], list[MissingSample]]:
+    def of_rollout(self, answer: DataProto) -> tuple[list[Lost], list[UnscoredSample]]:
         """The samples that a rollout gave no answer to, and those that it has generated again itself."""
-        found: list[MissingSample] = answer.meta_info.pop(MISSING_SAMPLES, [])
+        found: list[UnscoredSample] = answer.meta_info.pop(MISSING_SAMPLES, [])
         lost = []
         for one in found:
-            action = getattr(self.settings, one.verdict.reason.value)
-            if self._agent_on_error is not None and one.verdict.reason is not Reason.DROPPED:
+            action = getattr(self.settings, one.unscored.reason.value)
+            if self._agent_on_error is not None and one.unscored.reason is not Reason.DROPPED:
                 action = self._agent_on_error
-            lost.append(Lost(one, action, by_reward=False, counted=one.verdict.reason is not Reason.DROPPED))
+            lost.append(Lost(one, action, by_reward=False, counted=one.unscored.reason is not Reason.DROPPED))
         return [one for one in lost if not one.sample.again], [one for one in found if one.again]
 
     def of_rewards(self, batch: DataProto, result: Mapping[str, Any]) -> list[Lost]:
-        """The samples that a reward manager has no verdict of; of each, the first of its rows without one.
+        """The samples that a reward manager has no score of; of each, the first of its rows without one.
 
         Args:
             batch: the rows that were scored.
@@ -92,7 +92,7 @@ class MissingSamples:
         for row, (verdict, bad) in enumerate(zip(result["missing"], failed, strict=True)):
             tokens[names[row]] += lengths[row]
             if verdict is None and bad and self._reward_on_error != "zero":
-                verdict = NoVerdict(Reason.GRADING, "the reward manager lists it as failed")
+                verdict = Unscored(Reason.GRADING, "the reward manager lists it as failed")
             if verdict is None or names[row] in found:
                 continue
             governed = bool(bad) and self._reward_on_error in (REFILL, DROP)
@@ -103,11 +103,11 @@ class MissingSamples:
                 what = "samples without a reward are left out: the rollout returns no column 'sample'"
                 notify(what, "warning", once=True)
             uid, sample = names[row]
-            found[names[row]] = Lost(MissingSample(uid, int(sample), verdict), str(action), True, counted)
+            found[names[row]] = Lost(UnscoredSample(uid, int(sample), verdict), str(action), True, counted)
         return [replace(one, sample=replace(one.sample, tokens=tokens[name])) for name, one in found.items()]
 
     def check(self, lost: Sequence[Lost], asked: int, first: bool) -> None:
-        """Report samples without a verdict, or end the run.
+        """Report samples without a score, or end the run.
 
         Args:
             lost: those of one attempt.
@@ -125,7 +125,7 @@ class MissingSamples:
             return
         ending = [one for one in lost if one.action == RAISE]
         if ending:
-            reason = ending[0].sample.verdict.reason.value
+            reason = ending[0].sample.unscored.reason.value
             raise _error(ending, f"{len(ending)} samples have no reward (algorithm.missing.{reason}=raise)")
         what = f"{len(lost)} of {asked} samples have no reward ({_reasons(lost)})"
         if counted and self._asked >= _FEWEST and self._counted > self.settings.max_share * self._asked:
@@ -146,7 +146,7 @@ class MissingSamples:
         """The batch without prompts that lost samples and have fewer left than the estimator needs.
 
         Args:
-            batch: the samples with a verdict.
+            batch: the samples with a score.
             left_out: (uid, sample) of those without one.
         """
         hit = {uid for uid, _ in left_out}
@@ -181,13 +181,13 @@ def in_order_of(batch: DataProto, asked: DataProto) -> DataProto:
 
 
 def _reasons(lost: Sequence[Lost]) -> str:
-    counts = Counter(one.sample.verdict.reason.value for one in lost)
+    counts = Counter(one.sample.unscored.reason.value for one in lost)
     return ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
 def _told(lost: Lost) -> str:
     one = lost.sample
-    return f"uid {one.uid!r}, sample {one.sample}: {one.verdict}"
+    return f"uid {one.uid!r}, sample {one.sample}: {one.unscored}"
 
 
 def _error(lost: Sequence[Lost], what: str) -> UserError:

@@ -8,9 +8,9 @@ import numpy as np
 
 from hybridrl.algorithms.missingness import Dependence, bias_bound, ranks
 from hybridrl.notify import notify
+from hybridrl.scored import Reason
 from hybridrl.trainer.ppo.attempts import Judged
 from hybridrl.trainer.ppo.missing import names_of_samples
-from hybridrl.verdict import Reason
 
 
 class MissingStatistics:

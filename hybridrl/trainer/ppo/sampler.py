@@ -141,7 +141,7 @@ class Sampler:
     def _judged(
         self, asked: DataProto, timer: PhaseTimer, generate: Callable[[DataProto, PhaseTimer, int], DataProto]
     ) -> Judged:
-        """Have samples generated and scored, and those without a verdict again, as `algorithm.missing` says.
+        """Have samples generated and scored, and those without a score again, as `algorithm.missing` says.
 
         Args:
             asked: a row per sample.
@@ -206,7 +206,7 @@ class Sampler:
     ) -> tuple[DataProto | None, dict[str, float]]:
         """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax).
 
-        A greedy response without a verdict is asked for again, as other samples are. A prompt that has none in the end
+        A greedy response without a score is asked for again, as other samples are. A prompt that has none in the end
         is left out, because its advantages would be whole scores.
 
         Returns:

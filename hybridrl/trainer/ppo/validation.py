@@ -32,7 +32,7 @@ def validate(
 ) -> dict[str, float]:
     """Generate `val_kwargs.n` answers to every validation prompt and score them.
 
-    Samples without a verdict are generated again, as in training; those that still have none are in no mean.
+    Samples without a score are generated again, as in training; those that still have none are in no mean.
 
     Args:
         prompts: batches of validation prompts.
@@ -41,12 +41,12 @@ def validate(
         settings: `actor_rollout_ref.rollout`.
         step: number of training steps that the weights have had.
         samples: every answer is added to it.
-        missing: says what becomes of samples without a verdict.
+        missing: says what becomes of samples without a score.
         scorer: adds the scores of roles; None: there are none.
 
     Returns:
         `val-core/*` and `val-aux/*`, see `hybridrl.observe.validation_metrics`; and `val-aux/missing`, the share of
-        samples without a verdict, if there are any.
+        samples without a score, if there are any.
     """
     scorer = scorer or Scorer({})
     columns: dict[str, None] = {}
