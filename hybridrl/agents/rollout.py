@@ -18,12 +18,12 @@ from hybridrl.config.checks.agents import MAX_AGENTS, MAX_SESSIONS
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.missing import UnscoredSample
 from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.protocol.sample_names import UnscoredSample, request_names
+from hybridrl.rollout.batch import batch_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import MEMORY_TAGS
-from hybridrl.rollout.rollout import Rollout
+from hybridrl.rollout.rollout import OnFinished, Rollout
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.scored import Reason
@@ -60,7 +60,7 @@ class AgentRollout(Rollout):
         """The version of the weights; see `Rollout`."""
         return self.inner.version
 
-    def generate(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
         """One or more rows per row of `prompts`, in their order; see `Rollout.generate` and `batch_of`.
 
         The meta `missing_samples` has an `UnscoredSample` for each session that gave no score.
@@ -69,7 +69,7 @@ class AgentRollout(Rollout):
             RolloutError: generation failed, or a session failed and `agent.on_error` is `raise`.
         """
         self.inner.resume()
-        trajectories, missing = _run(self._sessions(prompts))
+        trajectories, missing = _run(self._sessions(prompts, on_finished))
         batch = batch_of(
             trajectories,
             self._agents.tokenizer.pad_token_id,
@@ -82,17 +82,18 @@ class AgentRollout(Rollout):
             batch.meta_info[MISSING_SAMPLES] = missing
         return batch
 
-    async def _sessions(self, prompts: DataProto) -> tuple[list[Trajectory], list[UnscoredSample]]:
-        names = list(zip(*names_of(prompts), strict=True))
+    async def _sessions(
+        self, prompts: DataProto, on_finished: OnFinished | None
+    ) -> tuple[list[Trajectory], list[UnscoredSample]]:
         sampling = SamplingParams.from_meta(self._config, prompts.meta_info)
         meta = {name: prompts.meta_info[name] for name in META if name in prompts.meta_info}
         drawn = self.in_place or self._config.full_determinism or bool(prompts.meta_info.get("seeded", False))
-        batch = _Batch(self.inner.client(), self._config.agent.max_running)
+        batch = _Batch(self.inner.client(), self._config.agent.max_running, on_finished)
         sessions = [
             asyncio.ensure_future(
                 self._session(batch, Task(row, uid, sample, sampling, meta, sampling.do_sample and drawn))
             )
-            for row, (uid, sample) in zip(rows_of(prompts), names, strict=True)
+            for row, (uid, sample) in zip(rows_of(prompts), request_names(prompts), strict=True)
         ]
         try:
             results = await asyncio.gather(*sessions)
@@ -113,8 +114,8 @@ class AgentRollout(Rollout):
         if attempt.unscored is None:
             for cost in attempt.costs:
                 self._counts.add(cost)
-            if self.on_finished is not None:
-                self.on_finished(attempt.trajectories)
+            if batch.on_finished is not None:
+                batch.on_finished(attempt.trajectories)
             return attempt.trajectories, missing
         what = f"agent session of uid {task.uid!r}, sample {task.sample} has no score: {attempt.unscored}"
         if self._config.agent.on_error == "raise" and attempt.unscored.reason is not Reason.DROPPED:
@@ -197,10 +198,12 @@ class _Batch:
     Args:
         client: generates.
         most: `agent.max_running`.
+        on_finished: see `Rollout.generate`.
     """
 
-    def __init__(self, client: GenerationClient, most: int | None) -> None:
+    def __init__(self, client: GenerationClient, most: int | None, on_finished: OnFinished | None) -> None:
         self.client = client
+        self.on_finished = on_finished
         others = asyncio.Semaphore(most or MAX_SESSIONS)
         self._places = {False: others, True: others if most is not None else asyncio.Semaphore(MAX_AGENTS)}
 

@@ -380,18 +380,18 @@ def test_a_session_is_scored_while_others_still_run(started, model, tmp_path, mo
     rollout, _ = started(config)
     manager = create_reward_manager(config, rollout._agents.tokenizer)
     asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
-    submit = manager.submit
+    submit = manager.submit_responses
 
-    def submit_and_tell(batch):
-        futures = submit(batch)
+    def submit_and_tell(responses):
+        futures = submit(responses)
         for future in futures:
             future.add_done_callback(lambda _: (tmp_path / "scored").touch())  # called where the score is there
         return futures
 
-    monkeypatch.setattr(manager, "submit", submit_and_tell)
+    monkeypatch.setattr(manager, "submit_responses", submit_and_tell)
     try:
-        with scored_early(manager, rollout, asked) as scores:
-            batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
+        with scored_early(manager, asked) as scores:
+            batch = rollout.generate(asked, scores.on_finished)  # would wait for ever if sessions were scored after it
         batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
         early, later = scores(batch), manager(batch, return_dict=True)
         assert early["metrics"]["perf/reward_scored_early"] > 0

@@ -56,12 +56,11 @@ def test_results_are_the_same_with_any_number_of_workers(started, ray_session, m
     for workers in (0, 1, 2):
         rollout, _ = started(settings(model, workers), ROWS)
         seen: list[str] = []
-        rollout.on_finished = lambda found, seen=seen: seen.extend(one.uid for one in found)
         names = [None, "single_turn_agent", "tool_agent", None]
         prompts = prompts_of(rollout, 4, agent_name=names)
         prompts = DataProto.concat([prompts, prompts])
         prompts.non_tensor_batch["sample"][4:] = 1
-        batches.append(rollout.generate(prompts))
+        batches.append(rollout.generate(prompts, lambda rows, seen=seen: seen.extend(one.uid for one in rows)))
         metrics.append(rollout.metrics())
         told.append(sorted(seen))
         rollout.close()

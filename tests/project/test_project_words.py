@@ -46,10 +46,10 @@ LEFT_NAMES = {
     "hybrid_engine": 5,
     "models": 7,
     "observe": 1,
-    "reward": 155,
+    "reward": 146,
     "rollout": 1,
     "sandbox": 23,
-    "trainer": 204,
+    "trainer": 86,
     "utils": 46,
     "workers": 10,
 }
@@ -58,9 +58,9 @@ LEFT_DOCSTRINGS = {
     "config": 19,
     "data": 10,
     "models": 3,
-    "reward": 30,
+    "reward": 29,
     "sandbox": 13,
-    "trainer": 30,
+    "trainer": 15,
     "utils": 16,
 }
 

@@ -216,10 +216,10 @@ def test_the_batch_that_could_not_be_scored_is_kept_and_named_in_the_error(tmp_p
 
 
 class OwnPhases(Sampler):
-    """Asks for the rows backwards, and scores by the length of responses, without the reward function."""
+    """Generates the rows backwards, and scores by the length of responses, without the reward function."""
 
-    def generate(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
-        return super().generate(asked.select_idxs(list(range(len(asked)))[::-1]), timer, attempt)
+    def generate(self, samples: DataProto, *others: Any, **settings: Any) -> DataProto:
+        return super().generate(samples.select_idxs(list(range(len(samples)))[::-1]), *others, **settings)
 
     def score(self, batch: DataProto, timer: PhaseTimer, reward_fn: RewardManager | EarlyScores) -> dict[str, Any]:
         lengths = batch.batch["response_mask"].sum(dim=-1)

@@ -39,7 +39,7 @@ from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, active_roles, spawn_worker_groups
-from hybridrl.trainer.ppo.sampler import Sampled, Sampler
+from hybridrl.trainer.ppo.sampler import Sampler, ScoredBatch
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.profiling import ProfiledRole, StepProfiler
@@ -148,14 +148,14 @@ class RayPPOTrainer:
         )
 
     def _measured_roles(self) -> dict[str, Utilization]:
-        """What measures the updates of each role whose group can tell its device, by the role's name."""
-        found = {}
+        """Return the measure of the updates of each role whose group can tell its device, by the role's name."""
+        measures = {}
         for spec in self.learner.roles:
             group, model = self.groups[spec.name], getattr(spec.config_of(self.config), "model", None)
             if spec.update is not None and isinstance(model, ModelConfig) and hasattr(group, "device_name"):
                 name, peak = spec.update.phase.removeprefix("update_"), self.config.trainer.peak_tflops
-                found[spec.name] = Utilization(name, model, group, spec.update.method, spec.update.value_head, peak)
-        return found
+                measures[spec.name] = Utilization(name, model, group, spec.update.method, spec.update.value_head, peak)
+        return measures
 
     def _profiled_roles(self) -> Iterator[ProfiledRole]:
         for spec in active_roles(self.config):
@@ -265,7 +265,7 @@ class RayPPOTrainer:
         """Return the seconds spent inside worker methods so far, by the slowest rank of each call."""
         return sum(sum(group.method_seconds.values()) for group in self.groups.values())
 
-    def report(self, sampled: Sampled, result: StepResult, further: Mapping[str, float]) -> dict[str, Any]:
+    def report(self, sampled: ScoredBatch, result: StepResult, further: Mapping[str, float]) -> dict[str, Any]:
         """Log the metrics of a step, and dump its samples if a dump is due.
 
         Args:
