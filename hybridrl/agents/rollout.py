@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hybridrl.agents.agents import Agents, kwargs_of
-from hybridrl.agents.session import META, Attempt, Spent, Task, run_attempt
+from hybridrl.agents.session import META, SessionResult, Spent, Task, run_attempt
 from hybridrl.agents.workers.pool import SessionPool
 from hybridrl.agents.workers.setup import setup_of
 from hybridrl.config.checks.agents import MAX_AGENTS, MAX_SESSIONS
@@ -123,7 +123,9 @@ class AgentRollout(Rollout):
         notify(what, "warning")
         return [], missing
 
-    async def _attempts(self, batch: "_Batch", task: Task, on_controller: bool) -> tuple[Attempt, list[UnscoredSample]]:
+    async def _attempts(
+        self, batch: "_Batch", task: Task, on_controller: bool
+    ) -> tuple[SessionResult, list[UnscoredSample]]:
         """The last attempt at a session, and those without a score."""
         missing: list[UnscoredSample] = []
         while True:

@@ -59,8 +59,8 @@ class Spent:
 
 
 @dataclass
-class Attempt:
-    """Result of an attempt.
+class SessionResult:
+    """The trajectories of an attempt at a session, or the reason why there are none.
 
     Attributes:
         trajectories: of its outputs, in their order.
@@ -77,7 +77,7 @@ class Attempt:
     failure: BaseException | None = None
 
 
-async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> Attempt:
+async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> SessionResult:
     """Run the loop of a row. An exception of the loop leaves the sample unscored.
 
     Raises:
@@ -103,18 +103,20 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> A
             raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
         missing = [output.reward_score for output in several if isinstance(output.reward_score, Unscored)]
         if missing:
-            return Attempt(unscored=missing[0], tokens=sum(sum(map(int, output.response_mask)) for output in several))
-        return Attempt(_trajectories(several, session, task, rollout), [_cost_of(output) for output in several])
+            return SessionResult(
+                unscored=missing[0], tokens=sum(sum(map(int, output.response_mask)) for output in several)
+            )
+        return SessionResult(_trajectories(several, session, task, rollout), [_cost_of(output) for output in several])
     except GenerationFailedError as error:
         assert error.__cause__ is not None
         raise error.__cause__ from None
     except (Exception, SystemExit) as error:  # user code may call sys.exit
-        return Attempt(unscored=unscored_by(error), failure=error)
+        return SessionResult(unscored=unscored_by(error), failure=error)
     except asyncio.CancelledError as cancelled:
         if was_cancelled():
             raise
         itself = RuntimeError(f"the code of the session cancelled itself: {cancelled!r}")
-        return Attempt(unscored=unscored_by(itself), failure=itself)
+        return SessionResult(unscored=unscored_by(itself), failure=itself)
 
 
 def _trajectories(

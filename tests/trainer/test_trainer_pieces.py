@@ -170,7 +170,7 @@ def test_a_surplus_goes_through_the_checkpoint(tmp_path) -> None:
     steps.save(tmp_path)
     other = pool(1)
     other.load(tmp_path)
-    assert other.wanted == 0
+    assert other.needed == 0
     kept, metrics = other.take()
     assert uids_of(kept) == ["b"] and kept.batch["token_level_scores"].sum(1).tolist() == [2, 0]
     assert metrics["filter_groups/carried_over"] == 1.0 and metrics["filter_groups/generated"] == 0.0
