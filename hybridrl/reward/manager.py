@@ -19,7 +19,7 @@ from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
 from hybridrl.reward.positions import last_generated, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
-from hybridrl.reward.responses import ResponseRow, batch_responses, own_rewards
+from hybridrl.reward.response_rows import ResponseRow, batch_responses, own_rewards
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.reward.weighted import Pool
 from hybridrl.scored import Unscored

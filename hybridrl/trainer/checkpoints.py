@@ -24,6 +24,7 @@ class Checkpoints:
     Attributes:
         store: the folders.
         source: the checkpoint to resume from; None: there is none.
+        looked: whether `look` was called.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Checkpoints:
         )
         self.source: Path | None = None
         self._writers = writers
-        self._looked = False
+        self.looked = False
         self._changes: list[SettingChange] = []
         self._definition: Definition = {}
         self._saving: BackgroundSave | None = None
@@ -59,11 +60,11 @@ class Checkpoints:
             CheckpointError: see `RunStore.find`, or with `resume_mode=auto` the model, the data, the reward, the
                 environment or the algorithm are not those that the run began with.
         """
-        if self._looked:
+        if self.looked:
             return
         self._definition = definition_of(self.config)
         self.source = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
-        self._looked = True
+        self.looked = True
         if self.source is None:
             return
         saved = load_json(self.source / STATE_FILE).get(EXPERIMENT)

@@ -210,7 +210,8 @@ class TrainingRun:
             CheckpointError: see `Checkpoints.look`.
             UserError: a folder for samples cannot be written.
         """
-        self._check_dump_folders()
+        if not self.checkpoints.looked:
+            self._check_dump_folders()
         self.checkpoints.look()
 
     def _check_dump_folders(self) -> None:

@@ -17,7 +17,7 @@ from hybridrl.protocol.sample_names import SampleName, sample_names
 from hybridrl.reward import RewardManager
 from hybridrl.reward.manager import RowScore
 from hybridrl.reward.positions import response_lengths
-from hybridrl.reward.responses import responses_of
+from hybridrl.reward.response_rows import responses_of
 from hybridrl.rollout.batch import columns_of
 from hybridrl.rollout.rollout import OnFinished
 from hybridrl.rollout.trajectory import Trajectory
