@@ -133,7 +133,7 @@ class MissingPolicy:
 
 def smallest_group(config: PPOTrainerConfig) -> int:
     """Return the fewest samples of a prompt that the run's estimator can use; of a single sample per prompt, one."""
-    facts = ADV_ESTIMATORS.facts(config.algorithm.adv_estimator)
+    facts = ADV_ESTIMATORS.metadata(config.algorithm.adv_estimator)
     return min(facts.fewest_samples, config.actor_rollout_ref.rollout.n)
 
 
