@@ -10,7 +10,7 @@ from hybridrl.agents import create_agents
 from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -96,7 +96,7 @@ def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys
     told = capsys.readouterr().err
     (missing,) = batch.meta_info["missing_samples"]
     reasons = {"hangs": Reason.TIMEOUT, "gives_up": Reason.GRADING}
-    assert (missing.uid, missing.verdict.reason) == ("0-0", reasons.get(how, Reason.INFRA))
+    assert (missing.uid, missing.unscored.reason) == ("0-0", reasons.get(how, Reason.INFRA))
     assert {
         "raises": "the game server is gone",
         "hangs": "the environment did not answer within 2 s",

@@ -15,7 +15,7 @@ from hybridrl.agents.interactions.interaction_session import InteractionSession
 from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -85,7 +85,7 @@ def test_a_user_that_raises_spoils_its_own_session(started, model, file, capsys)
     batch = rollout.generate(prompts_of(rollout, 2, interaction_kwargs=kwargs))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1"]
     (missing,) = batch.meta_info["missing_samples"]
-    assert missing.verdict.reason is Reason.INFRA and "the judge is gone" in capsys.readouterr().err
+    assert missing.unscored.reason is Reason.INFRA and "the judge is gone" in capsys.readouterr().err
 
 
 def test_a_conversation_about_gsm8k(tmp_path) -> None:
