@@ -33,7 +33,7 @@ from hybridrl.errors import CheckpointError, ModelError, UserError
 from hybridrl.layouts.slices import whole
 from hybridrl.models import four_bit, loading, lora, value
 from hybridrl.models.kinds import KINDS
-from hybridrl.models.model_config import config_of
+from hybridrl.models.model_config import load_model_config
 from hybridrl.registry import import_external_lib
 
 #: folder and settings of the model of supervised training, which has no roles
@@ -75,7 +75,9 @@ def merge(
     if any(match for pattern in loading.WEIGHT_PATTERNS for match in out.glob(pattern)):
         raise CheckpointError(f"{out} holds weights already; name another folder with --out")
     origin = _base_of(folder, model, trust_remote_code) if is_adapter else _origin(folder, model, trust_remote_code)
-    config = config_of(origin)
+    config = load_model_config(
+        origin.hf_config_path or origin.path, origin.trust_remote_code, override=origin.override_config
+    )
     target_dtype = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
     files = ModelFiles(out)
     with VerlShards(folder) if is_verl_checkpoint(folder) else SavedSlices(folder / "model") as saved:

@@ -176,7 +176,7 @@ def _unreadable(word: str, reason: str) -> str:
         return f"{word!r}: not an override; write key=value, e.g. trainer.total_epochs=3"
     name, _, value = word.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[\w@/-]+(\.[\w@/-]+)*", name):
-        return f"{word!r}: {name!r} is no key; write group.key=value, e.g. trainer.total_epochs=3"
+        return f"{word!r}: {name!r} is not a key; write group.key=value, e.g. trainer.total_epochs=3"
     return f"{word!r}: cannot be read ({reason}); quote the value for Hydra: \"{name}='{value}'\""
 
 
@@ -383,7 +383,7 @@ def _typed(
     """
     register_resolvers()
     try:
-        plain = OmegaConf.to_container(_nodes_of(root, tree), resolve=True)
+        plain = OmegaConf.to_container(nodes_of(root, tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         wrong = _wrong_types(root, tree, origins) or [" ".join(str(error).split())]
         raise ConfigError([*so_far.faults, *wrong]) from error
@@ -398,7 +398,7 @@ def _typed(
     return config
 
 
-def _nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
+def nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
     """`OmegaConf.create(tree)`, out of the defaults' nodes: to make all of them takes most of a composition's time."""
     pickled, defaults = _default_nodes(root)
     nodes: DictConfig = pickle.loads(pickled)

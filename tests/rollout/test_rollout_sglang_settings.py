@@ -203,7 +203,9 @@ def test_expandable_segments_are_off_in_its_process_only(monkeypatch, tiny_model
 def test_stand_in_kernel_writes_cache_locations() -> None:
     import importlib.util
 
-    file = compat.STAND_INS / "sgl_kernel" / "__init__.py"
+    from hybridrl_testing import GPU_PACKAGES
+
+    file = GPU_PACKAGES / "sgl_kernel" / "__init__.py"
     module_spec = importlib.util.spec_from_file_location("stand_in_sgl_kernel", file)
     kernel = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(kernel)
@@ -247,7 +249,7 @@ def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_mo
 
 def test_sglang_is_idle_before_its_memory_is_released() -> None:
     """Its scheduler ends if it is asked while the last batch is still in its books."""
-    from hybridrl.rollout.sglang.host import Host
+    from hybridrl.rollout.sglang.host import HostedEngine
 
     calls = []
 
@@ -258,7 +260,7 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
         async def release(self, tags) -> None:
             calls.append(tuple(tags))
 
-    host = object.__new__(Host)
+    host = object.__new__(HostedEngine)
     host.server, host._names, host._released = Server(), {}, set()
     asyncio.run(host.release(["kv_cache"]))
     asyncio.run(host.release(["weights", "kv_cache"]))

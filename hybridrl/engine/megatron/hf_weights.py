@@ -365,7 +365,7 @@ class Exporter:
             for name, shape, dtype, is_buffer, tensor_slice in theirs:
                 forms[name] = (shape, dtype, is_buffer)
                 slices[name].setdefault(tensor_slice, rank)
-        specs = {}
+        specs: dict[str, _Whole] = {}
         for name, owners in slices.items():
             shape, dtype, is_buffer = forms[name]
             if count(owners) != prod(shape):
