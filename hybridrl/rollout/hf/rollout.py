@@ -130,7 +130,8 @@ class HFRollout:
         )
         trajectories = [
             Trajectory(
-                *name,
+                name.uid,
+                name.sample,
                 prompt,
                 tokens[:count],
                 [1] * count,

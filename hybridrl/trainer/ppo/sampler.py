@@ -247,7 +247,7 @@ class Sampler:
         no_probe = self.config.algorithm.rollout_correction.probe_threshold is None
         if no_probe or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch, columns), **self._recorded, **UNTRUNCATED)
+        return self.respond(probe_prompts(batch, columns), None, **self._recorded, **UNTRUNCATED)
 
     @property
     def _recorded(self) -> dict[str, bool]:
