@@ -45,7 +45,7 @@ class AgentRollout(Rollout):
 
     def __init__(self, inner: Rollout, agents: Agents) -> None:
         self.inner = inner
-        self._agents = agents
+        self.agents = agents
         self._config = agents.config.actor_rollout_ref.rollout
         self.in_place = inner.in_place
         self.gives_memory_back = inner.gives_memory_back
@@ -69,10 +69,10 @@ class AgentRollout(Rollout):
             RolloutError: generation failed, or a session failed and `agent.on_error` is `raise`.
         """
         self.inner.resume()
-        trajectories, missing = _run(self._sessions(prompts, on_finished))
+        trajectories, missing = run_coroutine(self._sessions(prompts, on_finished))
         batch = batch_of(
             trajectories,
-            self._agents.tokenizer.pad_token_id,
+            self.agents.tokenizer.pad_token_id,
             prompt_width=max(
                 [prompts.batch["input_ids"].shape[1], *(len(trajectory.prompt_ids) for trajectory in trajectories)]
             ),
@@ -109,8 +109,8 @@ class AgentRollout(Rollout):
     async def _session(self, batch: "_Batch", task: Task) -> tuple[list[Trajectory], list[UnscoredSample]]:
         """The trajectories of a session, passed to `on_finished` at once, and the attempts at it without a score."""
         name = task.row.get("agent_name")
-        async with batch.places(self._agents.uses_gateway(name)):
-            attempt, missing = await self._attempts(batch, task, self._agents.runs_on_controller(name))
+        async with batch.places(self.agents.uses_gateway(name)):
+            attempt, missing = await self._attempts(batch, task, self.agents.runs_on_controller(name))
         if attempt.unscored is None:
             for cost in attempt.costs:
                 self._counts.add(cost)
@@ -131,7 +131,7 @@ class AgentRollout(Rollout):
         while True:
             task = replace(task, attempt=len(missing))
             if self._pool is None or on_controller:
-                attempt = await run_attempt(self._agents, batch.client, task)
+                attempt = await run_attempt(self.agents, batch.client, task)
             else:
                 attempt = await asyncio.wrap_future(self._pool.submit(task, batch.client))
             if attempt.unscored is None:
@@ -188,7 +188,7 @@ class AgentRollout(Rollout):
 
     def close(self) -> None:
         with contextlib.ExitStack() as ends:
-            ends.callback(self._agents.close)
+            ends.callback(self.agents.close)
             ends.callback(self.inner.close)
             if self._pool is not None:
                 ends.callback(self._pool.close)
@@ -260,7 +260,7 @@ def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, in a thread of its own: the caller may be inside of an event loop.
 
     Where the caller is interrupted meanwhile, the coroutine is cancelled.

@@ -149,7 +149,7 @@ class SessionClient:
     ) -> None:
         self.images = images
         self._routing = routing
-        self._client = client
+        self.client = client
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._session = session
@@ -196,7 +196,7 @@ class SessionClient:
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=self._seed_of(turn))
         began = self.log.clock()
         try:
-            completion = await self._client.generate(
+            completion = await self.client.generate(
                 replace(request, sampling=sampling, priority=TRAINING_PRIORITY, routing=self._routing)
             )
         except Exception as error:
@@ -294,7 +294,7 @@ class SessionClient:
         request = Request(name, prompt, sampling, session=self._session, images=images, routing=self._routing)
         began = self.log.clock()
         try:
-            completion = await self._client.generate(request)
+            completion = await self.client.generate(request)
         except Exception as error:
             raise GenerationFailedError from error
         if completion.finish_reason == "error":

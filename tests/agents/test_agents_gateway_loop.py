@@ -91,7 +91,7 @@ def generated(
     made, recorded = rollout
     recorded.calls.clear()
     messages = [[{"role": "user", "content": f"Sort: {number} 2 1"}] for number in range(len(kinds))]
-    ids = [made._agents.turns.prompt(one) for one in messages]
+    ids = [made.agents.turns.prompt(one) for one in messages]
     assert len({len(one) for one in ids}) == 1
     tensor = torch.tensor(ids)
     columns = {"uid": [f"0-{n}" for n in range(len(kinds))], "sample": [0] * len(kinds), "raw_prompt": messages}
@@ -214,7 +214,7 @@ def test_only_an_agent_that_gives_up_on_its_length_counts_as_cut(rollout: Any) -
 
 
 def test_what_an_agent_returns_after_its_server_was_lost_is_no_score(rollout: Any) -> None:
-    gateway, process = rollout[0]._agents.gateways["gateway_agent"], rollout[0].server.process
+    gateway, process = rollout[0].agents.gateways["gateway_agent"], rollout[0].server.process
     before = process.process
     rollout[1].calls.clear()  # those of other tests
     lost = threading.Thread(target=_kill_once_used, args=(rollout[1], before.pid))
@@ -259,7 +259,7 @@ def test_only_an_unknown_session_is_one_of_a_server_that_has_restarted(
         def log_message(self, *_: object) -> None:
             pass
 
-    gateway = rollout[0]._agents.gateways["gateway_agent"]
+    gateway = rollout[0].agents.gateways["gateway_agent"]
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     access = replace(gateway._server.access, url=f"http://127.0.0.1:{server.server_port}/v1")

@@ -12,7 +12,7 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
-from hybridrl.agents.agent_rollout import _run
+from hybridrl.agents.agent_rollout import run_coroutine
 from hybridrl.config import load_config
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.engine.microbatch import MicroBatching
@@ -29,7 +29,7 @@ from hybridrl.trainer.ppo.early_scores import scored_early
 def test_what_is_trained_on_is_what_was_sampled(started, engine, model, name) -> None:
     rollout, recorded = started(config_for(model, FAMILIES[name].template))
     batch = rollout.generate(prompts_of(rollout, 6))
-    tokenizer = rollout._agents.tokenizer
+    tokenizer = rollout.agents.tokenizer
     calls = {tuple(prompt): completion for prompt, completion in recorded.calls}
     assert len(calls) == len(recorded.calls) > 12  # several turns
     fields = batch.batch
@@ -293,7 +293,7 @@ def test_an_error_of_the_sessions_is_never_that_of_their_closed_loop(monkeypatch
         raise RolloutError("the environment is gone")
 
     with pytest.raises(RolloutError, match="the environment is gone"):
-        _run(fails())
+        run_coroutine(fails())
 
 
 def test_a_loop_that_samples_otherwise_than_the_run_is_told(started, model, capsys) -> None:
@@ -378,7 +378,7 @@ def test_a_session_is_scored_while_others_still_run(started, model, tmp_path, mo
         f"{ROLLOUT}.agent.default_agent_loop=waits_for_a_score",
     )
     rollout, _ = started(config)
-    manager = create_reward_manager(config, rollout._agents.tokenizer)
+    manager = create_reward_manager(config, rollout.agents.tokenizer)
     asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
     submit = manager.submit_responses
 

@@ -248,8 +248,8 @@ def test_a_thread_that_cannot_be_started_is_no_answer_of_the_tool(monkeypatch, t
         original(thread)
 
     # as in a process that has no threads yet
-    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
-    monkeypatch.setattr(session_executor, "_CALLS", session_executor._Calls())
+    monkeypatch.setattr(session_executor, "LOOPS", session_executor.Loops())
+    monkeypatch.setattr(session_executor, "CALLS", session_executor.Calls())
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(UnscoredError, match=r"^infra: .*can't start new thread"):
         run([tool_of(tool)], [(tool.__name__, {"a": 1} if tool is add else {})])

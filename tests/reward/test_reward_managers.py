@@ -363,7 +363,7 @@ def test_a_step_ends_with_the_first_tokens_that_hold_its_text(manager_for, kind,
         for step in steps_of(whole, "b"):
             end += len(step)
             wanted.append(next(n for n, prefix in enumerate(prefixes) if prefix.startswith(whole[:end])))
-        assert manager._places(ids, [1] * len(ids)) == wanted
+        assert manager.places(ids, [1] * len(ids)) == wanted
 
     check()
 

@@ -325,8 +325,10 @@ def test_places_are_shared_by_processes(name) -> None:
 
 
 def test_threads_that_wait_for_a_place_of_their_own_process_do_not_look_at_the_files(name, monkeypatch) -> None:
-    looked, look = [], Slots._free
-    monkeypatch.setattr(Slots, "_free", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder))
+    looked, look = [], Slots.free_place
+    monkeypatch.setattr(
+        Slots, "free_place", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder)
+    )
 
     def run(_) -> None:
         begun.wait()

@@ -251,7 +251,7 @@ def test_a_role_without_sequences_refuses_cut_sessions() -> None:
     spec = ROLES["prime"]
     assert spec.update is not None
     with pytest.raises(AlgorithmError, match="role prime learns from one response per sample"):
-        next(learner._update_batches(batch, spec, spec.update))
+        next(learner.update_batches(batch, spec, spec.update))
 
 
 def test_validation_has_one_answer_for_a_session(micro_model: Path) -> None:

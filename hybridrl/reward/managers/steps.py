@@ -32,7 +32,7 @@ class StepsRewardManager(RewardManager):
     """
 
     @cached_property
-    def _places(self) -> StepPlaces:
+    def places(self) -> StepPlaces:
         return StepPlaces(self.tokenizer, self.settings.separator)
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
@@ -52,7 +52,7 @@ class StepsRewardManager(RewardManager):
             tokens = tensors["responses"][row, : lengths[row]].tolist()
             own = [1] * len(tokens) if mask is None else mask[row, : lengths[row]].tolist()
             for scores in lists:
-                for place, score in zip(self._places(tokens, own), scores, strict=True):
+                for place, score in zip(self.places(tokens, own), scores, strict=True):
                     rewards[row, place] += self.settings.weight * score
         return result
 

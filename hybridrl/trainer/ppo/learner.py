@@ -320,7 +320,7 @@ class Learner:
             if spec.update is not None and self.step > spec.update.after(self.config):
                 call = getattr(self.groups[spec.name], spec.update.method)
                 pending += [
-                    (spec.update.phase, call(shards)) for shards in self._update_batches(batch, spec, spec.update)
+                    (spec.update.phase, call(shards)) for shards in self.update_batches(batch, spec, spec.update)
                 ]
         parts: list[dict[str, Metric]] = []
         for phase, future in pending:
@@ -338,7 +338,7 @@ class Learner:
         """Return the number of optimizer steps that a model takes per training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
-    def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
+    def update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
         """Yield one batch per epoch, arranged for `ModelWorker.update`."""
         settings, dp_size = spec.settings_of(self.config), self.groups[spec.name].dp_size(spec.mesh)
         optional = [name for name in (*OPTIONAL_INPUTS, *update.optional) if name in batch.batch.keys()]
