@@ -159,13 +159,13 @@ class _Collection:
         self.listings: dict[tuple[Path, str], list[Path]] = {}
         self._roots = [file.parent]  # that the names of modules start from, with those that code adds to `sys.path`
         self._places: dict[tuple[str, tuple[Path, ...]], Path | None] = {}
-        self._left: list[tuple[Path, str] | tuple[Path, int, str]] = [(file, "")]
-        while self._left:  # no recursion: chains of imports may be longer than Python's stack
-            part = self._left.pop()
+        self._pending: list[tuple[Path, str] | tuple[Path, int, str]] = [(file, "")]
+        while self._pending:  # no recursion: chains of imports may be longer than Python's stack
+            part = self._pending.pop()
             self._add(*part) if len(part) == 2 else self._import(*part)
 
     def _add(self, file: Path, name: str) -> None:
-        """Add a file, and leave what it reads for later, the first before the others."""
+        """Add a file, and put off what it reads, the first before the others."""
         if file in self.names:
             return
         self.names[file] = name
@@ -174,28 +174,28 @@ class _Collection:
         content = file.read_bytes()
         if len(self.names) > _ANALYSED:
             self.light.add(file)
-            self._left += [(file, level, module) for level, module in reversed(_imports_in(content))]
+            self._pending += [(file, level, module) for level, module in reversed(_imports_in(content))]
             return
         try:
             read = named_files(parsed(content, file), file)
         except (SyntaxError, ValueError):
             return
         self._roots += [folder for folder in read.folders if folder not in self._roots and not _is_installed(folder)]
-        left: list[tuple[Path, str] | tuple[Path, int, str]] = [(file, *module) for module in read.modules]
-        left += [(path, f"file {path.name}") for path in read.files if not _is_installed(path)]
+        parts_read: list[tuple[Path, str] | tuple[Path, int, str]] = [(file, *module) for module in read.modules]
+        parts_read += [(path, f"file {path.name}") for path in read.files if not _is_installed(path)]
         for folder, pattern, files in read.listings:
             if not _is_installed(folder) and (folder, pattern) not in self.listings:
                 self.listings[folder, pattern] = [path for path in files if path.suffix != ".py"]
                 python = [path for path in files if path.suffix == ".py"]
-                left += [(path, f"file {path.relative_to(folder).as_posix()}") for path in python]
-        self._left += reversed(left)
+                parts_read += [(path, f"file {path.relative_to(folder).as_posix()}") for path in python]
+        self._pending += reversed(parts_read)
 
     def _import(self, file: Path, level: int, module: str) -> None:
         """Add the module that a file imports, and the packages around it, which are imported, too."""
         folders = self._roots if level == 0 else [file.parents[min(level, len(file.parents)) - 1]]
-        left: list[tuple[Path, str]] = []
+        parts_read: list[tuple[Path, str]] = []
         if level and (package := folders[0] / "__init__.py").is_file():
-            left.append((package, "." * level))
+            parts_read.append((package, "." * level))
         parts = module.split(".")
         for count in range(1, len(parts) + 1):
             name = ".".join(parts[:count])
@@ -203,8 +203,8 @@ class _Collection:
             if key not in self._places:
                 self._places[key] = local_file(name, folders)
             if (path := self._places[key]) is not None:
-                left.append((path, name))
-        self._left += reversed(left)
+                parts_read.append((path, name))
+        self._pending += reversed(parts_read)
 
 
 def _is_installed(path: Path) -> bool:
