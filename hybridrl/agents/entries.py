@@ -66,11 +66,15 @@ def checked_config(config: Any, names: Iterable[str] | None, where: str) -> dict
     if not isinstance(config, Mapping | None):
         raise RolloutError(f"{where}: config is {config!r}, and must be a mapping")
     values = {str(name): value for name, value in (config or {}).items()}
-    known = None if names is None else sorted(names)
-    unread = [] if known is None else [name for name in values if name not in (*known, "type")]  # verl's tools have one
-    if unread and known is not None:
-        listed = f"; there are: {', '.join(known)}" if known else "; it takes none"
-        faults = [f"config.{name}={values[name]}: nothing reads it{nearest(name, known) or listed}" for name in unread]
+    accepted = None if names is None else sorted(names)
+    unread = (
+        [] if accepted is None else [name for name in values if name not in (*accepted, "type")]
+    )  # verl's tools have one
+    if unread and accepted is not None:
+        listed = f"; there are: {', '.join(accepted)}" if accepted else "; it takes none"
+        faults = [
+            f"config.{name}={values[name]}: nothing reads it{nearest(name, accepted) or listed}" for name in unread
+        ]
         raise RolloutError(f"{where}: {'; '.join(faults)}; remove it, or correct its name")
     return values
 

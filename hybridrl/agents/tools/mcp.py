@@ -303,11 +303,11 @@ def _servers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     for name, entry in servers.items():
         if not isinstance(entry, Mapping) or not ({"command", "url"} & entry.keys()):
             raise RolloutError(f"mcp_servers_config_path={path}: server {name} has neither 'command' nor 'url'")
-        known = ("url",) if "url" in entry else ("command", "args", "env", "cwd")
-        if unread := sorted(set(entry) - {*known, *_DESCRIPTIONS}):
+        entries = ("url",) if "url" in entry else ("command", "args", "env", "cwd")
+        if unread := sorted(set(entry) - {*entries, *_DESCRIPTIONS}):
             raise RolloutError(
                 f"mcp_servers_config_path={path}: server {name} has {', '.join(unread)}, which nothing would read; an "
-                f"entry with {known[0]!r} has {', '.join(known)}"
+                f"entry with {entries[0]!r} has {', '.join(entries)}"
             )
     return dict(servers)
 
