@@ -67,10 +67,10 @@ def checked_config(config: Any, names: Iterable[str] | None, where: str) -> dict
         raise RolloutError(f"{where}: config is {config!r}, and must be a mapping")
     values = {str(name): value for name, value in (config or {}).items()}
     accepted = None if names is None else sorted(names)
-    unread = (
-        [] if accepted is None else [name for name in values if name not in (*accepted, "type")]
-    )  # verl's tools have one
-    if unread and accepted is not None:
+    if accepted is None:
+        return values
+    unread = [name for name in values if name not in (*accepted, "type")]  # entries of verl's tools have a type
+    if unread:
         listed = f"; there are: {', '.join(accepted)}" if accepted else "; it takes none"
         faults = [
             f"config.{name}={values[name]}: nothing reads it{nearest(name, accepted) or listed}" for name in unread
