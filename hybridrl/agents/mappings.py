@@ -9,7 +9,7 @@ from hybridrl.errors import RolloutError
 @reads_mapping("tool-file")
 def check_tool_file(entries: Entries) -> Iterator[str]:
     """Check the entries of `multi_turn.tool_config_path`."""
-    from hybridrl.agents.tools.load import check_file
+    from hybridrl.agents.tools.load_tools import check_file
 
     yield from _faults(check_file, entries)
 
@@ -17,7 +17,7 @@ def check_tool_file(entries: Entries) -> Iterator[str]:
 @reads_mapping("user-file")
 def check_user_file(entries: Entries) -> Iterator[str]:
     """Check the entries of `multi_turn.interaction_config_path`."""
-    from hybridrl.agents.interactions.load import check_file
+    from hybridrl.agents.interactions.load_interactions import check_file
 
     yield from _faults(check_file, entries)
 
@@ -25,7 +25,7 @@ def check_user_file(entries: Entries) -> Iterator[str]:
 @reads_mapping("environment-file")
 def check_environment_file(entries: Entries) -> Iterator[str]:
     """Check the entries of `agent.environment_config_path`."""
-    from hybridrl.agents.environments.load import check_file
+    from hybridrl.agents.environments.load_environments import check_file
 
     yield from _faults(check_file, entries)
 

@@ -26,7 +26,7 @@ from hybridrl.utils.named_files import (
     named_files,
     places,
 )
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 #: names of folders that packages are installed in
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
@@ -345,10 +345,10 @@ _HAS_DOCSTRING = 0x4000000  # of `co_flags`, since Python 3.13
 
 
 def _is_importable(value: Any) -> bool:
-    found: Any = sys.modules.get(value.__module__)
+    resolved: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value and value.__module__ != "__main__"
+        resolved = getattr(resolved, name, None)
+    return resolved is value and value.__module__ != "__main__"
 
 
 def _names(code: types.CodeType) -> set[str]:

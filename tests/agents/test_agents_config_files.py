@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rollout_stage import ROLLOUT
 
-from hybridrl.agents.environments.load import load_environments
-from hybridrl.agents.interactions.load import load_interactions
-from hybridrl.agents.tools.load import load_tools
+from hybridrl.agents.environments.load_environments import load_environments
+from hybridrl.agents.interactions.load_interactions import load_interactions
+from hybridrl.agents.tools.load_tools import load_tools
 from hybridrl.config import ConfigError, load_config
 from hybridrl.config.checks.run import check
 from hybridrl.errors import RolloutError

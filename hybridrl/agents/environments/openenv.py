@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridrl.agents.entries import checked_config
-from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
+from hybridrl.agents.environments.environment import Action, Environment, Step, register_environment
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import python_of
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock
 
@@ -65,7 +65,7 @@ class OpenEnvEnvironment(Environment):
         *("url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"),
         "start_timeout_s",
     )
-    _servers: ClassVar[dict[str, EnvironmentServer]] = {}
+    servers: ClassVar[dict[str, EnvironmentServer]] = {}
     _slots: ClassVar[dict[str, threading.Semaphore]] = {}
 
     def __init__(
@@ -100,7 +100,7 @@ class OpenEnvEnvironment(Environment):
             limit = config.get("start_timeout_s")
             server = EnvironmentServer(python, str(config["app"]), folder, None if limit is None else float(limit))
             server.port()
-            cls._servers[key] = server
+            cls.servers[key] = server
         if config.get("max_sessions") is not None:
             cls._slots[key] = threading.Semaphore(int(config["max_sessions"]))
         return {**config, "key": key}
@@ -109,7 +109,7 @@ class OpenEnvEnvironment(Environment):
     def stop(cls, config: dict[str, Any]) -> None:
         """End the server, if it was started here."""
         cls._slots.pop(config["key"], None)
-        if (server := cls._servers.pop(config["key"], None)) is not None:
+        if (server := cls.servers.pop(config["key"], None)) is not None:
             server.stop()
 
     async def reset(self, row: Mapping[str, Any]) -> Step:
@@ -130,7 +130,7 @@ class OpenEnvEnvironment(Environment):
         from websockets.asyncio.client import connect
 
         if self._url is None:
-            server = self._servers[self._key]
+            server = self.servers[self._key]
             with clock.stopped():  # it may have to start again
                 port = await asyncio.to_thread(server.port)
             url = f"ws://127.0.0.1:{port}/ws"

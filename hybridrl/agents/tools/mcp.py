@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
-from hybridrl.chat.images import opened
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
+from hybridrl.chat.session_images import opened
 from hybridrl.errors import RolloutError
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.movement import Movement, StartWatch, family
-from hybridrl.verdict import NoVerdictError, Reason
 
 _STILL_S = 60.0  # without any movement, the start of a server is given up
 _LOOK_S = 0.5
@@ -43,7 +43,7 @@ class McpTool(BaseTool):
               start_timeout: 60                       # null: a server has time as long as something moves
 
     A server is a command, with `args`, `env` and `cwd`, or a `url`. There is one connection to it, which all sessions
-    share. Where it ends, the sessions that wait for an answer have no verdict, and the next call opens another one.
+    share. Where it ends, the sessions that wait for an answer have no score, and the next call opens another one.
     """
 
     config_names = ("mcp_servers_config_path", "tool_selected_list", "start_timeout")
@@ -89,7 +89,7 @@ class McpTool(BaseTool):
         """Return the server's answer: text, and images if the policy reads them.
 
         Raises:
-            NoVerdictError: the connection has ended, or cannot be opened again.
+            UnscoredError: the connection has ended, or cannot be opened again.
         """
         parts = await self._server.call(self.name, parameters)
         images = [part for part in parts if part.type == "image" and self.model_reads_images]
@@ -131,14 +131,14 @@ class _Server:
         A call is sent once: the server may have done what it was asked for before the connection ended.
 
         Raises:
-            NoVerdictError: the connection has ended, or cannot be opened again.
+            UnscoredError: the connection has ended, or cannot be opened again.
         """
         try:
             with clock.stopped():
                 connection = await asyncio.to_thread(self._alive)
             return await asyncio.wrap_future(connection.call(name, parameters))
         except (_ConnectionEndedError, RolloutError) as error:
-            raise NoVerdictError(Reason.INFRA, f"MCP server {self._name}: {error}") from error
+            raise UnscoredError(Reason.INFRA, f"MCP server {self._name}: {error}") from error
 
     def _alive(self) -> "_Connection":
         with self._lock:
