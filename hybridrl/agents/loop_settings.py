@@ -6,7 +6,7 @@ from typing import Any
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import conditional, default_at
-from hybridrl.config.schema.needs import LoopNeed
+from hybridrl.config.schema.conditions import LoopNeed
 from hybridrl.errors import ConfigError
 from hybridrl.registry import AGENT_LOOPS
 

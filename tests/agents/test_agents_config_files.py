@@ -12,7 +12,7 @@ from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.agents.tools.load_tools import load_tools
 from hybridrl.config import ConfigError, load_config
-from hybridrl.config.checks.run import check
+from hybridrl.config.checks.check_run import check
 from hybridrl.errors import RolloutError
 
 OWN = """
