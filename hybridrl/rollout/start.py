@@ -16,7 +16,8 @@ from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
+from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
@@ -86,13 +87,13 @@ def start_rollout(
     settings = _settings(config, name, placements, threads, log_folder)
     if policy is None:
         settings.spec = replace(settings.spec, load_weights=True)
-    replicas = ReplicaPool(settings, placements, None if policy is None else policy.send_weights)
-    rollout = ReplicatedRollout(replicas)
+    supervisor = Supervisor(settings, placements, None if policy is None else policy.send_weights)
+    rollout = ReplicatedRollout(supervisor)
     try:
         # fails now if the port is taken
         seeded = InferenceEngines.get(name).heeds_seeds(config.rollout)
         announce = None if serve is None else serve(rollout, seeded)
-        replicas.start()
+        supervisor.start()
         if announce is not None:
             announce()
     except BaseException:

@@ -78,7 +78,7 @@ def test_a_judge_in_a_pool_of_its_own_and_a_function_make_the_reward(
     ]
     with trained(*words, *own) as (trainer, _):
         group = trainer.groups["judge"]
-        assert group.world_size == 2 and not group.takes_turns and len(group.pools[0].replicas) == 2
+        assert group.world_size == 2 and not group.takes_turns and len(group.supervisors[0].replicas) == 2
         assert "reward_model" not in trainer.groups and group.method_seconds["answer"] > 0
     for kind in ("rollouts", "validation"):
         rows = check_judgements(tmp_path / "run" / kind / "1.jsonl", micro_model)
@@ -98,7 +98,7 @@ def test_a_judge_takes_turns_with_the_policys_engine(
     with trained(*words, *more) as (trainer, result):
         group = trainer.groups["judge"]
         assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
-        assert not group.pools[0].supervisor._memory, "memory that was not given back"
+        assert not group.supervisors[0]._memory, "memory that was not given back"
         assert lent(trainer, result.batch) == 1
     rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", micro_model, system=None)
     assert [row["score"] for row in rows] == pytest.approx([2 * row["judge"] for row in rows])
