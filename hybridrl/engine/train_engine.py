@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,9 +22,6 @@ from hybridrl.models.info import check_files
 from hybridrl.protocol import DataProto
 from hybridrl.registry import TRAIN_ENGINES, TrainFacts, import_external_lib
 from hybridrl.utils.metrics import Metric
-
-if TYPE_CHECKING:
-    from hybridrl.engine.forecast import Forecast, Workload
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, Any]]]
 
@@ -194,25 +191,6 @@ class Engine(ABC):
             ModelError: it lacks the capability.
         """
         require(cls, KeepsFourBits, key, "set the strategy to fsdp2, or load_in_4bit to False")
-
-    @classmethod
-    def forecast(
-        cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
-    ) -> Forecast | None:
-        """Return the forecast of a rank's device memory; None for an engine that has no forecast.
-
-        Args:
-            model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
-            model: a `ModelConfig`.
-            engine: the settings that this engine reads.
-            optim: an `OptimConfig`; None for an engine that only computes.
-            ranks: number of ranks that the engine will have.
-            work: the largest batch.
-
-        Raises:
-            ModelError: the model's configuration cannot be read.
-        """
-        return None
 
     @abstractmethod
     def initialize(self) -> None:
@@ -392,7 +370,7 @@ class TrainEngines:
 
         Args:
             model: A `ModelConfig`; the modules that its `external_lib` names are imported first.
-            engine: The settings that this engine reads; see `hybridrl.config.strategies.engine_settings`.
+            engine: The settings that this engine reads; see `hybridrl.config.entry_settings.engine_settings`.
             optim: An `OptimConfig`, or None for an engine that only computes.
 
         Raises:

@@ -15,10 +15,10 @@ from hybridrl.config import load_config, validate
 from hybridrl.config.checks.judge import SERVED_FIELDS
 from hybridrl.config.served import _QUESTION, served_judge
 from hybridrl.errors import ConfigError, ModelError, RewardError, RolloutError
+from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.reward import create_reward_manager
 from hybridrl.reward.judge import TEMPLATE as QUESTION
-from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.judge import check_judge_model, judges_of
 from hybridrl.trainer.ppo.roles import active_roles
 from hybridrl.trainer.ppo.served import check_served

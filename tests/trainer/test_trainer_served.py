@@ -20,8 +20,8 @@ from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.roles import ROLES, shares_pool
 from hybridrl.config.served import divide, served_reward_model, served_teachers
 from hybridrl.errors import ConfigError, RolloutError
+from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tiny import build_tiny_model
-from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.served import check_served
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"

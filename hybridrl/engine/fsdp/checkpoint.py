@@ -23,6 +23,7 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.views import View, within_shape
 from hybridrl.models import loading, lora, value
+from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device, distributed
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> di
 
 def _write_hf(engine: FSDPEngine, folder: Path, state: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if engine.model_type != "language_model":
+    if not KINDS[engine.model_type].predicts_tokens:
         value.save_value_model(state, engine.config, folder)
     else:
         loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)

@@ -25,12 +25,10 @@ from hybridrl.engine.capabilities import (
     WeightShard,
 )
 from hybridrl.engine.chunked_function import Hidden
-from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
 from hybridrl.engine.fsdp.exported import Exported
-from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
 from hybridrl.engine.fsdp.fusing import Fusing
 from hybridrl.engine.fsdp.master_weights import MasterWeights
@@ -57,6 +55,7 @@ from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.liger import apply_liger, check_liger, runs_liger
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
@@ -142,10 +141,6 @@ class FSDPEngine(
     def check_replay(cls, model: Any, engine: Any) -> None:
         check_routing(model, engine)
 
-    @classmethod
-    def forecast(cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
-        return forecast(model_type, model, engine, optim, ranks, work)
-
     def initialize(self) -> None:
         model, engine = self.model_config, self.engine_config
         self.compute_dtype = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
@@ -175,7 +170,7 @@ class FSDPEngine(
         self.packed = bool(model.use_remove_padding) and self.shares_prefixes is not True
         self.packed = self.packed and may_pack(model.path, self.config, self.compute_dtype)
         if self.packed or self.shares_prefixes is not False:
-            self.work = work_of(self.config, value_model=self.model_type != "language_model")
+            self.work = work_of(self.config, value_model=not KINDS[self.model_type].predicts_tokens)
         source = ModuleSource(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
             self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)
@@ -238,7 +233,7 @@ class FSDPEngine(
     def _may_fuse(self) -> bool:
         """Whether to compute without logits where the head allows it (`use_fused_kernels`); warn if not."""
         fused = bool(self.model_config.use_fused_kernels)
-        if self.model_type == "language_model":
+        if KINDS[self.model_type].predicts_tokens:
             return fused
         if fused:
             self._warn_idle("a value model has no logits")

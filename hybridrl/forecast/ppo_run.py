@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hybridrl.config import ModelConfig, OptimConfig, PPOTrainerConfig
+from hybridrl.config.dotted import get_key
+from hybridrl.config.entry_settings import engine_group, group_type
 from hybridrl.config.roles import POLICY, ROLES, MicroBatches, RoleSpec, active_roles, groups_of
 from hybridrl.config.schema.engine import EngineConfig
 from hybridrl.config.served import ServedModel
-from hybridrl.config.strategies import engine_group, group_type
+from hybridrl.forecast import remedies, run_forecast
+from hybridrl.forecast.role_models import forecast_roles
+from hybridrl.forecast.run_forecast import MemoryForecast, on_first_worker
+from hybridrl.forecast.sizes import Forecast
 from hybridrl.registry import INFERENCE_ENGINES, TRAIN_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from hybridrl.trainer import forecast as shared
-from hybridrl.trainer.forecast import MemoryForecast, get_key
 from hybridrl.trainer.ppo.roles import resource_pools
-from hybridrl.workers.forecast import Forecast, forecast_roles
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
 
 _MIB = 1024**2
 _ENGINE_BYTES = 2  # of a parameter in an inference engine: bfloat16
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
-_LOG_PROB_TOKENS = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
 #: settings of a model that learns, the cheapest first
 _OF_MODELS: tuple[tuple[str, Any], ...] = (
     ("enable_gradient_checkpointing", True),
@@ -177,14 +178,14 @@ def refuse_if_too_large(
         PlacementError: a phase takes more than a device has, however short sequences are; the error names the keys
             that would make it fit.
     """
-    shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute))
+    run_forecast.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute))
 
 
 def changes_that_fit(
     config: PPOTrainerConfig, total: float, compute: ForRoles = forecast_roles
 ) -> tuple[list[tuple[str, Any]], bool]:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice."""
-    return shared.fewest_changes(
+    return remedies.fewest_changes(
         config,
         total,
         lambda tried: forecast_run(tried, total, compute).peak,
@@ -196,7 +197,12 @@ def changes_that_fit(
 def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[dict[str, Any]]:
     rollout = config.actor_rollout_ref.rollout
     sequence = rollout.prompt_length + rollout.response_length
-    for key, value in _changes(config):
+
+    def fullest() -> str:
+        phases = forecast_run(config, total, compute).phases()
+        return max(phases, key=lambda name: phases[name], default="")
+
+    for key, value in _changes(config, fullest):
         if value == "a sequence":
             if _value(config, key) > sequence:
                 yield {key: sequence}
@@ -207,7 +213,7 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
             if _LEAST_UTILIZATION <= fitting < _value(config, key):
                 yield {key: fitting}
         elif value == "8 bits":
-            if settings := shared.eight_bit_adam(key, _value(config, key)):
+            if settings := remedies.eight_bit_adam(key, _value(config, key)):
                 yield settings
         elif _value(config, key) != value:
             yield {key: value}
@@ -249,10 +255,10 @@ class _Tunable:
         return bool(self.spec.passes) and not (update is not None and update.value_head)
 
     @property
-    def limit(self) -> MicroBatches | None:
-        """How rows are divided in its update, or where it scores."""
-        phase = self.spec.update or self.spec.scoring
-        return None if phase is None else phase.batching
+    def phases(self) -> dict[str, MicroBatches | None]:
+        """The phases in which it computes, with the settings that divide rows into micro-batches."""
+        phases = (self.spec.update, self.spec.scoring, *self.spec.passes)
+        return {phase.phase: phase.batching for phase in phases if phase is not None}
 
 
 def _read_by_engine(settings: Any) -> Iterator[tuple[str, str]]:
@@ -263,10 +269,14 @@ def _read_by_engine(settings: Any) -> Iterator[tuple[str, str]]:
             yield group, field.name
 
 
-def _changes(config: PPOTrainerConfig) -> Iterator[tuple[str, Any]]:
+def _changes(config: PPOTrainerConfig, fullest: Callable[[], str]) -> Iterator[tuple[str, Any]]:
     """Yield keys of the run's roles with values that save memory, the cheapest first.
 
-    Those of optimizers, which come last, also change the results a little.
+    What a model computes counts in its own phases alone, so its keys are left out in others. Those of optimizers, which
+    come last, also change the results a little.
+
+    Args:
+        fullest: returns the phase that takes the most with the settings that `config` has by then.
     """
     ranks = _ranks(resource_pools(config))
     roles = [_Tunable.of(spec, config, ranks[spec.name]) for spec in active_roles(config)]
@@ -277,22 +287,24 @@ def _changes(config: PPOTrainerConfig) -> Iterator[tuple[str, Any]]:
         return ((role.engine[name], True) for role in chosen if name in role.engine)
 
     yield from dict.fromkeys(
-        (f"{role.model}.use_fused_kernels", True) for role in roles if role.model and role.computes_logits
+        (f"{role.model}.use_fused_kernels", True)
+        for role in roles
+        if role.model and role.computes_logits and fullest() in role.phases
     )
     for role in roles:
-        if role.limit is not None and hasattr(_value(config, role.limit.where), role.limit.tokens):
-            yield f"{role.limit.where}.{role.limit.tokens}", "a sequence"
-        if role.spec.name == POLICY:
-            yield _LOG_PROB_TOKENS, "a sequence"
+        for phase, limit in role.phases.items():
+            if limit is not None and phase == fullest() and hasattr(_value(config, limit.where), limit.tokens):
+                yield f"{limit.where}.{limit.tokens}", "a sequence"
     for name, value in _OF_MODELS:
-        yield from ((f"{role.model}.{name}", value) for role in learners if role.model)
+        for role in learners:
+            if role.model and role.spec.update is not None and role.spec.update.phase == fullest():
+                yield f"{role.model}.{name}", value
     for name in ("sequence_parallel", "use_distributed_optimizer"):
         yield from of_engines(name, learners)
     yield _UTILIZATION, "what is left"
     yield from of_engines("grad_offload", learners)
-    yield from of_engines("optimizer_offload", (role for role in learners if role.spec.name == POLICY))
+    yield from of_engines("optimizer_offload", learners)
     yield from of_engines("param_offload", frozen)
-    yield from of_engines("optimizer_offload", (role for role in learners if role.spec.name != POLICY))
     yield from of_engines("param_offload", learners)
     yield from of_engines("offload_policy", (role for role in learners if role.ranks > 1))
     for role in learners:
@@ -324,13 +336,15 @@ def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> Ru
     """
 
     def compute(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:
-        found: dict[str, Forecast | None] = shared.asked(policy, "forecast_roles", config, dict(ranks))
+        found: dict[str, Forecast | None] = on_first_worker(policy, forecast_roles, config, dict(ranks))
         return found
 
-    return shared.check_group(
+    return run_forecast.check_group(
         policy,
         lambda total: forecast_run(config, total, compute),
-        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute)),
+        lambda found, total: run_forecast.refuse_if_too_large(
+            found, total, lambda: changes_that_fit(config, total, compute)
+        ),
     )
 
 
@@ -341,8 +355,8 @@ def print_forecast(config: PPOTrainerConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
-    shared.print_found(
+    run_forecast.print_found(
         lambda total: forecast_run(config, total),
-        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
+        lambda found, total: run_forecast.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
         list(resource_pools(config).resource_pool_spec.values()),
     )

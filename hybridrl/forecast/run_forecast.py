@@ -1,24 +1,20 @@
-"""What the forecasts of memory of all programs share: how they are told, and what is refused."""
+"""The memory of a run's phases: its lines, and the refusal of a run that cannot fit."""
 
-import copy
-import importlib.util
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from hybridrl.config import OptimConfig
-from hybridrl.errors import ConfigError, ModelError, PlacementError
+from hybridrl.errors import PlacementError
+from hybridrl.forecast.role_models import NotComputed, attempted
+from hybridrl.forecast.sizes import Forecast
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.utils import device
-from hybridrl.workers.forecast import Forecast, NotComputed
 
 GIB = 1024**3
 _MORE = "more devices (trainer.n_gpus_per_node, trainer.nnodes), shorter sequences or a smaller model"
 
-Config = TypeVar("Config")
 Found = TypeVar("Found", bound="MemoryForecast")
 #: settings with their new values, and whether they suffice
 Changes = tuple[list[tuple[str, Any]], bool]
@@ -49,6 +45,11 @@ class MemoryForecast(ABC):
             name: one and replace(one, activations=0, logits=0, pass_activations=0) for name, one in self.roles.items()
         }
         return replace(self, roles=roles)  # type: ignore[type-var]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every model of the run has a forecast."""
+        return all(one is not None for one in self.roles.values())
 
     @property
     def peak(self) -> float:
@@ -110,98 +111,13 @@ def refuse_if_too_large(found: MemoryForecast, total: float, changes_that_fit: C
     notify(f"with sequences of full length, {problem}", "warning")
 
 
-def get_key(config: Any, key: str) -> Any:
-    """The value at a dotted path; with an empty one, `config`."""
-    for name in filter(None, key.split(".")):
-        config = getattr(config, name)
-    return config
-
-
-def fewest_changes(
-    config: Config,
-    total: float,
-    peak_of: Callable[[Config], float],
-    candidates: Callable[[Config], Iterable[Mapping[str, Any]]],
-    value_of: Callable[[Config, str], Any] = get_key,
-) -> Changes:
-    """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice.
-
-    Args:
-        config: the settings of the run, which stay as they are.
-        total: bytes of a device.
-        peak_of: the peak of a run with these settings.
-        candidates: keys with their new values, to try in this order. It sees those that were taken before.
-        value_of: returns the value of a key.
-    """
-    tried = copy.deepcopy(config)
-
-    def lowered(settings: Mapping[str, Any]) -> float:
-        """The peak with these settings, which stay set."""
-        _set_keys(tried, settings)
-        try:
-            return peak_of(tried)
-        except (ConfigError, ModelError, ForecastError):
-            return math.inf  # one does not go together with another setting, or does not exist for this model
-
-    peak = peak_of(tried)
-    chosen: list[tuple[Mapping[str, Any], dict[str, Any]]] = []  # with the values before
-    for settings in candidates(tried):
-        if peak <= total:
-            break
-        before = {key: value_of(tried, key) for key in settings}
-        lower = lowered(settings)
-        if lower < 0.99 * peak:
-            chosen.append((settings, before))
-            peak = lower
-        else:
-            _set_keys(tried, before)
-    fits = peak <= total
-    for one in chosen[-2::-1] if fits else []:  # a later one may make an earlier one needless
-        if lowered(one[1]) <= total:
-            chosen.remove(one)
-        else:
-            _set_keys(tried, one[0])
-    return [item for settings, _ in chosen for item in settings.items()], fits
-
-
-def eight_bit_adam(where: str, optim: OptimConfig) -> dict[str, Any]:
-    """The settings by which AdamW keeps its state in 8 bits; none where another class may not take the arguments.
-
-    Args:
-        where: the key of `optim`.
-    """
-    is_usual = (optim.optimizer, optim.optimizer_impl) == ("AdamW", "torch.optim")
-    if not is_usual or optim.override_optimizer_config or importlib.util.find_spec("torchao") is None:
-        return {}
-    return {f"{where}.optimizer": "AdamW8bit", f"{where}.optimizer_impl": "torchao.optim"}
-
-
-def set_key(config: Any, key: str, value: Any) -> None:
-    """Set the value at a dotted path, whose parts are attributes or keys of mappings, which are added if needed."""
-    *where, name = key.split(".")
-    for part in where:
-        if isinstance(config, MutableMapping) and config.get(part) is None:
-            config[part] = {}
-        config = config[part] if isinstance(config, MutableMapping) else getattr(config, part)
-    if isinstance(config, MutableMapping):
-        config[name] = value
-    else:
-        setattr(config, name, value)
-
-
-def _set_keys(config: Any, settings: Mapping[str, Any]) -> None:
-    """Set the values at dotted paths."""
-    for key, value in settings.items():
-        set_key(config, key, value)
-
-
-def asked(group: RayWorkerGroup, method: str, *arguments: Any) -> Any:
-    """What the first worker of a group forecasts.
+def on_first_worker(group: RayWorkerGroup, compute: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `compute(*arguments)`, computed by the first worker of a group.
 
     Raises:
         ForecastError: it could not.
     """
-    found = group.execute_rank_zero_sync(method, *arguments)
+    found = group.execute_rank_zero_sync("execute_func_rank_zero", attempted, compute, *arguments)
     if isinstance(found, NotComputed):
         raise ForecastError(found.reason)
     return found
