@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import MicroBatching, TrainEngines
+from hybridrl.engine import MicroBatching, create_train_engine
 from hybridrl.forecast.engine_models import forecast_engine
 from hybridrl.forecast.sizes import Workload
 from hybridrl.models.work import training_flops, work_of
@@ -132,7 +132,7 @@ def our_forecast(folder: Path, rows: dict[str, torch.Tensor], way: str, settings
 def our_step(folder: Path, rows: dict[str, torch.Tensor], way: str, settings: argparse.Namespace) -> Callable[[], Any]:
     model, settings_of_engine = our_settings(folder, way, settings)
     optim = OptimConfig(lr=1e-6)
-    engine = TrainEngines.create("language_model", "fsdp2", model=model, engine=settings_of_engine, optim=optim)
+    engine = create_train_engine("language_model", "fsdp2", model=model, engine=settings_of_engine, optim=optim)
     engine.initialize()
     ids = torch.cat([rows["prompts"], rows["responses"]], 1)
     mask = torch.ones_like(rows["responses"])

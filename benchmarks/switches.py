@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
-from hybridrl.engine import Engine, MicroBatching, TrainEngines
+from hybridrl.engine import Engine, MicroBatching, create_train_engine
 from hybridrl.forecast.engine_models import forecast_engine
 from hybridrl.forecast.meta_tensors import peak_of
 from hybridrl.forecast.sizes import Forecast, Workload
@@ -133,7 +133,7 @@ def example() -> DataProto:
 
 def engine_of(folder: Path, line: Line) -> Engine:
     model = ModelConfig(path=str(folder), **{"share_prefixes": False, **line.model})
-    engine = TrainEngines.create(
+    engine = create_train_engine(
         "language_model",
         "fsdp2",
         model=model,

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-from hybridrl.agents.environments.load import Environments
+from hybridrl.agents.environments.load_environments import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
-from hybridrl.agents.interactions.load import Interactions
-from hybridrl.agents.tools.base import BaseTool
-from hybridrl.chat.images import SeenImages
+from hybridrl.agents.interactions.load_interactions import Interactions
+from hybridrl.agents.tools.tool import BaseTool
 from hybridrl.chat.log import SessionLog
-from hybridrl.chat.parsers.base import ToolParser
+from hybridrl.chat.parsers.tool_parser import ToolParser
+from hybridrl.chat.session_images import SeenImages
 from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, AgentLoopFacts
+from hybridrl.registry import AGENT_LOOPS, AgentLoopMetadata
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request, request_number
@@ -180,7 +180,7 @@ class SessionClient:
         turn = self._turns
         self._turns += 1
         sampling = request.sampling
-        self._tell_of_difference(sampling, "an agent behind the gateway")
+        self._warn_of_difference(sampling, "an agent behind the gateway")
         if sampling.seed is not None:
             notify(
                 "an agent behind the gateway sets a seed, which is not used: with it, all samples of a prompt would be "
@@ -321,10 +321,10 @@ class SessionClient:
             stop = changes["stop"] or ()
             changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
-        self._tell_of_difference(sampling, "an agent loop")
+        self._warn_of_difference(sampling, "an agent loop")
         return sampling
 
-    def _tell_of_difference(self, sampling: SamplingParams, who: str) -> None:
+    def _warn_of_difference(self, sampling: SamplingParams, who: str) -> None:
         """Warn where tokens to train on come from another distribution than that which training computes."""
         usual = self._sampling
         if self._trains and sampling.json_schema is not None:
@@ -486,11 +486,11 @@ def register(agent_name: str, *, only_answers: bool = False, reads: Sequence[str
 
     Args:
         only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
-        reads: see `hybridrl.registry.AgentLoopFacts`; a loop of a user's own may read every setting.
+        reads: see `hybridrl.registry.AgentLoopMetadata`; a loop of a user's own may read every setting.
     """
 
     def add(loop: T) -> T:
-        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers, reads=tuple(reads)))
+        AGENT_LOOPS.add(agent_name, loop, AgentLoopMetadata(only_answers=only_answers, reads=tuple(reads)))
         return loop
 
     return add

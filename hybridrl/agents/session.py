@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
-from hybridrl.agents.record import trajectory_of
-from hybridrl.agents.side import was_cancelled
+from hybridrl.agents.session_executor import was_cancelled
+from hybridrl.agents.trajectory_record import trajectory_of
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import ATTEMPT, ROUTED_EXPERTS, SESSION_LOG
@@ -45,7 +45,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Spent:
+class OutputCost:
     """Cost of an output of a loop: seconds and faults.
 
     Attributes:
@@ -71,7 +71,7 @@ class Attempt:
     """
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    costs: list[Spent] = field(default_factory=list)
+    costs: list[OutputCost] = field(default_factory=list)
     verdict: NoVerdict | None = None
     tokens: int | None = None
     failure: BaseException | None = None
@@ -167,10 +167,10 @@ def _seeds(seed: int, task: Task) -> Callable[[int], int | None]:
     return seed_of
 
 
-def _cost_of(output: AgentLoopOutput) -> Spent:
+def _cost_of(output: AgentLoopOutput) -> OutputCost:
     metrics = output.metrics
     seconds = metrics if isinstance(metrics, Mapping) else _seconds_of(metrics)
-    return Spent(
+    return OutputCost(
         float(seconds.get("generate_sequences", 0.0)),
         float(seconds.get("tool_calls", 0.0)),
         tuple(output.extra_fields.get("tool_faults") or ()),

@@ -96,13 +96,13 @@ def served_teachers(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
     Raises:
         ConfigError: a setting of a teacher is unknown or does not fit.
     """
-    distillation, found = config.distillation, []
+    distillation, models = config.distillation, []
     for teacher in teachers_of(config).teachers:
         inference = teacher.settings.inference
         if inference.name is None:
             return ()  # checked: all of them or none
         needs = max(inference.max_model_len or 0, _tokens(config) + 1)  # an engine generates a token more
-        found.append(
+        models.append(
             ServedModel(
                 where=f"{teacher.where}.inference",
                 engine=inference.name,
@@ -116,7 +116,7 @@ def served_teachers(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
                 arguments=inference.engine_kwargs,
             )
         )
-    return tuple(found)
+    return tuple(models)
 
 
 def divide(
@@ -131,7 +131,7 @@ def divide(
         nodes: devices of the pool on each node.
         shared: whether another role has them too.
     """
-    found: list[tuple[int, int]] = []
+    shares: list[tuple[int, int]] = []
     faults: list[str] = []
     total, first = sum(nodes), 0
     share = total if shared else total // max(len(models), 1)
@@ -150,14 +150,14 @@ def divide(
                 f"{model.where}: its replicas of {size} devices would begin at device {begin} of the pool; name models "
                 "with larger replicas first"
             )
-        found.append((begin, count))
+        shares.append((begin, count))
         first += count * size
     if not shared and first < total and not faults:
         faults.append(
             f"{', '.join(model.where for model in models)}: {total - first} of the pool's {total} devices would be "
             "idle; change the number of replicas (num_replicas), or the pool"
         )
-    return found, faults
+    return shares, faults
 
 
 def _tokens(config: PPOTrainerConfig) -> int:
@@ -168,7 +168,7 @@ def _tokens(config: PPOTrainerConfig) -> int:
 def _rollout(serving: ServingConfig, config: PPOTrainerConfig, longest: int | None) -> RolloutConfig:
     values = {name: getattr(config.actor_rollout_ref.rollout, name) for name in _SHARED}
     values |= {name: getattr(serving, name) for name in ServingConfig().keys()}
-    given = {name: dict(serving.engine_kwargs.get(name) or {}) for name in EngineKwargsConfig().keys()}
-    values |= {"engine_kwargs": EngineKwargsConfig(**given), "load_format": "auto"}
+    engine_arguments = {name: dict(serving.engine_kwargs.get(name) or {}) for name in EngineKwargsConfig().keys()}
+    values |= {"engine_kwargs": EngineKwargsConfig(**engine_arguments), "load_format": "auto"}
     values |= {"dtype": serving.dtype or "auto", "max_model_len": longest}
     return RolloutConfig(**values)

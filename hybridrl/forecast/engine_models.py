@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.config.entry_settings import engine_settings
-from hybridrl.engine.train_engine import Engine, TrainEngines
+from hybridrl.engine.train_engine import Engine, train_engine_class
 from hybridrl.forecast.sizes import Forecast, Workload
 from hybridrl.utils import device
 
@@ -52,7 +52,7 @@ def forecast_engine(
     Raises:
         ModelError: the model's configuration cannot be read, or settings do not go together.
     """
-    engine = TrainEngines.get(kind, strategy)
+    engine = train_engine_class(kind, strategy)
     places = ((cls, f"{cls.__module__}:{cls.__qualname__}") for cls in engine.__mro__)
     function = next((_FORECASTS[key] for keys in places for key in keys if key in _FORECASTS), None)
     if function is None:

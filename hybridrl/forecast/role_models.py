@@ -83,7 +83,7 @@ def forecast_model(config: SupervisedConfig, ranks: int, role: str = "model") ->
     together = objective.rows_together
     size = data.micro_batch_size_per_gpu * together
     micro = replace(micro_batching(size, data.use_dynamic_bsz, data.max_token_len_per_gpu), rows_together=together)
-    # Every token but the first may have a loss (`hybridrl.trainer.supervised.rows.as_responses`).
+    # Every token but the first may have a loss (`hybridrl.trainer.supervised.objective_rows.as_responses`).
     rows = -(-data.train_batch_size // ranks) * together
     if role == "reference":
         settings = engine_settings(config.engine, config.model.external_lib).changed(forward_only=True)

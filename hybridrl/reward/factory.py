@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.config.entry_settings import read_own
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
 from hybridrl.protocol.bookkeeping import taken

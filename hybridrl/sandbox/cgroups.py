@@ -92,10 +92,10 @@ def _parents(proc: Path) -> tuple[tuple[Path, int], ...]:
         folders = tuple(folder for folder in groups.folders if _gives_memory(folder))
     usable = []
     for folder in folders:
-        for left in folder.glob(f"{_NAME}-*"):
-            if not Path("/proc", left.name.split("-")[2]).exists():
+        for leftover in folder.glob(f"{_NAME}-*"):
+            if not Path("/proc", leftover.name.split("-")[2]).exists():
                 with contextlib.suppress(OSError):
-                    left.rmdir()
+                    leftover.rmdir()
         if (group := _made(folder, groups.version, 2**30)) is not None:
             if _can_be_joined(group):
                 usable.append((folder, groups.version))

@@ -1,4 +1,4 @@
-"""What every sandbox takes and returns."""
+"""The programs, limits and results of every sandbox."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from hybridrl.verdict import NoVerdictError, Reason
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """Resources that a program may use.
 
     Attributes:
         wall_s, cpu_s: seconds in all, and of processor time per process.
@@ -53,7 +53,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
         output: its standard output; with `one_stream` both streams together.
@@ -83,7 +83,7 @@ class Ended:
 
 
 class SandboxError(NoVerdictError, RewardError):
-    """The sandbox failed, and not the program: there is no verdict.
+    """The sandbox failed, and not the program: the sample has no score.
 
     A reward function, tool or loop that lets it pass has none, either.
 

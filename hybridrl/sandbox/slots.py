@@ -78,9 +78,9 @@ def _folder(name: str) -> Path:
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-            found = path.lstat()
+            status = path.lstat()
         except OSError as error:
             raise SandboxError(f"no place for a program: {error}") from error
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise SandboxError(f"{path} is not a folder of this user; remove it, or set TMPDIR to another folder")
     return folder / name

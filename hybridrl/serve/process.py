@@ -18,7 +18,8 @@ from typing import Any, get_args
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.info import tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
@@ -112,7 +113,7 @@ class ServerProcess:
         self._stopping = True
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the thread ends by itself
-                self._loop.call_soon_threadsafe(self._tell_to_close)
+                self._loop.call_soon_threadsafe(self._request_close)
             self._thread.join(2 * STOP_S + 5)
         self.listener.close()
 
@@ -183,7 +184,7 @@ class ServerProcess:
         self._images = {}  # the numbers are those of another process
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         if self._stopping:
-            self._tell_to_close()
+            self._request_close()
         try:
             while True:
                 self._take(await wire.receive(reader))
@@ -263,7 +264,7 @@ class ServerProcess:
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 
-    def _tell_to_close(self) -> None:
+    def _request_close(self) -> None:
         if self._writer is not None and self._ready.is_set():
             wire.send(self._writer, {"close": True})
         elif self.process is not None:

@@ -1,4 +1,4 @@
-"""What all training programs share around the loop: folder, metrics, timers, checkpoints and stop requests."""
+"""Shared parts of all training programs around the loop: folder, metrics, timers, checkpoints and stop requests."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -127,9 +127,9 @@ class TrainingRun:
                 write_report(self.folder)
                 print_summary(self.folder)
             if kind is None:
-                self._say_how_it_ended()
+                self._report_end()
 
-    def _say_how_it_ended(self) -> None:
+    def _report_end(self) -> None:
         outcome = self.outcome
         if outcome.stopped_by is not None:
             where = f"its state is in {outcome.checkpoint}" if outcome.checkpoint else "nothing is saved before step 1"
@@ -139,17 +139,17 @@ class TrainingRun:
                 f"run the same command again{remedy}. Exit status {STOPPED}"
             )
         elif self.step >= self.total_steps:
-            kept = f"; the last checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
+            saved = f"; the last checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
             nothing = "it was finished before, so nothing was trained; " if self._was_finished else ""
             notify(
-                f"the run in {self.folder} is finished (step {self.step} of {self.total_steps}){kept}; {nothing}to "
-                "train further, raise trainer.total_training_steps or trainer.total_epochs; to start over, set "
+                f"the run in {self.folder} is finished (step {self.step} of {self.total_steps}){saved}; {nothing}"
+                "to train further, raise trainer.total_training_steps or trainer.total_epochs; to start over, set "
                 "trainer.resume_mode=disable or another trainer.default_local_dir"
             )
 
     @property
     def outcome(self) -> ProgramResult:
-        """How the run ended, after the loop."""
+        """The run's outcome, after the loop."""
         saved = self.store.folder(self._saved_step) if self._saved_step > 0 else None
         if saved is not None and not saved.is_dir():
             saved = self._found  # of another folder (resume_path), and no step was done since
@@ -162,7 +162,7 @@ class TrainingRun:
         return self._found is not None and self._found.resolve().parent == self.folder.resolve()
 
     def _ending(self, error: BaseException | None) -> str:
-        """How the run ends, for its report."""
+        """Describe the run's end, for its report."""
         if error is not None:
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if self.step >= self.total_steps:
@@ -296,9 +296,9 @@ class TrainingRun:
             CheckpointError: the checkpoint is corrupt or incomplete.
         """
         self.complete_save()
-        found = self.store.find("resume_path", folder)
-        assert found is not None
-        load(found, load_json(found / STATE_FILE)["state"])
+        checkpoint = self.store.find("resume_path", folder)
+        assert checkpoint is not None
+        load(checkpoint, load_json(checkpoint / STATE_FILE)["state"])
 
     def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
         """Save if `trainer.save_freq`, `trainer.save_last` or a stop request asks for it.

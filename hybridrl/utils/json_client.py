@@ -153,11 +153,11 @@ def _answer_to(request: urllib.request.Request, timeout_s: float, deadline: "_De
             data: bytes = reply.read(_LARGEST + 1)
             return data
     except urllib.error.HTTPError as error:
-        told = b""
+        detail = b""
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # what it says besides is not needed
-            told = error.read(2000)
+            detail = error.read(2000)
         busy, refused = error.code in _BUSY, error.code < 500 and error.code not in (408, *_BUSY)
-        what = f"HTTP {error.code} {error.reason}: {told.decode('utf-8', 'replace').strip()[:300]}"
+        what = f"HTTP {error.code} {error.reason}: {detail.decode('utf-8', 'replace').strip()[:300]}"
         raise ServiceError(what, refused=refused, busy=busy, status=error.code) from None
 
 
@@ -183,7 +183,7 @@ class _Deadline:
         self._timer.cancel()
 
     def connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """What makes connections of a kind that end at the deadline."""
+        """Return a class of connections of a kind that end at the deadline."""
         deadline = self
 
         class Watched(kind):  # type: ignore[misc, valid-type]

@@ -7,7 +7,7 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import create_agents
-from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.verdict import Reason

@@ -22,10 +22,10 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
-from hybridrl.serve.images import Prompt
+from hybridrl.serve.client_images import Prompt
 from hybridrl.serve.replies import ReplyChoice
 from hybridrl.serve.schema import SessionSettings
-from hybridrl.serve.sessions import ServerSession
+from hybridrl.serve.session_table import ServerSession
 
 TOOLS: Any = [{"type": "function", "function": ECHO}]
 DATA_URL = "data:image/png;base64,AAAA"

@@ -10,9 +10,9 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import create_agents
-from hybridrl.agents.interactions.gsm8k import Gsm8kInteraction
-from hybridrl.agents.interactions.load import load_interactions
-from hybridrl.agents.interactions.session import InteractionSession
+from hybridrl.agents.interactions.gsm8k_interaction import Gsm8kInteraction
+from hybridrl.agents.interactions.interaction_session import InteractionSession
+from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.verdict import Reason

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.agents.interactions.load import load_interactions
+from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.agents.interactions.model_user import ModelUser, conversation_of
 from hybridrl.errors import RolloutError
 from hybridrl.utils.http_server import listening_socket

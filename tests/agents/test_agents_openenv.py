@@ -20,11 +20,11 @@ from template_families import FAMILIES
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
-from hybridrl.agents.environments.base import Action
+from hybridrl.agents.environments.environment import Action
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import pinned_file, python_of
-from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.agents.environments.openenv import OpenEnvEnvironment, OpenEnvError
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.errors import RolloutError
 from hybridrl.utils.http_server import HttpServer, ServingLimits, TokenGuard, listening_socket
 

@@ -9,9 +9,9 @@ import pytest
 from sandbox_tools import started_server
 
 from hybridrl.agents import FunctionCall
-from hybridrl.agents.tools.base import BaseTool, ToolResponse, in_thread
 from hybridrl.agents.tools.sandbox import PythonTool
-from hybridrl.agents.tools.session import ToolSession
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse, in_thread
+from hybridrl.agents.tools.tool_session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock

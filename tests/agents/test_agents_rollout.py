@@ -12,7 +12,7 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
-from hybridrl.agents.rollout import _run
+from hybridrl.agents.agent_rollout import _run
 from hybridrl.config import load_config
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.engine.microbatch import MicroBatching

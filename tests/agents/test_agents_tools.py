@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool, side
-from hybridrl.agents.tools.base import tool_of
+from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool, session_executor
 from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
-from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
-from hybridrl.agents.tools.session import ToolSession
+from hybridrl.agents.tools.load_tools import close_tools, load_tools, selected_tools
+from hybridrl.agents.tools.tool import tool_of
+from hybridrl.agents.tools.tool_session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.sandbox import SandboxError
@@ -247,8 +247,9 @@ def test_a_thread_that_cannot_be_started_is_no_answer_of_the_tool(monkeypatch, t
                 raise RuntimeError("can't start new thread")
         original(thread)
 
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())  # as in a process that has no threads yet
-    monkeypatch.setattr(side, "_CALLS", side._Calls())
+    # as in a process that has no threads yet
+    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "_CALLS", session_executor._Calls())
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(NoVerdictError, match=r"^infra: .*can't start new thread"):
         run([tool_of(tool)], [(tool.__name__, {"a": 1} if tool is add else {})])

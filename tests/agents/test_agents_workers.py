@@ -11,7 +11,7 @@ from rollout_stage import ECHO, ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import create_agents
-from hybridrl.agents.workers.pool import SessionPool
+from hybridrl.agents.workers.agent_pool import SessionPool
 from hybridrl.agents.workers.setup import setup_of
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import RolloutError

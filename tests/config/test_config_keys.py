@@ -6,7 +6,7 @@ import re
 import pytest
 from reference_tables import value_of, verl_keys
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.node import declared, default_of
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.verl.keys import Assignment, KeyBook
@@ -262,9 +262,9 @@ def test_keys_inside_free_mappings_are_free():
 
 
 def test_names_are_those_that_the_library_has():
-    from hybridrl.observe.tracking import KNOWN
+    from hybridrl.observe.tracking import TRACKERS
 
-    assert set(names.LOGGERS) == set(KNOWN)
+    assert set(choices.LOGGERS) == set(TRACKERS)
 
 
 def test_every_acting_setting_is_read_by_the_library(repository):

@@ -15,8 +15,8 @@ from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import forget
 from hybridrl.observe.traces import SampleTrace, Traces, register_trace_backend
-from hybridrl.observe.traces.base import local_store, trace_of
 from hybridrl.observe.traces.sender import check_backend
+from hybridrl.observe.traces.trace import local_store, trace_of
 from hybridrl.registry import TRACES
 
 ROW = {

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import made
 
-from hybridrl.algorithms.registry import estimate_advantages
+from hybridrl.algorithms.algorithm_registry import estimate_advantages
 from hybridrl.errors import AlgorithmError
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, create_reward_manager
 from hybridrl.reward.factory import check_reward

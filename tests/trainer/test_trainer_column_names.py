@@ -16,10 +16,10 @@ from sampler_tools import PAD, OwnRollout, same
 
 import hybridrl
 from hybridrl.agents.loop import AgentLoopOutput
-from hybridrl.agents.record import trajectory_of
-from hybridrl.algorithms.registry import ADV_ESTIMATOR_REGISTRY, named_inputs
+from hybridrl.agents.trajectory_record import trajectory_of
+from hybridrl.algorithms.algorithm_registry import ADV_ESTIMATOR_REGISTRY, named_inputs
 from hybridrl.config import load_config
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.data import PromptLoader, RLHFDataset
 from hybridrl.data.loader import PromptCollator
 from hybridrl.errors import RewardError, RolloutError

@@ -16,7 +16,7 @@ from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
 from hybridrl.config.dotted import set_key
 from hybridrl.config.entry_settings import engine_settings
 from hybridrl.config.roles import ROLES
-from hybridrl.engine import TrainEngines
+from hybridrl.engine import create_train_engine
 from hybridrl.errors import PlacementError
 from hybridrl.forecast import role_models
 from hybridrl.forecast import supervised_run as tuning
@@ -28,7 +28,7 @@ from hybridrl.programs import main
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.trainer.ppo.memory import phase_peaks
-from hybridrl.trainer.supervised.rows import as_responses
+from hybridrl.trainer.supervised.objective_rows import as_responses
 from hybridrl.utils import device
 from hybridrl.workers.model_worker import micro_batching
 from hybridrl.workers.supervised_worker import SupervisedWorker
@@ -225,7 +225,7 @@ def tuning_settings(model: Path, **more: Any) -> SFTTrainerConfig:
 def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> None:
     """On conversations of full length, whose tokens all have a loss."""
     config = tuning_settings(micro_model)
-    engine: Any = TrainEngines.create(
+    engine: Any = create_train_engine(
         "language_model",
         "fsdp2",
         model=config.model,
@@ -244,7 +244,7 @@ def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> Non
         engine.train_batch(batch, micro, lambda outputs, _: (-outputs["log_probs"].mean(), {}), 1.0)
 
     step()  # makes the optimizer's state
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values()]
     existing = [*engine.module.parameters(), *states]
     measured = sum(tensor.nbytes for tensor in existing) + peak_of(step, *existing)
     found = tuning.forecast_tuning(config)

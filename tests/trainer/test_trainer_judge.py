@@ -12,7 +12,7 @@ from judge_tools import PARSE, TEMPLATE, check_judgements
 from trainer_tools import lent, trained
 
 from hybridrl.config import load_config, validate
-from hybridrl.config.checks.judge import SERVED_FIELDS
+from hybridrl.config.checks.check_judge import SERVED_FIELDS
 from hybridrl.config.served import _QUESTION, served_judge
 from hybridrl.errors import ConfigError, ModelError, RewardError, RolloutError
 from hybridrl.forecast.ppo_run import forecast_run

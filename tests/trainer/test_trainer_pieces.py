@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import AlgorithmError, estimate_advantages
-from hybridrl.algorithms.registry import ADV_ESTIMATOR_REGISTRY
+from hybridrl.algorithms.algorithm_registry import ADV_ESTIMATOR_REGISTRY
 from hybridrl.config import (
     ActorConfig,
     AlgorithmConfig,

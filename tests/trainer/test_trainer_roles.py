@@ -14,7 +14,7 @@ import torch
 from trainer_tools import trained
 
 from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
-from hybridrl.config.checks.algorithm import check_full_kl
+from hybridrl.config.checks.check_algorithm import check_full_kl
 from hybridrl.config.roles import phases_per_token
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ConfigError

@@ -21,7 +21,7 @@ from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import PPOTrainerConfig, load_config
 from hybridrl.config.roles import ROLES
 from hybridrl.errors import AlgorithmError
-from hybridrl.observe.metrics import compute_data_metrics
+from hybridrl.observe.step_metrics import compute_data_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer

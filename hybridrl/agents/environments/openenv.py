@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
+from hybridrl.agents.environments.environment import Action, Environment, Step, register_environment
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import python_of
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock
 

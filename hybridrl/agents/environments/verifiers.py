@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import python_of
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
 from hybridrl.serve.schema import TOO_LONG

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from hybridrl.agents.interactions.base import BaseInteraction, register_interaction
+from hybridrl.agents.interactions.interaction import BaseInteraction, register_interaction
 from hybridrl.config.convert import build
 from hybridrl.errors import RolloutError
 from hybridrl.utils.chat_client import ChatClient

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from hybridrl.chat.images import tensors_of, with_data_urls
+from hybridrl.chat.session_images import tensors_of, with_data_urls
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify

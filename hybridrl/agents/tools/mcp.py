@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
-from hybridrl.chat.images import opened
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
+from hybridrl.chat.session_images import opened
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock
 from hybridrl.verdict import NoVerdictError, Reason

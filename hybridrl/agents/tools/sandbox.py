@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hybridrl.agents.side import in_thread
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.agents.session_executor import in_thread
 from hybridrl.agents.tools.builtin import register_tool
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages.outcome import outcome_estimator
+from hybridrl.algorithms.advantages.outcome_rewards import outcome_estimator
+from hybridrl.algorithms.algorithm_registry import register_adv_est
 from hybridrl.algorithms.config_access import setting
 from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 

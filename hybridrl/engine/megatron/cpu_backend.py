@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hybridrl.utils import device
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 _PACKAGE = "megatron"
 #: where rewritten code finds the stand-in

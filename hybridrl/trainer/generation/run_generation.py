@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import GenerationConfig, as_dict, validate
-from hybridrl.data.files import fingerprints
+from hybridrl.data.data_files import fingerprints
 from hybridrl.models.info import check_files, checked_identity, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
 from hybridrl.trainer.experiment import contents_of
-from hybridrl.trainer.generation.output import OutputFile, parts_folder
+from hybridrl.trainer.generation.generation_report import Report
+from hybridrl.trainer.generation.output_file import OutputFile, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
-from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
@@ -115,12 +115,12 @@ def _answered(responder: Responder, output: OutputFile, numbers: list[int]) -> I
         for number in numbers:
             yield number, responder.respond(output.rows_of(number))
         return
-    left = iter(numbers)
+    remaining = iter(numbers)
     running: dict[Future[Any], int] = {}
     with _threads(responder.in_flight) as threads:
 
         def begin() -> None:
-            number = next(left, None)
+            number = next(remaining, None)
             if number is not None:
                 running[threads.submit(responder.respond, output.rows_of(number))] = number
 

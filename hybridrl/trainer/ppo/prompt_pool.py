@@ -16,7 +16,7 @@ import torch
 from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import FilterGroupsConfig
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.batching import join_generated, trim

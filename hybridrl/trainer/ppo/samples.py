@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybridrl.observe.dump import dump_generations
-from hybridrl.observe.samples import first_prompts, prompt_order
+from hybridrl.observe.report_samples import first_prompts, prompt_order
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.utils.token_text import TokenTexts

@@ -16,7 +16,7 @@ from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.observe.metrics import (
+from hybridrl.observe.step_metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
@@ -29,7 +29,7 @@ from hybridrl.reward import RewardManager
 from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.interrupt import StepAbandoned
-from hybridrl.trainer.memory import as_metrics, check_memory
+from hybridrl.trainer.memory_peaks import as_metrics, check_memory
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.judge import judges_of
 from hybridrl.trainer.ppo.learner import Learner, StepResult
@@ -41,8 +41,8 @@ from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, active_roles, spawn_work
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
-from hybridrl.trainer.profiling import ProfiledRole, StepProfiler
 from hybridrl.trainer.run import TrainingRun
+from hybridrl.trainer.run_profiler import ProfiledRole, StepProfiler
 from hybridrl.trainer.utilization import Utilization
 
 
@@ -185,7 +185,7 @@ class RayPPOTrainer:
 
         def check_memory(engine: str) -> None:
             on_gpu = getattr(policy.resource_pool, "use_gpu", False)
-            if learners and on_gpu and INFERENCE_ENGINES.facts(engine).reserves_of_total:
+            if learners and on_gpu and INFERENCE_ENGINES.metadata(engine).reserves_of_total:
                 share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization
                 self.memory.check_fits(loaded, states, share)
 

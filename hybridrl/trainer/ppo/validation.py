@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.observe.metrics import validation_metrics
+from hybridrl.observe.step_metrics import validation_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ATTEMPT
 from hybridrl.reward import RewardManager
