@@ -59,47 +59,47 @@ class RunForecast(MemoryForecast):
 
     def phases(self) -> dict[str, float]:
         """The peak of each phase, on the devices where it runs."""
-        found: dict[str, float] = {}
+        peaks: dict[str, float] = {}
         policy = self.roles.get(POLICY)
         if policy is not None:
             resident = self._resident(POLICY)
-            found["gen"] = resident + max(self.engine, policy.weights - policy.kept_weights)
+            peaks["gen"] = resident + max(self.engine, policy.weights - policy.kept_weights)
             sent = resident - policy.resident + policy.without_gradients - policy.pass_activations
-            found["update_weights"] = sent + max(self.receiving, self.sleeping)
-        found |= self._served_phases()
-        for name, one in self.roles.items():
+            peaks["update_weights"] = sent + max(self.receiving, self.sleeping)
+        peaks |= self._served_phases()
+        for name, model in self.roles.items():
             spec = ROLES.get(name)
-            if one is None or spec is None:
+            if model is None or spec is None:
                 continue
-            others = self._resident(name) - one.resident + (self.sleeping if self._with_policy(name) else 0)
+            others = self._resident(name) - model.resident + (self.sleeping if self._with_policy(name) else 0)
             if spec.scoring is not None:  # an engine on the same devices keeps its weights meanwhile
                 engine = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
-                found[spec.scoring.phase] = self._resident(name) - one.resident + engine + one.without_gradients
+                peaks[spec.scoring.phase] = self._resident(name) - model.resident + engine + model.without_gradients
             for each in spec.passes:
-                found[each.phase] = others + one.without_gradients
+                peaks[each.phase] = others + model.without_gradients
             if spec.update is not None:
-                found[spec.update.phase] = others + one.update
-        return found
+                peaks[spec.update.phase] = others + model.update
+        return peaks
 
     def _served_phases(self) -> dict[str, float]:
         """The peaks while the engines of served roles read."""
-        found: dict[str, float] = {}
-        for name, taken in self.served.items():
+        peaks: dict[str, float] = {}
+        for name, engines in self.served.items():
             spec = ROLES[name]
-            peak = self._resident(name) - self.idle[name] + max(taken, self.idle[name])
+            peak = self._resident(name) - self.idle[name] + max(engines, self.idle[name])
             phase = spec.asked_in if spec.scoring is None else spec.scoring.phase
             if phase:
                 beside = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
-                found[phase] = peak + beside
+                peaks[phase] = peak + beside
             for each in spec.passes:
-                found[each.phase] = peak + (self.sleeping if self._with_policy(name) else 0.0)
-        return found
+                peaks[each.phase] = peak + (self.sleeping if self._with_policy(name) else 0.0)
+        return peaks
 
     def _resident(self, role: str) -> float:
-        """What all models keep on the devices of this role."""
-        there = [one for name, one in self.roles.items() if self.pools[name] == self.pools[role]]
-        engines = sum(kept for name, kept in self.idle.items() if self.pools[name] == self.pools[role])
-        return engines + sum(one.resident for one in there if one is not None)
+        """Bytes that all models keep on the devices of this role."""
+        models = [model for name, model in self.roles.items() if self.pools[name] == self.pools[role]]
+        engines = sum(size for name, size in self.idle.items() if self.pools[name] == self.pools[role])
+        return engines + sum(model.resident for model in models if model is not None)
 
     def _with_policy(self, role: str) -> bool:
         return self.pools[role] == self.pools.get(POLICY)
@@ -138,11 +138,11 @@ def forecast_run(
         sleeping=0.0 if rollout.free_cache_engine else engine,
         receiving=receiving,
         pools={str(name): str(manager.mapping[name]) for name in ranks},
-        served={name: max(_taken(models, total)) for name, models in served.items()},
+        served={name: max(_engine_bytes(models, total)) for name, models in served.items()},
         idle={
             name: sum(
-                0.0 if model.rollout.free_cache_engine else taken
-                for model, taken in zip(models, _taken(models, total), strict=True)
+                0.0 if model.rollout.free_cache_engine else size
+                for model, size in zip(models, _engine_bytes(models, total), strict=True)
             )
             for name, models in served.items()
         },
@@ -154,7 +154,7 @@ def _ranks(manager: ResourcePoolManager) -> dict[str, int]:
     return {str(name): sum(manager.resource_pool_spec[pool]) for name, pool in manager.mapping.items() if name in ROLES}
 
 
-def _taken(models: Sequence[ServedModel], total: float | None) -> list[float]:
+def _engine_bytes(models: Sequence[ServedModel], total: float | None) -> list[float]:
     """Bytes that the engine of each model takes of a device."""
     return [0.0 if total is None else model.rollout.gpu_memory_utilization * total for model in models]
 
@@ -165,12 +165,12 @@ def _chosen_engine(config: PPOTrainerConfig, role: str) -> str:
 
 
 def refuse_if_too_large(
-    config: PPOTrainerConfig, found: RunForecast, total: float, compute: ForRoles = forecast_roles
+    config: PPOTrainerConfig, expected: RunForecast, total: float, compute: ForRoles = forecast_roles
 ) -> None:
     """Refuse a run that cannot fit, and warn of one that cannot with sequences of full length.
 
     Args:
-        found: its forecast.
+        expected: its forecast.
         total: bytes of a device.
         compute: see `forecast_run`.
 
@@ -178,7 +178,7 @@ def refuse_if_too_large(
         PlacementError: a phase takes more than a device has, however short sequences are; the error names the keys
             that would make it fit.
     """
-    run_forecast.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute))
+    run_forecast.refuse_if_too_large(expected, total, lambda: changes_that_fit(config, total, compute))
 
 
 def changes_that_fit(
@@ -188,8 +188,8 @@ def changes_that_fit(
     return remedies.fewest_changes(
         config,
         total,
-        lambda tried: forecast_run(tried, total, compute).peak,
-        lambda tried: _candidates(tried, total, compute),
+        lambda settings: forecast_run(settings, total, compute).peak,
+        lambda settings: _candidates(settings, total, compute),
         _value,
     )
 
@@ -207,9 +207,9 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
             if _value(config, key) > sequence:
                 yield {key: sequence}
         elif value == "what is left":
-            found = forecast_run(config, total, compute)
-            left = (total - found.phases().get("gen", 0.0) + found.engine) / total
-            fitting = math.floor(100 * left) / 100
+            expected = forecast_run(config, total, compute)
+            share = (total - expected.phases().get("gen", 0.0) + expected.engine) / total
+            fitting = math.floor(100 * share) / 100
             if _LEAST_UTILIZATION <= fitting < _value(config, key):
                 yield {key: fitting}
         elif value == "8 bits":
@@ -283,8 +283,8 @@ def _changes(config: PPOTrainerConfig, fullest: Callable[[], str]) -> Iterator[t
     learners = [role for role in roles if role.spec.update is not None]
     frozen = [role for role in roles if role.spec.update is None]
 
-    def of_engines(name: str, chosen: Iterable[_Tunable]) -> Iterator[tuple[str, Any]]:
-        return ((role.engine[name], True) for role in chosen if name in role.engine)
+    def of_engines(name: str, roles: Iterable[_Tunable]) -> Iterator[tuple[str, Any]]:
+        return ((role.engine[name], True) for role in roles if name in role.engine)
 
     yield from dict.fromkeys(
         (f"{role.model}.use_fused_kernels", True)
@@ -336,14 +336,14 @@ def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> Ru
     """
 
     def compute(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:
-        found: dict[str, Forecast | None] = on_first_worker(policy, forecast_roles, config, dict(ranks))
-        return found
+        forecasts: dict[str, Forecast | None] = on_first_worker(policy, forecast_roles, config, dict(ranks))
+        return forecasts
 
     return run_forecast.check_group(
         policy,
         lambda total: forecast_run(config, total, compute),
-        lambda found, total: run_forecast.refuse_if_too_large(
-            found, total, lambda: changes_that_fit(config, total, compute)
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total, compute)
         ),
     )
 
@@ -355,8 +355,10 @@ def print_forecast(config: PPOTrainerConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
-    run_forecast.print_found(
+    run_forecast.print_expected(
         lambda total: forecast_run(config, total),
-        lambda found, total: run_forecast.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total)
+        ),
         list(resource_pools(config).resource_pool_spec.values()),
     )

@@ -27,38 +27,38 @@ def fewest_changes(
         config: the settings of the run, which stay as they are.
         total: bytes of a device.
         peak_of: the peak of a run with these settings.
-        candidates: keys with their new values, to try in this order. It sees those that were taken before.
+        candidates: keys with their new values, to try in this order. It sees those that were accepted before.
         value_of: returns the value of a key.
     """
-    tried = copy.deepcopy(config)
+    trial = copy.deepcopy(config)
 
     def lowered(settings: Mapping[str, Any]) -> float:
         """The peak with these settings, which stay set."""
-        _set_keys(tried, settings)
+        _set_keys(trial, settings)
         try:
-            return peak_of(tried)
+            return peak_of(trial)
         except (ConfigError, ModelError, ForecastError):
             return math.inf  # one does not go together with another setting, or does not exist for this model
 
-    peak = peak_of(tried)
-    chosen: list[tuple[Mapping[str, Any], dict[str, Any]]] = []  # with the values before
-    for settings in candidates(tried):
+    peak = peak_of(trial)
+    accepted: list[tuple[Mapping[str, Any], dict[str, Any]]] = []  # with the values before
+    for settings in candidates(trial):
         if peak <= total:
             break
-        before = {key: value_of(tried, key) for key in settings}
+        before = {key: value_of(trial, key) for key in settings}
         lower = lowered(settings)
         if lower < 0.99 * peak:
-            chosen.append((settings, before))
+            accepted.append((settings, before))
             peak = lower
         else:
-            _set_keys(tried, before)
+            _set_keys(trial, before)
     fits = peak <= total
-    for one in chosen[-2::-1] if fits else []:  # a later one may make an earlier one needless
-        if lowered(one[1]) <= total:
-            chosen.remove(one)
+    for settings, before in accepted[-2::-1] if fits else []:  # a later one may make an earlier one needless
+        if lowered(before) <= total:
+            accepted.remove((settings, before))
         else:
-            _set_keys(tried, one[0])
-    return [item for settings, _ in chosen for item in settings.items()], fits
+            _set_keys(trial, settings)
+    return [item for settings, _ in accepted for item in settings.items()], fits
 
 
 def eight_bit_adam(where: str, optim: OptimConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hybridrl.utils import device
 GIB = 1024**3
 _MORE = "more devices (trainer.n_gpus_per_node, trainer.nnodes), shorter sequences or a smaller model"
 
-Found = TypeVar("Found", bound="MemoryForecast")
+ForecastT = TypeVar("ForecastT", bound="MemoryForecast")
 #: settings with their new values, and whether they suffice
 Changes = tuple[list[tuple[str, Any]], bool]
 
@@ -42,14 +42,15 @@ class MemoryForecast(ABC):
     def without_tokens(self) -> Self:
         """The same without what depends on how long sequences are."""
         roles = {
-            name: one and replace(one, activations=0, logits=0, pass_activations=0) for name, one in self.roles.items()
+            name: model and replace(model, activations=0, logits=0, pass_activations=0)
+            for name, model in self.roles.items()
         }
         return replace(self, roles=roles)  # type: ignore[type-var]
 
     @property
     def is_complete(self) -> bool:
         """Whether every model of the run has a forecast."""
-        return all(one is not None for one in self.roles.values())
+        return all(model is not None for model in self.roles.values())
 
     @property
     def peak(self) -> float:
@@ -60,32 +61,32 @@ class MemoryForecast(ABC):
         """Describe the forecast, phase by phase and model by model."""
         of = "" if total is None else f" of {total / GIB:.1f}"
         phases = ", ".join(f"{name} {size / GIB:.3g}" for name, size in self.phases().items())
-        told = [f"memory forecast per device, GiB{of}: {phases or 'none'}"]
-        for name, one in self.roles.items():
-            if one is None:
+        lines = [f"memory forecast per device, GiB{of}: {phases or 'none'}"]
+        for name, model in self.roles.items():
+            if model is None:
                 engine = self.engines.get(name, "its worker")
-                told.append(f"{name}: {engine} has no forecast, so it is not counted")
+                lines.append(f"{name}: {engine} has no forecast, so it is not counted")
                 continue
             parts = {
-                "weights": one.weights,
-                "master weights": one.masters,
-                "optimizer": one.states,
-                "gradients": one.gradients,
-                "gathered layers": one.gathered,
-                "activations": one.activations,
-                "logits": one.logits,
-                "pass without gradients": one.pass_activations,
+                "weights": model.weights,
+                "master weights": model.masters,
+                "optimizer": model.states,
+                "gradients": model.gradients,
+                "gathered layers": model.gathered,
+                "activations": model.activations,
+                "logits": model.logits,
+                "pass without gradients": model.pass_activations,
             }
             sizes = ", ".join(f"{what} {size / GIB:.3g}" for what, size in parts.items() if size)
-            told.append("; ".join([f"{name}: {sizes}", f"kept between uses {one.resident / GIB:.3g}", *one.notes]))
-        return told
+            lines.append("; ".join([f"{name}: {sizes}", f"kept between uses {model.resident / GIB:.3g}", *model.notes]))
+        return lines
 
 
-def refuse_if_too_large(found: MemoryForecast, total: float, changes_that_fit: Callable[[], Changes]) -> None:
+def refuse_if_too_large(expected: MemoryForecast, total: float, changes_that_fit: Callable[[], Changes]) -> None:
     """Refuse a run that cannot fit, and warn of one that cannot with sequences of full length.
 
     Args:
-        found: its forecast.
+        expected: its forecast.
         total: bytes of a device.
         changes_that_fit: finds settings that lower the peak.
 
@@ -93,7 +94,7 @@ def refuse_if_too_large(found: MemoryForecast, total: float, changes_that_fit: C
         PlacementError: a phase takes more than a device has, however short sequences are; the error names the keys
             that would make it fit.
     """
-    phases = found.phases()
+    phases = expected.phases()
     phase = max(phases, key=lambda name: phases[name], default=None)
     if phase is None or phases[phase] <= total:
         return
@@ -106,7 +107,7 @@ def refuse_if_too_large(found: MemoryForecast, total: float, changes_that_fit: C
         f"the phase {phase} needs {phases[phase] / GIB:.3g} GiB per device, which has {total / GIB:.3g}. {remedy}. "
         "hybridrl forecast prints every part for the same settings"
     )
-    if found.without_tokens().peak > total:
+    if expected.without_tokens().peak > total:
         raise PlacementError(problem)
     notify(f"with sequences of full length, {problem}", "warning")
 
@@ -117,17 +118,17 @@ def on_first_worker(group: RayWorkerGroup, compute: Callable[..., Any], *argumen
     Raises:
         ForecastError: it could not.
     """
-    found = group.execute_rank_zero_sync("execute_func_rank_zero", attempted, compute, *arguments)
-    if isinstance(found, NotComputed):
-        raise ForecastError(found.reason)
-    return found
+    result = group.execute_rank_zero_sync("execute_func_rank_zero", attempted, compute, *arguments)
+    if isinstance(result, NotComputed):
+        raise ForecastError(result.reason)
+    return result
 
 
 def check_group(
     group: RayWorkerGroup,
-    forecast: Callable[[float], Found],
-    refuse: Callable[[Found, float], None],
-) -> Found | None:
+    forecast: Callable[[float], ForecastT],
+    refuse: Callable[[ForecastT, float], None],
+) -> ForecastT | None:
     """Tell what a run on GPUs will take of their memory, and refuse one that cannot fit.
 
     Nothing is done without GPUs: processes share a machine's memory, and nothing reserves a part of it.
@@ -144,18 +145,18 @@ def check_group(
         return None
     try:
         total = min(fact["total_gb"] for fact in group.device_memory()) * GIB
-        found = forecast(total)
+        expected = forecast(total)
     except Exception as error:  # a model that cannot be computed without weights can still be trained
         kind = "" if isinstance(error, ForecastError) else f"{type(error).__name__}: "
         notify(f"there is no forecast of memory: {kind}{error}")
         return None
-    for line in found.lines(total):
+    for line in expected.lines(total):
         notify(line)
-    refuse(found, total)
-    return found
+    refuse(expected, total)
+    return expected
 
 
-def print_found(
+def print_expected(
     forecast: Callable[[float | None], MemoryForecast],
     refuse: Callable[[MemoryForecast, float], None],
     pools: Sequence[Sequence[int]],
@@ -172,18 +173,18 @@ def print_found(
     """
     total = device.memory_stats()["total_gb"] * GIB
     on_gpu = device.is_gpu()
-    found = forecast(total if on_gpu else None)
-    if not any(found.roles.values()):
-        engines = ", ".join(dict.fromkeys(found.engines.values()))
+    expected = forecast(total if on_gpu else None)
+    if not any(expected.roles.values()):
+        engines = ", ".join(dict.fromkeys(expected.engines.values()))
         raise PlacementError(f"hybridrl forecast needs an engine with a forecast of memory, and {engines} has none")
-    print("\n".join(found.lines(total if on_gpu else None)))
+    print("\n".join(expected.lines(total if on_gpu else None)))
     if on_gpu:
-        refuse(found, total)
+        refuse(expected, total)
         return
     processes = sum(pools[0])
-    if found.peak * processes > total:
+    if expected.peak * processes > total:
         notify(
-            f"{processes} processes with {found.peak / GIB:.1f} GiB each need more than this machine has, "
+            f"{processes} processes with {expected.peak / GIB:.1f} GiB each need more than this machine has, "
             f"{total / GIB:.1f} GiB; lower trainer.n_gpus_per_node, or train on GPUs",
             "warning",
         )

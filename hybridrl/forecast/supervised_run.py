@@ -43,16 +43,16 @@ class TuningForecast(MemoryForecast):
     engines: Mapping[str, str]
 
     def phases(self) -> dict[str, float]:
-        one, frozen = self.roles[_ROLE], self.roles.get(_REFERENCE)
-        if one is None:
+        model, frozen = self.roles[_ROLE], self.roles.get(_REFERENCE)
+        if model is None:
             return {}
         beside = frozen.resident if frozen else 0
-        found: dict[str, float] = {"update_model": one.update + beside}
-        if one.pass_activations:
-            found["testing"] = one.without_gradients + beside
+        peaks: dict[str, float] = {"update_model": model.update + beside}
+        if model.pass_activations:
+            peaks["testing"] = model.without_gradients + beside
         if frozen:
-            found["reference"] = one.resident + frozen.without_gradients
-        return found
+            peaks["reference"] = model.resident + frozen.without_gradients
+        return peaks
 
 
 def forecast_tuning(config: SupervisedConfig, compute: ForModel = forecast_model) -> TuningForecast:
@@ -71,7 +71,7 @@ def forecast_tuning(config: SupervisedConfig, compute: ForModel = forecast_model
 
 def changes_that_fit(config: SupervisedConfig, total: float, compute: ForModel = forecast_model) -> Changes:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice."""
-    return remedies.fewest_changes(config, total, lambda tried: forecast_tuning(tried, compute).peak, _candidates)
+    return remedies.fewest_changes(config, total, lambda settings: forecast_tuning(settings, compute).peak, _candidates)
 
 
 def _candidates(config: SupervisedConfig) -> Iterator[dict[str, Any]]:
@@ -114,14 +114,14 @@ def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> Tun
     """
 
     def compute(config: SupervisedConfig, ranks: int, role: str) -> Forecast | None:
-        found: Forecast | None = on_first_worker(group, forecast_model, config, ranks, role)
-        return found
+        forecast: Forecast | None = on_first_worker(group, forecast_model, config, ranks, role)
+        return forecast
 
     return run_forecast.check_group(
         group,
         lambda _: forecast_tuning(config, compute),
-        lambda found, total: run_forecast.refuse_if_too_large(
-            found, total, lambda: changes_that_fit(config, total, compute)
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total, compute)
         ),
     )
 
@@ -133,8 +133,10 @@ def print_forecast(config: SupervisedConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs, or its engine has no forecast.
     """
     import_external_lib(config.model.external_lib)
-    run_forecast.print_found(
+    run_forecast.print_expected(
         lambda _: forecast_tuning(config),
-        lambda found, total: run_forecast.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total)
+        ),
         [_pool(config)],
     )

@@ -23,7 +23,7 @@ from hybridrl.forecast import supervised_run as tuning
 from hybridrl.forecast.meta_tensors import peak_of
 from hybridrl.forecast.ppo_run import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.forecast.role_models import NotComputed, attempted, forecast_model, forecast_roles
-from hybridrl.forecast.run_forecast import on_first_worker, print_found
+from hybridrl.forecast.run_forecast import on_first_worker, print_expected
 from hybridrl.programs import main
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -302,7 +302,7 @@ def test_the_command_prints_fine_tuning_and_names_an_engine_without_a_forecast(
     assert all(part in told for part in ("update_model", "model: weights", "optimizer", "activations"))
     unknown = tuning.TuningForecast({"model": None}, {"model": "engine.strategy=own:Engine"})
     with pytest.raises(PlacementError, match=r"engine\.strategy=own:Engine has none"):
-        print_found(lambda _: unknown, lambda *_: None, [[1]])
+        print_expected(lambda _: unknown, lambda *_: None, [[1]])
 
 
 TIGHT = {
