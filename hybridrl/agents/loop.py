@@ -315,7 +315,7 @@ class SessionClient:
             changes.pop("repetition_penalty")
         if unknown := changes.keys() - set(_SETTINGS):
             raise RolloutError(
-                f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; known are {', '.join(_SETTINGS)}"
+                f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; choose from {', '.join(_SETTINGS)}"
             )
         if "stop" in changes:
             stop = changes["stop"] or ()

@@ -132,7 +132,7 @@ class JsonClient:
         except (ValueError, RecursionError):
             raise ServiceError(f"an answer that is no JSON: {data[:100]!r}") from None
         if not isinstance(answer, dict):
-            raise ServiceError(f"an answer that is no object: {data[:100]!r}")
+            raise ServiceError(f"the answer is not a JSON object: {data[:100]!r}")
         return answer
 
 

@@ -139,7 +139,7 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
     for text, reason in {
         "environments: []": "must be {environments",
         "environments: [{name: a}]": "class_name",
-        "environments: [{class_name: a}]": "no environment 'a'; known are gymnasium",
+        "environments: [{class_name: a}]": "'a'; choose from gymnasium",
         "environments: [{class_name: length, color: red}]": "color",
         f"environments: [{{class_name: {Length.__module__}.PIECE}}]": "no class",
         "environments: [{class_name: builtins.dict}]": "has no reset and no step",

@@ -53,7 +53,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("deepseek_v2", "deepseek_v3"),
     ),
     # the table itself; a role's own checks and worker
-    "config/checks/validation.py": ("reward_model",),
+    "config/checks/check_run.py": ("reward_model",),
     "config/roles.py": ("actor_rollout", "prime", "ref", "reward_model", "teacher"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
     "__init__.py": ("grpo",),

@@ -79,9 +79,7 @@ class ModelUser(BaseInteraction):
             raise RolloutError("config.url must be set: an address such as http://HOST:8000/v1")
         setting_names = set(ModelUserConfig.__dataclass_fields__)
         if unknown := sorted(set(settings) - setting_names):
-            raise RolloutError(
-                f"config.{unknown[0]}: there is no such setting; there are {', '.join(sorted(setting_names))}"
-            )
+            raise RolloutError(f"config.{unknown[0]}: unknown setting; choose from {', '.join(sorted(setting_names))}")
         self._own: ModelUserConfig = build(ModelUserConfig, settings, faults, {}, "config.")
         if faults:
             raise RolloutError("; ".join(faults.values()))

@@ -31,7 +31,7 @@ class PythonTool(BaseTool):
             self._limits = Limits(**limits)
         except TypeError:
             setting_names = ", ".join((*Limits.__dataclass_fields__, *_OWN))
-            raise RolloutError(f"python: config has {', '.join(limits)}; known are {setting_names}") from None
+            raise RolloutError(f"python: config has {', '.join(limits)}; choose from {setting_names}") from None
         self._sandbox = _sandbox(config, self._limits)
         try:
             reason = self._sandbox.check()

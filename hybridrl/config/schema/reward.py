@@ -414,7 +414,7 @@ class RewardConfig(ScoringConfig):
         "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
         "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
         "batch_size, attempts, token_env; steps: separator, weight",
-        read_by=Unchecked("hybridrl.config.checks.validation has the manager read them"),
+        read_by=Unchecked("hybridrl.config.checks.check_run has the manager read them"),
     )
     on_error: str | None = key(
         None,
