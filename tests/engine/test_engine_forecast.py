@@ -23,7 +23,7 @@ from transformers import (
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.fsdp.offload import _plain_parts
+from hybridrl.engine.fsdp.offload import plain_parts
 from hybridrl.forecast.fsdp_rank import forecast
 from hybridrl.forecast.meta_tensors import LiveBytes, peak_of
 from hybridrl.forecast.sizes import Workload
@@ -114,7 +114,7 @@ class Elsewhere(device.Transfer):
 def state_of(engine: Any) -> list[torch.Tensor]:
     masters = engine.model_state.masters.tensors() if engine.model_state.masters else []
     states = [value for state in engine.model_state.optimizer.state.values() for value in state.values()]
-    parts = [part for value in states if isinstance(value, torch.Tensor) for part in _plain_parts(value)]
+    parts = [part for value in states if isinstance(value, torch.Tensor) for part in plain_parts(value)]
     return [*engine.module.parameters(), *masters, *parts]
 
 
