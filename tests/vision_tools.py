@@ -116,7 +116,7 @@ def dataset_of(file: Path, model: Path, **config: Any) -> RLHFDataset:
     settings = {"max_prompt_length": 200, **config}
     options = settings.pop("mm_processor_kwargs", None)
     processor = processor_of(ModelConfig(path=str(model)), options)
-    return RLHFDataset(str(file), load_tokenizer(model), settings, processor=processor)
+    return RLHFDataset(str(file), load_tokenizer(model), DataConfig(**settings), processor=processor)
 
 
 def prompts_of(file: Path, model: Path) -> DataProto:
