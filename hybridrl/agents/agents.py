@@ -318,7 +318,7 @@ def _check_columns(loops: Mapping[str, LoopEntry], default: str, dataset: Any) -
 def _registered(name: str) -> type[AgentLoopBase]:
     if not AGENT_LOOPS.knows(name):
         raise RolloutError(
-            f"agent loop {name!r} (agent_name of a row, or {AGENT_LOOPS.key}): known are "
+            f"agent loop {name!r} (agent_name of a row, or {AGENT_LOOPS.key}): choose from "
             f"{', '.join(AGENT_LOOPS.names())}. Your own is registered with @register(name) in a module that "
             "actor_rollout_ref.model.external_lib names, listed in rollout.agent.agent_loop_config_path, or named "
             "itself as module:Class"

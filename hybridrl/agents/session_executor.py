@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils import clock
-from hybridrl.verdict import NoVerdictError, Reason
 
 _POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
@@ -49,7 +49,7 @@ class SessionExecutor:
 
         Raises:
             CallTimeoutError: it took longer than the limit, without the time in `clock.stopped()`.
-            NoVerdictError: this process cannot have one more thread, or open one more file.
+            UnscoredError: this process cannot have one more thread, or open one more file.
         """
         while True:
             if self.loop is None:
@@ -208,7 +208,7 @@ class Loops:
         """A loop that no session has; a new one; or, where there are `MOST_LOOPS`, the one that the fewest have.
 
         Raises:
-            NoVerdictError: there is none, and none can be started.
+            UnscoredError: there is none, and none can be started.
         """
         with self._lock:
             least = min(self.loops, key=lambda loop: loop.users, default=None)
@@ -218,7 +218,7 @@ class Loops:
                     self.loops.append(least)
                 except (OSError, RuntimeError) as failure:
                     if least is None:
-                        raise NoVerdictError(
+                        raise UnscoredError(
                             Reason.INFRA, f"no thread to call {what} can be started: {failure}"
                         ) from failure
             least.users += 1
@@ -343,13 +343,13 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     it is cancelled while it runs, its thread is left behind and does not count.
 
     Raises:
-        NoVerdictError: no thread can be started.
+        UnscoredError: no thread can be started.
     """
     call = _Call(function)
     try:
         CALLS.submit(call)
     except RuntimeError as error:
-        raise NoVerdictError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
+        raise UnscoredError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
     try:
         return await asyncio.wrap_future(call.future)
     except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybridrl.config.checks.validation import validate
+from hybridrl.config.checks.check_run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
@@ -204,7 +204,7 @@ def _shown(composed: Composed, package: str | None, resolve: bool) -> str:
     for name in package.split("."):
         if not isinstance(part, dict) or name not in part:
             names = list(part) if isinstance(part, dict) else []
-            raise ConfigError(f"--package {package}: there is no {name}{nearest(name, names)}")
+            raise ConfigError(f"--package {package}: unknown group {name}{nearest(name, names)}")
         part = part[name]
     return OmegaConf.to_yaml(OmegaConf.create(part)) if isinstance(part, dict | list) else f"{part}\n"
 

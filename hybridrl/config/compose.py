@@ -176,7 +176,7 @@ def _unreadable(word: str, reason: str) -> str:
         return f"{word!r}: not an override; write key=value, e.g. trainer.total_epochs=3"
     name, _, value = word.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[\w@/-]+(\.[\w@/-]+)*", name):
-        return f"{word!r}: {name!r} is no key; write group.key=value, e.g. trainer.total_epochs=3"
+        return f"{word!r}: {name!r} is not a key; write group.key=value, e.g. trainer.total_epochs=3"
     return f"{word!r}: cannot be read ({reason}); quote the value for Hydra: \"{name}='{value}'\""
 
 

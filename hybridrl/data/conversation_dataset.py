@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from hybridrl.config.schema.choices import TRUNCATIONS
 from hybridrl.data.data_files import read_table
-from hybridrl.data.rendering import FieldNotice, check_chat_template, render
+from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render
 from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError

@@ -48,7 +48,7 @@ def split_last_turn(messages: Sequence[Message], setting: str, where: str) -> tu
         )
     if all(message["role"] in ("system", "developer") for message in messages[:-1]):
         raise DataError(
-            f"{where}: data.last_assistant_turn={setting}, but there is no message of the user before the answer, "
+            f"{where}: data.last_assistant_turn={setting}, but no message of the user comes before the answer, "
             "so nothing is left of the prompt. Leave the row out."
         )
     return (list(messages), None) if setting == CONTINUE else (list(messages[:-1]), content)

@@ -231,8 +231,8 @@ class PreferenceDataset(ConversationDataset):
             shared = min(len(chosen), len(rejected)) - 1
             at = next((n for n in range(shared) if chosen[n] != rejected[n]), shared)
             raise DataError(
-                f"{self.table.locate(index)}: columns {config.chosen_key!r} and {config.rejected_key!r} are no answers "
-                f"to one prompt: the conversations differ from message {at} on, and have {len(chosen)} and "
+                f"{self.table.locate(index)}: columns {config.chosen_key!r} and {config.rejected_key!r} do not answer "
+                f"one prompt: the conversations differ from message {at} on, and have {len(chosen)} and "
                 f"{len(rejected)} messages. They may differ in their last message alone; cut both after the first "
                 "message in which they differ."
             )

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from hybridrl.config.schema.choices import TRUNCATIONS
 from hybridrl.data.data_files import read_table
+from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
-from hybridrl.data.rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table
 from hybridrl.data.token_cache import TokenCache

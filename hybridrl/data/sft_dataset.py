@@ -158,7 +158,7 @@ class SFTDataset(ConversationDataset):
         """The entry of a column's mappings that `data.<key>` leads to."""
         for name in self.config[key]:
             if not isinstance(value, Mapping) or name not in value:
-                actual = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is no mapping"
+                actual = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is not a mapping"
                 raise DataError(
                     f"{self.table.locate(index)}: data.{key}={self.config[key]}: column {column!r} {actual}, and "
                     f"{name!r} is looked for in it."
@@ -287,7 +287,7 @@ class SFTDataset(ConversationDataset):
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:
-    """Return the positions of a sequence that survive truncation to `limit`; see `hybridrl.data.rendering.truncate`."""
+    """Return the positions that survive truncation to `limit`; see `hybridrl.data.dataset_rendering.truncate`."""
     if side == "left":
         return np.arange(length - limit, length)
     if side == "right":

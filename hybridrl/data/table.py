@@ -269,7 +269,7 @@ def table_of(rows: Any, origin: str) -> Table:
             f"dicts, found {_kind(rows)}."
         )
     if len(part) == 0:
-        raise DataError(f"{origin}: there are no rows.")
+        raise DataError(f"{origin}: the data has no rows.")
     return Table([part])
 
 

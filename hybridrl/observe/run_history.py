@@ -169,7 +169,7 @@ def _versions(path: Path) -> dict[str, Any]:
     try:
         versions = json.loads(_text(path) or "{}")
     except ValueError as exc:
-        raise UserError(f"{path} is no valid JSON ({exc}): restore it or remove it") from exc
+        raise UserError(f"{path} is not valid JSON ({exc}): restore it or remove it") from exc
     return versions if isinstance(versions, dict) else {}
 
 
@@ -181,7 +181,7 @@ def _config(text: str, folder: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(text) if text else {}
     except yaml.YAMLError as exc:
-        raise UserError(f"{folder / CONFIG} is no valid YAML ({exc}): restore it or remove it") from exc
+        raise UserError(f"{folder / CONFIG} is not valid YAML ({exc}): restore it or remove it") from exc
     return config if isinstance(config, dict) else {}
 
 

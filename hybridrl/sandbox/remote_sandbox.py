@@ -133,7 +133,7 @@ def _ended(answer: Mapping[str, Any], program: Program, url: str) -> Ended:
             str(path): base64.b64decode(text) for path, text in (answer.get("files") or {}).items() if text is not None
         }
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, binascii.Error) as error:
-        raise SandboxError(f"sandbox {url}: an answer that is none of this API: {error!r}") from None
+        raise SandboxError(f"sandbox {url}: the answer does not follow the API: {error!r}") from None
     if program.one_stream:
         ran = replace(ran, output=ran.output + ran.errors, errors="")
     return replace(ran, files=files, compiled=compiled)

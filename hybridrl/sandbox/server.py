@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
     token = os.environ.get(TOKEN_VARIABLE) if args.token_file is None else args.token_file.read_text().strip()
     if not token and args.host not in ("127.0.0.1", "::1", "localhost") and not args.no_token:
         print(
-            f"error: --host {args.host} is reached by others, and there is no token: set {TOKEN_VARIABLE}, or give "
+            f"error: --host {args.host} can be reached by others, and no token is set: set {TOKEN_VARIABLE}, or give "
             "--token-file FILE, or --no-token in a network that you trust",
             file=sys.stderr,
         )

@@ -83,7 +83,7 @@ class TrainingResult:
         """
         values = [record[name] for record in self.history if name in record]
         if not values:
-            raise KeyError(f"there is no metric {name}{nearest(name, list(self.metrics))}")
+            raise KeyError(f"unknown metric {name}{nearest(name, list(self.metrics))}")
         return values
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 _BUSY = (429, 503)  # the service has too much to do, and says so at once
 _LARGEST = 1 << 28  # bytes of an answer
@@ -132,7 +132,7 @@ class JsonClient:
         except (ValueError, RecursionError):
             raise ServiceError(f"an answer that is no JSON: {data[:100]!r}") from None
         if not isinstance(answer, dict):
-            raise ServiceError(f"an answer that is no object: {data[:100]!r}")
+            raise ServiceError(f"the answer is not a JSON object: {data[:100]!r}")
         return answer
 
 

@@ -113,7 +113,7 @@ def load_class(
     loaded = load_object(path, name, key, name_key, error)
     if not inspect.isclass(loaded) or not issubclass(loaded, base):
         needed = "" if base is object else f" derived from {base.__module__}.{base.__qualname__}"
-        raise error(f"{name_key}={name}: it is no class{needed} in {path}, but {loaded!r}.")
+        raise error(f"{name_key}={name}: it is not a class{needed} in {path}, but {loaded!r}.")
     return loaded
 
 

@@ -10,7 +10,7 @@ from hybridrl.agents import create_agents
 from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -96,7 +96,7 @@ def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys
     told = capsys.readouterr().err
     (missing,) = batch.meta_info["missing_samples"]
     reasons = {"hangs": Reason.TIMEOUT, "gives_up": Reason.GRADING}
-    assert (missing.uid, missing.verdict.reason) == ("0-0", reasons.get(how, Reason.INFRA))
+    assert (missing.uid, missing.unscored.reason) == ("0-0", reasons.get(how, Reason.INFRA))
     assert {
         "raises": "the game server is gone",
         "hangs": "the environment did not answer within 2 s",
@@ -139,7 +139,7 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
     for text, reason in {
         "environments: []": "must be {environments",
         "environments: [{name: a}]": "class_name",
-        "environments: [{class_name: a}]": "no environment 'a'; known are gymnasium",
+        "environments: [{class_name: a}]": "'a'; choose from gymnasium",
         "environments: [{class_name: length, color: red}]": "color",
         f"environments: [{{class_name: {Length.__module__}.PIECE}}]": "no class",
         "environments: [{class_name: builtins.dict}]": "has no reset and no step",

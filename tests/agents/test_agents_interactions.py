@@ -15,7 +15,7 @@ from hybridrl.agents.interactions.interaction_session import InteractionSession
 from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -85,7 +85,7 @@ def test_a_user_that_raises_spoils_its_own_session(started, model, file, capsys)
     batch = rollout.generate(prompts_of(rollout, 2, interaction_kwargs=kwargs))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1"]
     (missing,) = batch.meta_info["missing_samples"]
-    assert missing.verdict.reason is Reason.INFRA and "the judge is gone" in capsys.readouterr().err
+    assert missing.unscored.reason is Reason.INFRA and "the judge is gone" in capsys.readouterr().err
 
 
 def test_a_conversation_about_gsm8k(tmp_path) -> None:
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_refused(model, file) -> None:
     with pytest.raises(RolloutError, match="BaseInteraction"):
         load_interactions(str(file))
     file.write_text("interaction:\n- {class_name: guess}\n")
-    with pytest.raises(RolloutError, match="known are gsm8k"):
+    with pytest.raises(RolloutError, match="gsm8k"):
         load_interactions(str(file))
     config = user_config(model, "nowhere.yaml")
     with pytest.raises(RolloutError, match="no such file"):

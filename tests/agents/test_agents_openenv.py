@@ -310,7 +310,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch) -> None:
     file.write_text("environments:\n- class_name: openenv\n")
     with pytest.raises(RolloutError, match="openenv: config needs one of url"):
         load_environments(str(file), None, [])
-    with pytest.raises(RolloutError, match="known are openenv"):
+    with pytest.raises(RolloutError, match="openenv"):
         pinned_file("nothing")
 
 

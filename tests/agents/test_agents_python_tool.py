@@ -40,7 +40,7 @@ def test_as_a_tool(remote) -> None:
         tool = PythonTool({"type": "native", "wall_s": 20.0})
         (good, bad), _ = answers(tool, "print(2 ** 10)", "1 / 0", settings=settings)
     assert good == "1024" and "ZeroDivisionError" in bad and bad.endswith("[exit code 1]")
-    with pytest.raises(RolloutError, match="known are wall_s"):
+    with pytest.raises(RolloutError, match="wall_s"):
         PythonTool({"time": 3})
 
 

@@ -9,7 +9,7 @@ import torch
 from hybridrl.algorithms import get_adv_estimator_fn
 from hybridrl.algorithms.rollout_correction.presets import PRESETS
 from hybridrl.config import ConfigError, load_config, validate
-from hybridrl.config.checks.validation import check, check_gpus, visible_gpus
+from hybridrl.config.checks.check_run import check, check_gpus, visible_gpus
 from hybridrl.config.schema.trainer import RunConfig
 from hybridrl.errors import AlgorithmError
 from hybridrl.registry import ADV_ESTIMATORS

@@ -56,7 +56,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the table itself; a role's own checks, worker and forecast
     "config/checks/check_algorithm.py": ("ref",),
     "config/checks/check_distillation.py": ("actor_rollout", "teacher"),
-    "config/checks/validation.py": ("reward_model",),
+    "config/checks/check_run.py": ("reward_model",),
     "config/roles.py": ("prime", "ref", "reward_model", "teacher"),
     "trainer/ppo/teachers.py": ("teacher",),
     "workers/forecast.py": ("prime",),

@@ -67,7 +67,7 @@ def words(micro_model: Path, sort_data: Path, tmp_path: Path) -> list[str]:
 def test_a_judge_in_a_pool_of_its_own_and_a_function_make_the_reward(
     ray_session, words: list[str], micro_model: Path, tmp_path: Path
 ) -> None:
-    """Answers that cannot be read are no verdicts: their samples are generated again."""
+    """Answers that cannot be read give no scores: their samples are generated again."""
     (tmp_path / "letters.py").write_text("def compute_score(solution_str):\n    return float(len(solution_str))\n")
     own = [
         f"{MODEL}.enable_resource_pool=True",
@@ -104,7 +104,7 @@ def test_a_judge_takes_turns_with_the_policys_engine(
     assert [row["score"] for row in rows] == pytest.approx([2 * row["judge"] for row in rows])
 
 
-def test_a_question_that_is_too_long_is_no_verdict(ray_session, words: list[str]) -> None:
+def test_a_question_that_is_too_long_is_unscored(ray_session, words: list[str]) -> None:
     own = [
         f"{MODEL}.rollout.max_model_len=9",
         "algorithm.missing.infra=raise",

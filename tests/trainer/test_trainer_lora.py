@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint.merge import main as merge
 from hybridrl.config import load_config
-from hybridrl.config.checks.validation import check
+from hybridrl.config.checks.check_run import check
 from hybridrl.errors import ConfigError, ModelError, RolloutError
 from hybridrl.models.work import training_flops
 from hybridrl.rollout import resolve_rollout

@@ -81,9 +81,10 @@ def load_environments(path: str | None, default: str | None, named: Iterable[str
         default = next(iter(listed))
     names = dict.fromkeys([*listed, *([default] if default is not None else []), *named])
     if not names:
+        registered = ", ".join(ENVIRONMENTS.names())
         raise RolloutError(
-            f"the loop env_agent has no environment: name one with {_KEY}.default_environment (a registered name or "
-            f"module:Class; known are {', '.join(ENVIRONMENTS.names())}), list them in {_KEY}.environment_config_path, "
+            f"the loop env_agent has no environment: name one with {_KEY}.default_environment (registered: "
+            f"{registered}; or module:Class), list them in {_KEY}.environment_config_path, "
             "or give rows env_kwargs with a name"
         )
     entries: dict[str, EnvironmentEntry] = {}

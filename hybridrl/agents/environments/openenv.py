@@ -81,7 +81,7 @@ class OpenEnvEnvironment(Environment):
         """Start the server, or check that the URL has one."""
         settings = {"url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"}
         if unknown := config.keys() - settings - {"start_timeout_s"}:
-            raise RolloutError(f"config has {', '.join(sorted(unknown))}; known are {', '.join(sorted(settings))}")
+            raise RolloutError(f"config has {', '.join(sorted(unknown))}; choose from {', '.join(sorted(settings))}")
         if (config.get("url") is None) == (config.get("app") is None):
             raise RolloutError(f"config needs {_WHERE}")
         try:

@@ -31,7 +31,7 @@ def _settings(config: Any) -> tuple[dict[str, Any], str]:
     correction = setting(config, "policy_loss.rollout_correction", None, who="policy loss bypass_mode")
     loss_type = setting(correction, "loss_type", "ppo_clip", who="policy loss bypass_mode", root=ROOT)
     if loss_type not in LOSS_TYPES:
-        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; known are {', '.join(LOSS_TYPES)}.")
+        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; choose from {', '.join(LOSS_TYPES)}.")
     return correction_settings(correction), loss_type
 
 

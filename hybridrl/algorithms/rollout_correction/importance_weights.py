@@ -32,7 +32,7 @@ def raw_weights(
     Without `sequences` each row is a sequence.
     """
     if rollout_is not in IS_LEVELS:
-        raise AlgorithmError(f"{ROOT}.rollout_is is {rollout_is!r}; known are {', '.join(IS_LEVELS)} and null.")
+        raise AlgorithmError(f"{ROOT}.rollout_is is {rollout_is!r}; choose from {', '.join(IS_LEVELS)} and null.")
     log_ratio = keep(log_ratio.detach(), response_mask)
     if rollout_is == "sequence":
         log_ratio = (sequences or Sequences()).sum(log_ratio)

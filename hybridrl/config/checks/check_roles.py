@@ -188,7 +188,7 @@ def check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
         remedy = (
             "; bash scripts/install.sh auto torchao" if package == "torchao" else "; name a module that is installed"
         )
-        yield f"{where}.optimizer_impl={optim.optimizer_impl}: there is no package {package}{remedy}"
+        yield f"{where}.optimizer_impl={optim.optimizer_impl}: the package {package} is not installed{remedy}"
 
 
 def check_contents(where: str, checkpoint: CheckpointConfig, trainer: RunConfig) -> Iterator[str]:

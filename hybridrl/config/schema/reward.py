@@ -289,7 +289,7 @@ class JudgeConfig(ConfigNode):
     attempts: int = key(4, "how often a request that fails is sent", gt=0, needs=is_set(".url"))
     timeout_s: float = key(
         120.0,
-        "seconds for the verdict on a response, with all attempts; with enable: for template and parse each, because "
+        "seconds for the score of a response, with all attempts; with enable: for template and parse each, because "
         "the engine has limits of its own",
         gt=0,
         needs=_A_JUDGE,
@@ -414,7 +414,7 @@ class RewardConfig(ScoringConfig):
         "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
         "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
         "batch_size, attempts, token_env; steps: separator, weight",
-        read_by=Unchecked("hybridrl.config.checks.validation has the manager read them"),
+        read_by=Unchecked("hybridrl.config.checks.check_run has the manager read them"),
     )
     on_error: str | None = key(
         None,

@@ -15,7 +15,7 @@ from typing import Any
 from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
-from hybridrl.observe.traces.trace import TraceBackend, trace_of
+from hybridrl.observe.traces.sample_trace import TraceBackend, trace_of
 from hybridrl.registry import TRACES
 
 _KEY = "actor_rollout_ref.rollout.trace"

@@ -131,7 +131,9 @@ class OutputFile:
         if made_by is not None and json.loads(made_by) == self._plain:
             return True
         if not overwrite:
-            reason = "is no output of main_generation" if made_by is None else self._differences(json.loads(made_by))
+            reason = "is not an output of main_generation"
+            if made_by is not None:
+                reason = self._differences(json.loads(made_by))
             raise UserError(
                 f"data.output_path={self.path} is there and {reason}. Name another file, or set data.overwrite=True"
             )

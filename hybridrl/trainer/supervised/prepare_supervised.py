@@ -69,7 +69,7 @@ def _warn_of_padding(tokenizer: object) -> None:
     if pad is None or pad == eos:
         notify(
             "the tokenizer pads with its EOS token: transformers' AutoModelForSequenceClassification looks for the "
-            "last token that is no padding, and would score the one before EOS; hybridrl scores EOS. Give the "
+            "last token that is not padding, and would score the one before EOS; hybridrl scores EOS. Give the "
             "tokenizer a pad token of its own before training (tokenizer.add_special_tokens), or score with hybridrl",
             "warning",
         )

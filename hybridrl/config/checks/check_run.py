@@ -185,7 +185,7 @@ def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:
     if not config.data.path:
         yield [f"data.path is not set; give the files ({KINDS}) that hold responses"]
     elif config.data.output_path is None and dataset_name(config.data.path[0]) is not None:
-        yield [f"data.path={config.data.path[0]} is no local file, so data.output_path must say where to write metrics"]
+        yield [f"data.path={config.data.path[0]} is not a local file; set data.output_path to the file for the metrics"]
     yield check_files("data.path", config.data.path)
     yield check_functions(config.reward, config)
 
