@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, Qwen2_5_VLProcessor, Qwen3VLProcess
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
+from hybridrl.config import DataConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.data import PromptLoader, RLHFDataset
 from hybridrl.data.preprocess.preprocessing import write_rows
