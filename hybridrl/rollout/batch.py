@@ -278,7 +278,7 @@ def _columns(trajectories: Sequence[Trajectory], own: Collection[str]) -> dict[s
         columns["multi_modal_inputs"] = [dict(trajectory.multimodal) for trajectory in trajectories]
     for trajectory in trajectories:
         for name in trajectory.extra:
-            if name in own or bookkeeping.taken([name], Writer.SESSION, Writer.ENGINE):
+            if name in own or bookkeeping.reserved([name], Writer.SESSION, Writer.ENGINE):
                 raise RolloutError(
                     f"{trajectory.name}: extra field {name!r} has the name of a column of the batch; rename it"
                 )

@@ -84,7 +84,7 @@ class TrainingRun:
         self._saved_step = -1
         self._was_finished = False
         self._looked = False
-        self._found: Path | None = None
+        self._resumed_from: Path | None = None
         self._changes: list[SettingChange] = []
         self._definition: Definition = {}
         self._stop = StopRequest(self.folder)
@@ -152,14 +152,14 @@ class TrainingRun:
         """The run's outcome, after the loop."""
         saved = self.store.folder(self._saved_step) if self._saved_step > 0 else None
         if saved is not None and not saved.is_dir():
-            saved = self._found  # of another folder (resume_path), and no step was done since
+            saved = self._resumed_from  # of another folder (resume_path), and no step was done since
         stopped_by = self._stop.requested if self.step < self.total_steps else None
         return ProgramResult(self.folder, self.step, self.total_steps, saved, stopped_by)
 
     @property
     def _continues(self) -> bool:
         """Whether the checkpoint to resume from is of this run's folder."""
-        return self._found is not None and self._found.resolve().parent == self.folder.resolve()
+        return self._resumed_from is not None and self._resumed_from.resolve().parent == self.folder.resolve()
 
     def _ending(self, error: BaseException | None) -> str:
         """Describe the run's end, for its report."""
@@ -234,17 +234,17 @@ class TrainingRun:
             return
         self._check_dump_folders()
         self._definition = definition_of(self.config)
-        self._found = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
+        self._resumed_from = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
         self._looked = True
-        if self._found is None:
+        if self._resumed_from is None:
             return
-        saved = load_json(self._found / STATE_FILE).get(EXPERIMENT)
+        saved = load_json(self._resumed_from / STATE_FILE).get(EXPERIMENT)
         if saved is None:
             notify(
-                f"{self._found} was saved by an earlier version, which did not record what its data, reward, tools and "
-                "code were: whether they are the same is not checked in this start"
+                f"{self._resumed_from} was saved by an earlier version, which did not record what its data, reward, tools "
+                "and code were: whether they are the same is not checked in this start"
             )
-        self._changes = compare(self._found.parent, self.config, saved, self._definition)
+        self._changes = compare(self._resumed_from.parent, self.config, saved, self._definition)
         if self.trainer.resume_mode == "auto":
             check_same_experiment(self.folder, self._changes)
         if self._changes:
@@ -272,7 +272,7 @@ class TrainingRun:
             Whether there was a checkpoint to resume from.
         """
         self.look_for_checkpoint()
-        folder = self._found
+        folder = self._resumed_from
         if folder is None:
             self.tracking.cut_after(-1)
             self.timeline.cut_after(-1)
