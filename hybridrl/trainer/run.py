@@ -241,8 +241,8 @@ class TrainingRun:
         saved = load_json(self._resumed_from / STATE_FILE).get(EXPERIMENT)
         if saved is None:
             notify(
-                f"{self._resumed_from} was saved by an earlier version, which did not record what its data, reward, tools "
-                "and code were: whether they are the same is not checked in this start"
+                f"{self._resumed_from} was saved by an earlier version, which did not record its data, reward, tools "
+                "and code: whether they are the same is not checked in this start"
             )
         self._changes = compare(self._resumed_from.parent, self.config, saved, self._definition)
         if self.trainer.resume_mode == "auto":
