@@ -18,7 +18,8 @@ from hybridrl.chat.turns import Turns
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids
+from hybridrl.models.info import eos_token_ids
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS

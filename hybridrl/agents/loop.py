@@ -19,7 +19,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, AgentLoopFacts
+from hybridrl.registry import AGENT_LOOPS, AgentLoopMetadata
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.replicas.pool import request_number
@@ -487,11 +487,11 @@ def register(agent_name: str, *, only_answers: bool = False, reads: Sequence[str
 
     Args:
         only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
-        reads: see `hybridrl.registry.AgentLoopFacts`; a loop of a user's own may read every setting.
+        reads: see `hybridrl.registry.AgentLoopMetadata`; a loop of a user's own may read every setting.
     """
 
     def add(loop: T) -> T:
-        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers, reads=tuple(reads)))
+        AGENT_LOOPS.add(agent_name, loop, AgentLoopMetadata(only_answers=only_answers, reads=tuple(reads)))
         return loop
 
     return add

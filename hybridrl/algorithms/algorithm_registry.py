@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridrl.algorithms.config_access import ConfigView, checked_counts, read_settings, setting
 from hybridrl.algorithms.sessions import SESSION_KEY, split_sessions
 from hybridrl.errors import AlgorithmError
-from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts, with_inputs
+from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, EstimatorMetadata, LossMetadata, with_inputs
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -74,14 +74,14 @@ def register_adv_est(
     Args:
         name_or_enum: value of `algorithm.adv_estimator`.
         needs, compares_samples, alone, smallest_group, unbiased, reads_components: see
-            `hybridrl.registry.EstimatorFacts`. A parameter without a default is a required input, whether it is listed
-            or not.
+            `hybridrl.registry.EstimatorMetadata`. A parameter without a default is a required input, whether it is
+            listed or not.
         settings: dataclass of its own settings, which become keys of `algorithm`. The estimator reads them from its
             parameter `settings`.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
-        facts = EstimatorFacts(
+        metadata = EstimatorMetadata(
             needs=tuple(needs),
             compares_samples=compares_samples,
             alone=alone,
@@ -91,7 +91,7 @@ def register_adv_est(
             settings=settings,
         )
         inputs = [name for name in _required(fn) if name != "index"]  # the uid, which every batch has
-        ADV_ESTIMATORS.add(_name(name_or_enum), fn, with_inputs(facts, inputs))
+        ADV_ESTIMATORS.add(_name(name_or_enum), fn, with_inputs(metadata, inputs))
         return fn
 
     return decorate
@@ -120,7 +120,7 @@ def register_policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of its own settings, which become keys of `actor.policy_loss`. The loss reads them as
             `config.policy_loss.<name>`.
-        needs, requires, samplers_old: see `hybridrl.registry.LossFacts`.
+        needs, requires, samplers_old: see `hybridrl.registry.LossMetadata`.
         prepare: preliminary pass of a loss that needs the whole mini-batch, to choose tokens or to normalise:
             `prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]`.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
@@ -132,8 +132,10 @@ def register_policy_loss(
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
-        facts = LossFacts(needs=tuple(needs), requires=tuple(requires), settings=settings, samplers_old=samplers_old)
-        POLICY_LOSSES.add(name, fn, facts)
+        metadata = LossMetadata(
+            needs=tuple(needs), requires=tuple(requires), settings=settings, samplers_old=samplers_old
+        )
+        POLICY_LOSSES.add(name, fn, metadata)
         if prepare is not None:
             _PREPARE[name] = (prepare, prepare_needed)
         _WHOLE_SEQUENCES[name] = whole_sequences
@@ -266,13 +268,13 @@ def required_inputs(name_or_enum: str | Enum) -> tuple[str, ...]:
     The input `index` is the uid.
     """
     name = _name(name_or_enum)
-    return with_inputs(ADV_ESTIMATORS.facts(name), _required(get_adv_estimator_fn(name))).needs
+    return with_inputs(ADV_ESTIMATORS.metadata(name), _required(get_adv_estimator_fn(name))).needs
 
 
 def named_inputs(name_or_enum: str | Enum) -> frozenset[str]:
     """Everything that an estimator names as a parameter, with or without a default."""
     return frozenset(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters) | set(
-        ADV_ESTIMATORS.facts(_name(name_or_enum)).needs
+        ADV_ESTIMATORS.metadata(_name(name_or_enum)).needs
     )
 
 
@@ -322,7 +324,7 @@ def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config:
         if need not in have
     ]
     keys = setting(config, "gdpo_reward_keys", None, who=name, root="algorithm")
-    if ADV_ESTIMATORS.facts(name).reads_components and not keys:
+    if ADV_ESTIMATORS.metadata(name).reads_components and not keys:
         missing.append("the names of the reward components (algorithm.gdpo_reward_keys)")
     if missing:
         raise AlgorithmError(f"algorithm.adv_estimator={name} misses {'; '.join(missing)}. {_ESTIMATOR_FORM}")
@@ -353,7 +355,7 @@ def estimate_advantages(
     if (sessions := split_sessions(non_tensors, len(mask))) is not None:
         fields = {k: sessions.join(v) for k, v in tensors.items() if v.dim() == 1 or v.shape == mask.shape}
         others = {k: sessions.pick(v) for k, v in non_tensors.items() if k != SESSION_KEY}
-        if ADV_ESTIMATORS.facts(_name(adv_estimator)).reads_components:
+        if ADV_ESTIMATORS.metadata(_name(adv_estimator)).reads_components:
             parts = setting(config, "gdpo_reward_keys", None, who=_name(adv_estimator), root="algorithm") or ()
             others |= {k: sessions.totals(non_tensors[k]) for k in parts if k in non_tensors}
         joined = estimate_advantages(adv_estimator, fields, others, config)

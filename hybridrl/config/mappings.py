@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hybridrl.config.convert import nearest
 from hybridrl.config.schema.conditions import Lookup, read
-from hybridrl.registry import MAPPING_READERS, Facts
+from hybridrl.registry import MAPPING_READERS, EntryMetadata
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def reads_mapping(name: str) -> Callable[[R], R]:
     """Function decorator: `key(..., read_by=NAME)` is checked by this function, which yields a sentence per fault."""
 
     def add(reader: R) -> R:
-        MAPPING_READERS.add(name, reader, Facts())
+        MAPPING_READERS.add(name, reader, EntryMetadata())
         return reader
 
     return add

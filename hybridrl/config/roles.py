@@ -465,7 +465,7 @@ register_role(
         name="prime",
         worker=_imported("hybridrl.workers.prime", "PrimeWorker"),
         settings=PrimeConfig,
-        needed=lambda config: "process_rewards" in ADV_ESTIMATORS.facts(config.algorithm.adv_estimator).needs,
+        needed=lambda config: "process_rewards" in ADV_ESTIMATORS.metadata(config.algorithm.adv_estimator).needs,
         placement=("prime", "actor_rollout_ref"),
         mesh="prime",
         copy=lambda settings: ("ref_path", settings.frozen),

@@ -43,7 +43,7 @@ USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -i
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputRequest:
     """Request of a forward pass: the outputs for each of the N response tokens of a micro-batch.
 
     Attributes:
@@ -94,13 +94,13 @@ class MicroBatchedEngine(Engine):
 
     @abstractmethod
     def forward_only(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest
     ) -> Sequence[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, `[N]`, without gradients; None on ranks that compute no outputs."""
 
     @abstractmethod
     def forward_backward(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest, share_of_loss: ShareOfLoss
     ) -> None:
         """Add the gradients of every micro-batch's share of the loss.
 
@@ -147,7 +147,7 @@ class MicroBatchedEngine(Engine):
     ) -> dict[str, torch.Tensor]:
         self._check_outputs(outputs)
         function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
-        request = Wanted(tuple(outputs), temperature, function)
+        request = OutputRequest(tuple(outputs), temperature, function)
 
         def compute(plan: BatchPlan) -> tuple[Sequence[dict[str, torch.Tensor]] | None, dict[str, Metric]]:
             layouts = self._layouts(plan, function)
@@ -187,7 +187,7 @@ class MicroBatchedEngine(Engine):
         if self.model_type == "language_model":
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
             outputs += self._function.outputs if self._function is not None else ()
-        request = Wanted(outputs, temperature, self._function)
+        request = OutputRequest(outputs, temperature, self._function)
 
         def add_gradients(plan: BatchPlan) -> _LossShares:
             shares = _LossShares(plan, batch, loss_fn)
@@ -255,7 +255,7 @@ class MicroBatchedEngine(Engine):
                 "warning",
             )
 
-    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: Wanted) -> bool:
+    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: OutputRequest) -> bool:
         """Whether micro-batches of this call may be prefix trees; the same on every rank.
 
         With `shares_prefixes` None, they are not where something belongs to the tokens of single rows, or another

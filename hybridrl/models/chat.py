@@ -71,7 +71,7 @@ def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
 
 
 def _usual_role(role: str) -> str | None:
-    """What chat templates call a role that other libraries write in another way; None for other roles."""
+    """Return the name that chat templates have for a role of another library; None for other roles."""
     lower = role.strip().lower()
     usual = _USUAL_ROLES.get(lower, lower)
     return usual if usual in _ROLES and usual != role else None
@@ -212,22 +212,22 @@ def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = F
     waiting: list[str] = []  # names of the calls that no message has answered yet
     messages = []
     for message in value:
-        made = {name: item for name, item in message.items() if item is not None}
-        made["content"] = joined_text(message.get("content"))
+        normal = {name: item for name, item in message.items() if item is not None}
+        normal["content"] = joined_text(message.get("content"))
         for field in THOUGHTS[1:]:
-            if made.get(field) and made.get(THOUGHTS[0]) == made[field]:
-                del made[field]
-        calls = [_normal_call(call, has_padding) for call in made.pop("tool_calls", ())]
+            if normal.get(field) and normal.get(THOUGHTS[0]) == normal[field]:
+                del normal[field]
+        calls = [_normal_call(call, has_padding) for call in normal.pop("tool_calls", ())]
         if calls:
-            made["tool_calls"] = calls
+            normal["tool_calls"] = calls
             waiting = [call["function"]["name"] for call in calls]
             names |= {str(call["id"]): call["function"]["name"] for call in calls if call.get("id")}
-        if made["role"] == "tool":
+        if normal["role"] == "tool":
             next_name = waiting.pop(0) if waiting else None
-            name: str | None = made.get("name") or names.get(str(made.get("tool_call_id"))) or next_name
+            name: str | None = normal.get("name") or names.get(str(normal.get("tool_call_id"))) or next_name
             if name:
-                made["name"] = name
-        messages.append(made)
+                normal["name"] = name
+        messages.append(normal)
     return messages
 
 
@@ -273,14 +273,14 @@ def parsed_arguments(arguments: Any) -> Any:
 
 def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """The same messages with arguments of calls as JSON text, which some templates insist on."""
-    shown = []
+    converted = []
     for message in messages:
         calls = [
             call | {"function": call["function"] | {"arguments": as_text(call["function"]["arguments"])}}
             for call in message.get("tool_calls") or ()
         ]
-        shown.append(message | {"tool_calls": calls} if calls else message)
-    return shown
+        converted.append(message | {"tool_calls": calls} if calls else message)
+    return converted
 
 
 def as_text(arguments: Any) -> str:

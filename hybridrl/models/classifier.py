@@ -4,7 +4,8 @@ from transformers import PreTrainedConfig
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.loading import check_weights
+from hybridrl.models.model_config import checked_source
 from hybridrl.models.value import HEAD_NAME, LAST_TOKEN, SCORED_AT, head_shapes
 
 _STEPS = "reward.reward_model.steps.enable"

@@ -42,12 +42,12 @@ _sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
 _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
 
 
-def why_not_shared(config: PreTrainedConfig) -> str | None:
+def sharing_unsupported_reason(config: PreTrainedConfig) -> str | None:
     """Return why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
 
     A token's state must depend on the tokens before it alone, and attention must be the only path between tokens.
     """
-    return attention.why_not_packed(config) or attention.why_not_replaced(config)
+    return attention.packing_unsupported_reason(config) or attention.replacing_unsupported_reason(config)
 
 
 class Paths:

@@ -16,7 +16,7 @@ from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import for_rewards
 from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
-from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
+from hybridrl.registry import REWARD_MANAGERS, ManagerMetadata
 from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
 from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -49,14 +49,14 @@ def register_reward_manager(
     Args:
         settings: dataclass of the keys of `reward.reward_kwargs`, or `module:Class`; the manager has an instance as
             `self.settings`. A method `check(config)` of it may yield sentences about what is wrong.
-        runs_functions: see `hybridrl.registry.ManagerFacts`.
+        runs_functions: see `hybridrl.registry.ManagerMetadata`.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings, runs_functions=runs_functions))
+        REWARD_MANAGERS.add(name, cls, ManagerMetadata(settings=settings, runs_functions=runs_functions))
         cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of

@@ -11,7 +11,8 @@ from hybridrl.chat.parsers.tool_parser import tool_parser_of
 from hybridrl.chat.session_images import ImageReader
 from hybridrl.chat.turns import Turns
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageProcessor, is_vision_model
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.rollout.client import GenerationClient
@@ -76,7 +77,7 @@ def served_model(setup: ServerSetup) -> Served:
         turns=Turns(tokenizer, ends, setup.template_kwargs, settings.tokenization_sanity_check_mode, processor),
         parser=tool_parser_of(settings.format, tokenizer),
         eos_token_ids=ends,
-        constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.facts(rollout.name).constrains,
+        constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.metadata(rollout.name).constrains,
         images=images,
         records_routing=setup.records_routing,
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.config import ModelConfig
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.work import training_flops
 from hybridrl.notify import notify
 from hybridrl.single_controller import WorkerGroup

@@ -25,7 +25,7 @@ from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.agents.gateway import AgentFailed, AgentHost, Closed
 from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
@@ -70,7 +70,7 @@ def config_for(model: Path, *more: str) -> Any:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Any:
     settings = config_for(model).actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
     engine.initialize()
     return engine
 

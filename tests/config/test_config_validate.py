@@ -423,7 +423,7 @@ def test_what_runs_with_an_unexpected_consequence_is_told(here, capsys, change, 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS.names())
 def test_one_sample_per_prompt_is_refused_exactly_where_it_has_no_advantage(name):
     """The notice says that a response is reinforced by its own score: true of every estimator that it is given for."""
-    facts = ADV_ESTIMATORS.facts(name)
+    facts = ADV_ESTIMATORS.metadata(name)
     if not facts.compares_samples or facts.reads_components:
         return
     rewards, mask = torch.tensor([[0.0, 2.0], [0.0, 1.0]]), torch.ones(2, 2)

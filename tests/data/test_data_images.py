@@ -16,7 +16,7 @@ from hybridrl.config import ModelConfig
 from hybridrl.data import RLHFDataset
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.vision import ImageProcessor, digest, processor_of
 from hybridrl.protocol import DataProto, bookkeeping
 

@@ -111,8 +111,8 @@ class Elsewhere(device.Transfer):
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:
-    masters = engine._masters.tensors() if engine._masters else []
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    masters = engine.model_state.masters.tensors() if engine.model_state.masters else []
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values()]
     parts = [part for value in states if isinstance(value, torch.Tensor) for part in _plain_parts(value)]
     return [*engine.module.parameters(), *masters, *parts]
 

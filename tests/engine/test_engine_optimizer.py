@@ -15,7 +15,7 @@ from hybridrl.engine.fsdp.offload import _plain_parts
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_factor, state_bytes
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.value import load_value_model
 from hybridrl.utils import device
 

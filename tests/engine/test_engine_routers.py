@@ -117,7 +117,7 @@ def step(engine: Any, batch: Any, micro: MicroBatching, loss: Any = policy_loss)
 
 
 def assert_close(engine: Any, expected: dict[str, torch.Tensor]) -> None:
-    got = dict(engine.exported.whole_tensors())
+    got = dict(engine.model_state.exported.whole_tensors())
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, atol=3e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}")

@@ -75,7 +75,7 @@ def test_offloading_changes_nothing(world_of_one, tiny_model: Path, tmp_path: Pa
         assert step(offloaded, batch) == pytest.approx(step(resident, batch), rel=1e-3, abs=1e-5)
         torch.testing.assert_close(infer(offloaded, batch), infer(resident, batch), atol=1e-2, rtol=0)
     assert not any(_local(parameter).is_cuda for parameter in offloaded.module.parameters())
-    states = [value for state in offloaded.optimizer.state.values() for value in state.values()]
+    states = [value for state in offloaded.model_state.optimizer.state.values() for value in state.values()]
     assert states and not any(_local(value).is_cuda for value in states if isinstance(value, torch.Tensor))
     for cast in (None, torch.bfloat16):
         expected = exported(offloaded, cast)
@@ -259,7 +259,7 @@ def _state(engine: Any) -> dict[tuple[str, str, int], torch.Tensor]:
     """The plain tensors of the optimizer's state, by parameter, name and number."""
     return {
         (name, key, number): part
-        for name, parameter in engine._trainable.items()
-        for key, value in engine.optimizer.state[parameter].items()
+        for name, parameter in engine.model_state.trainable.items()
+        for key, value in engine.model_state.optimizer.state[parameter].items()
         for number, part in enumerate(_plain_parts(value))
     }

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.core_model_loading import MergeModulelist
 
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import load_language_model, load_model_config
+from hybridrl.models.loading import load_language_model
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.stored import named_tensors, open_language_model
 from hybridrl.models.value import ValueModel, open_value_model, save_value_model
 

@@ -16,7 +16,7 @@ from hybridrl.config.schema.model import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.info import check_files
 from hybridrl.models.kinds import KINDS
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.trainer.ppo.build import _check_engines
 
 KINDS_TRIED = ("language_model", "value_model", "reward_model")

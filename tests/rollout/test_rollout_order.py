@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import load_config
-from hybridrl.hybrid_engine.topology import ShardedLayout
+from hybridrl.layouts.topology import ShardedLayout
 from hybridrl.rollout import RolloutError, start
 
 

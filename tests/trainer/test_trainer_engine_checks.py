@@ -11,7 +11,7 @@ from test_trainer_sft import configured, conversations  # noqa: F401 (a fixture)
 
 from hybridrl.config import ModelConfig, OptimConfig, load_config
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.rollout.select import resolve_rollout
 from hybridrl.trainer.ppo.build import _check_engines

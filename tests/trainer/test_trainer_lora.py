@@ -55,9 +55,9 @@ def grpo(micro_model: Path, sort_data: Path) -> list[str]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from hybridrl.engine.saved_boxes import SavedBoxes
+    from hybridrl.engine.saved_slices import SavedSlices
 
-    with SavedBoxes(folder) as saved:
+    with SavedSlices(folder) as saved:
         return dict(saved.whole_tensors())
 
 

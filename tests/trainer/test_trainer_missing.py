@@ -358,7 +358,7 @@ def test_an_estimator_of_ones_own_declares_how_many_samples_it_needs() -> None:
         with pytest.raises(ConfigError, match=r"no advantage for less than 3, and actor_rollout_ref.rollout.n=2"):
             validate(load_config("ppo_trainer", [words[0], "actor_rollout_ref.rollout.n=2"]))
     finally:
-        ADV_ESTIMATORS.objects.pop("best_of_three"), ADV_ESTIMATORS._facts.pop("best_of_three")
+        ADV_ESTIMATORS.objects.pop("best_of_three"), ADV_ESTIMATORS._metadata.pop("best_of_three")
 
 
 def test_what_a_manager_returns_as_missing_is_checked() -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hybridrl.chat.parsers.tool_parser import Call, FunctionCall
 from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
-from hybridrl.registry import ENVIRONMENTS, Facts
+from hybridrl.registry import ENVIRONMENTS, EntryMetadata
 from hybridrl.verdict import NoVerdict, NoVerdictError, Verdict
 
 T = TypeVar("T", bound=type)
@@ -142,7 +142,7 @@ def register_environment(name: str) -> Callable[[T], T]:
     """Class decorator: `class_name: NAME` in `agent.environment_config_path`, or a row's `env_kwargs.name`."""
 
     def add(environment: T) -> T:
-        ENVIRONMENTS.add(name, environment, Facts())
+        ENVIRONMENTS.add(name, environment, EntryMetadata())
         return environment
 
     return add

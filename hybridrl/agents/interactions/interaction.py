@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hybridrl.registry import INTERACTIONS, Facts
+from hybridrl.registry import INTERACTIONS, EntryMetadata
 
 T = TypeVar("T", bound="type[BaseInteraction]")
 
@@ -66,7 +66,7 @@ def register_interaction(name: str) -> Callable[[T], T]:
     """Class decorator: `class_name: NAME` in `multi_turn.interaction_config_path` is this simulated user."""
 
     def add(interaction: T) -> T:
-        INTERACTIONS.add(name, interaction, Facts())
+        INTERACTIONS.add(name, interaction, EntryMetadata())
         return interaction
 
     return add

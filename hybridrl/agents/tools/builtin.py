@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from hybridrl.agents.session_executor import in_thread
 from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.errors import RolloutError
-from hybridrl.registry import TOOLS, Facts
+from hybridrl.registry import TOOLS, EntryMetadata
 from hybridrl.reward.score.gsm8k import compute_score
 from hybridrl.utils import clock
 from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
@@ -50,7 +50,7 @@ def register_tool(name: str) -> Callable[[T], T]:
     """Class decorator: `class_name: NAME` in `multi_turn.tool_config_path` is this tool."""
 
     def add(tool: T) -> T:
-        TOOLS.add(name, tool, Facts())
+        TOOLS.add(name, tool, EntryMetadata())
         return tool
 
     return add

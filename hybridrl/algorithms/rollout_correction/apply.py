@@ -153,7 +153,7 @@ def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
     loss_type = setting(rollout_corr_config, "loss_type", "ppo_clip", who="bypass mode", root=ROOT)
     if loss_type not in LOSS_TYPES:
         raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; choose from {', '.join(LOSS_TYPES)}.")
-    if loss_mode != DEFAULT_LOSS and not POLICY_LOSSES.facts(loss_mode).samplers_old:
+    if loss_mode != DEFAULT_LOSS and not POLICY_LOSSES.metadata(loss_mode).samplers_old:
         raise AlgorithmError(
             f"{ROOT}.bypass_mode=True replaces the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode is "
             f"{loss_mode!r}. Leave it at {DEFAULT_LOSS}, or turn bypass_mode off."

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from hybridrl.registry import TOOL_PARSERS, Facts
+from hybridrl.registry import TOOL_PARSERS, EntryMetadata
 from hybridrl.utils.end_tokens import without_ends
 
 T = TypeVar("T", bound="type[ToolParser]")
@@ -140,7 +140,7 @@ def register_tool_parser(name: str) -> Callable[[T], T]:
     """Class decorator: `multi_turn.format=NAME` is this parser."""
 
     def add(parser: T) -> T:
-        TOOL_PARSERS.add(name, parser, Facts())
+        TOOL_PARSERS.add(name, parser, EntryMetadata())
         return parser
 
     return add

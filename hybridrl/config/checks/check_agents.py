@@ -17,7 +17,7 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
     tools = {name: getattr(settings, name) for name in ("tool_config_path", "function_tool_path")}
     tool_settings = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
     loop = agent.default_agent_loop  # one from a file is not in the registry
-    answers = loop is None or (AGENT_LOOPS.knows(loop) and AGENT_LOOPS.facts(loop).only_answers)
+    answers = loop is None or (AGENT_LOOPS.knows(loop) and AGENT_LOOPS.metadata(loop).only_answers)
     plain = answers and agent.agent_loop_config_path is None
     if tool_settings and plain and not settings.enable:
         only = tool_settings[0].partition(".")[2].partition("=")[0]

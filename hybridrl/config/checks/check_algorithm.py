@@ -36,8 +36,8 @@ def check_names(
 
 def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
     name, policy_loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
-    facts = ADV_ESTIMATORS.facts(name)
-    for required in POLICY_LOSSES.facts(policy_loss.loss_mode).requires:
+    facts = ADV_ESTIMATORS.metadata(name)
+    for required in POLICY_LOSSES.metadata(policy_loss.loss_mode).requires:
         if policy_loss[required] is None:
             where = f"{_ACTOR}.policy_loss"
             yield f"{where}.loss_mode={policy_loss.loss_mode} without {where}.{required}; set it"
@@ -74,7 +74,7 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
             f"not above 0; set horizon above {rows // 5}, {10 * rows} changes it by 2 % a step"
         )
     name = algorithm.adv_estimator
-    if not ADV_ESTIMATORS.facts(name).reads_components:
+    if not ADV_ESTIMATORS.metadata(name).reads_components:
         return
     if weights is not None and len(weights) != len(keys):
         yield f"algorithm.gdpo_reward_weights={weights} and gdpo_reward_keys={keys}: one weight for each key"

@@ -88,12 +88,12 @@ def _check_teachers(config: PPOTrainerConfig, teachers: Teachers) -> Iterator[st
 
 def _check_loss(loss: DistillationLossConfig) -> Iterator[str]:
     name = loss.loss_mode
-    if not DISTILLATION_LOSSES.facts(name).direct and not loss.use_policy_gradient:
+    if not DISTILLATION_LOSSES.metadata(name).direct and not loss.use_policy_gradient:
         yield (
             f"{_LOSS}.loss_mode={name} with use_policy_gradient=False: its gradient does not depend on the teacher; "
             f"set {_LOSS}.use_policy_gradient=True, or loss_mode=k2, k3 or forward_kl_topk"
         )
-    facts = POLICY_LOSSES.facts(loss.policy_loss_mode)
+    facts = POLICY_LOSSES.metadata(loss.policy_loss_mode)
     if loss.use_policy_gradient and (facts.needs or facts.requires):
         missing = ", ".join((*facts.needs, *facts.requires))
         yield f"{_LOSS}.policy_loss_mode={loss.policy_loss_mode} needs {missing}, which it does not get; use vanilla"

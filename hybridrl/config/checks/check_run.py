@@ -398,7 +398,7 @@ def _check_transfer(rollout: RolloutConfig, adapted: bool) -> Iterator[str]:
             "from memory, so that there is nothing to save; set nnodes to the nodes of the replicas' own devices, or "
             "delta=false"
         )
-    in_place = INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.facts(rollout.name).in_place
+    in_place = INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.metadata(rollout.name).in_place
     if in_place and (transfer.check_weights or transfer.method != "auto"):
         yield (
             f"{where}.method={transfer.method} and check_weights={transfer.check_weights} with name={rollout.name}, "

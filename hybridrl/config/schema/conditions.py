@@ -94,7 +94,7 @@ class FactNeed:
         return Unmet(_stated(name, value), f"set {name}={fitting}")
 
     def _fits(self, entry_name: str) -> bool:
-        value = getattr(self.registry.facts(entry_name), self.name)
+        value = getattr(self.registry.metadata(entry_name), self.name)
         return any(member in value for member in self.values) if isinstance(value, tuple) else value in self.values
 
 

@@ -437,7 +437,7 @@ class RewardConfig(ScoringConfig):
     def runs_functions(self) -> bool:
         """Whether reward functions run; otherwise the reward model or the sessions themselves score."""
         manager = self.reward_manager
-        if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+        if manager.source == "register" and not REWARD_MANAGERS.metadata(manager.name).runs_functions:
             return False
         named = bool(self.functions) or self.custom_reward_function.path is not None
         how = self.reward_model.combine

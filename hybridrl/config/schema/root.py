@@ -98,13 +98,13 @@ class PPOTrainerConfig(ConfigNode):
         """Whether the run has a value model."""
         if self.critic.enable is not None:
             return self.critic.enable
-        return "values" in ADV_ESTIMATORS.facts(self.algorithm.adv_estimator).needs
+        return "values" in ADV_ESTIMATORS.metadata(self.algorithm.adv_estimator).needs
 
     @property
     def use_reference(self) -> bool:
         """Whether the run has a reference policy: for a KL in the reward or in the loss, or for the policy loss."""
         actor = self.actor_rollout_ref.actor
-        needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
+        needs = POLICY_LOSSES.metadata(actor.policy_loss.loss_mode).needs
         return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
 
     @property
@@ -145,7 +145,7 @@ class SupervisedConfig(ConfigNode):
     @property
     def reference(self) -> str | None:
         """Where log-probabilities of the reference are from (`dpo.reference`); None if the objective needs none."""
-        if not OBJECTIVES.facts(self.objective.loss_type).reference:
+        if not OBJECTIVES.metadata(self.objective.loss_type).reference:
             return None
         starts_as_base = self.model.lora_rank > 0 and self.model.lora_adapter_path is None
         configured: str | None = self.objective.get("reference")

@@ -14,7 +14,7 @@ from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel
 from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import RouterLogits, check_overrides, load_balancing, why_no_router_loss
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import Metric

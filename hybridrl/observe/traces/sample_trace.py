@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hybridrl.observe.jsonl import plain
-from hybridrl.registry import TRACES, TraceFacts
+from hybridrl.registry import TRACES, TraceMetadata
 
 T = TypeVar("T", bound=type)
 
@@ -60,7 +60,7 @@ def register_trace_backend(name: str, *, packages: tuple[str, ...] = (), install
     """
 
     def add(cls: T) -> T:
-        TRACES.add(name, cls, TraceFacts(packages=packages, install=install))
+        TRACES.add(name, cls, TraceMetadata(packages=packages, install=install))
         return cls
 
     return add

@@ -127,7 +127,7 @@ def check_backend(name: str) -> None:
     Raises:
         RolloutError: it is unknown, or its package is not installed.
     """
-    facts = TRACES.facts(name)
+    facts = TRACES.metadata(name)
     if not TRACES.knows(name):
         TRACES.get(name)  # raises: it lists the known ones
     missing = [package for package in facts.packages if not _installed(package)]

@@ -34,7 +34,7 @@ from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.images import join_images
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
@@ -44,7 +44,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
-@InferenceEngines.register("hf", in_place=True, records_routing=True, sees_images=True)
+@register_inference_engine("hf", in_place=True, records_routing=True, sees_images=True)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 

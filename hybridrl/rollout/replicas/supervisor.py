@@ -16,12 +16,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.notify import notify
 from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
 from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaProcess, ReplicaState
 from hybridrl.rollout.replicas.scheduler import Scheduler
 from hybridrl.rollout.request import MEMORY_TAGS
-from hybridrl.weight_sync.send import UpdateTarget
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from transformers import BatchFeature, PreTrainedConfig
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import (
     GRID,
     SECONDS,

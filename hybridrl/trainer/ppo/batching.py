@@ -14,7 +14,7 @@ import torch
 from hybridrl.algorithms.sessions import ORDER_KEY, SESSION_KEY
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.work import Work, work_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen

@@ -12,8 +12,8 @@ from hybridrl.config.roles import POLICY, active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
-from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, config_of, tokenizer_of
-from hybridrl.models.loading import checked_source
+from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, tokenizer_of
+from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
@@ -78,7 +78,7 @@ def check_rollout(config: PPOTrainerConfig, manager: ResourcePoolManager) -> Non
     name = resolve_rollout(policy, manager.get_resource_pool(POLICY).use_gpu)
     if name != policy.rollout.name:
         notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
-    if INFERENCE_ENGINES.facts(name).in_place:
+    if INFERENCE_ENGINES.metadata(name).in_place:
         return
     rollout = policy.rollout
     shared = placement.pools[placement.roles["actor_rollout_ref"]]

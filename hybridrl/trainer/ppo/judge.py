@@ -15,8 +15,8 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.chat import encode
-from hybridrl.models.info import check_files, config_of, tokenizer_of
-from hybridrl.models.loading import checked_source
+from hybridrl.models.info import check_files, tokenizer_of
+from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model

@@ -162,7 +162,7 @@ class MissingSamples:
 
 def smallest_group(config: PPOTrainerConfig) -> int:
     """Fewest samples of a prompt that the run's estimator can use; with a single sample per prompt, that is enough."""
-    facts = ADV_ESTIMATORS.facts(config.algorithm.adv_estimator)
+    facts = ADV_ESTIMATORS.metadata(config.algorithm.adv_estimator)
     return min(facts.fewest_samples, config.actor_rollout_ref.rollout.n)
 
 

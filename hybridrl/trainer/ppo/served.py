@@ -17,11 +17,12 @@ import torch
 from hybridrl.config.served import ServedModel, divide
 from hybridrl.config.teachers import LOG_PROBS, TEACHER_INDEX, TOP_IDS, TOP_LOG_PROBS
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class, missing_packages
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
 from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, PrefillRequest, PromptLogprobs, Request
 from hybridrl.rollout.start import replica_placements
@@ -155,7 +156,7 @@ class ServedRole:
 
         def collect() -> DataProto:
             found = [
-                [_findings(model, future.result()) for future in mine]
+                [_prompt_logprobs(model, future.result()) for future in mine]
                 for model, mine in zip(self.models, futures, strict=True)
             ]
             seconds = time.time() - started
@@ -275,16 +276,16 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
         RolloutError: names the setting and what to change.
     """
     for model in models:
-        facts, asked = InferenceEngines.facts(model.engine), f"{model.where}.name={model.engine}"
+        metadata, asked = INFERENCE_ENGINES.metadata(model.engine), f"{model.where}.name={model.engine}"
         ability, what = _ABILITIES[model.task]
         otherwise = "" if model.task == "generate" else ", or leave it out, and a training engine computes the model"
-        if not getattr(facts, ability):
-            able = [name for name in INFERENCE_ENGINES.names() if getattr(InferenceEngines.facts(name), ability)]
+        if not getattr(metadata, ability):
+            able = [name for name in INFERENCE_ENGINES.names() if getattr(INFERENCE_ENGINES.metadata(name), ability)]
             raise RolloutError(f"{asked}: this engine serves no {what}; set it to {' or '.join(able)}{otherwise}")
-        if missing := InferenceEngines.missing_packages(model.engine):
+        if missing := missing_packages(model.engine):
             raise RolloutError(
                 f"{asked}: {', '.join(missing)} is not installed. "
-                f"{facts.install or 'pip install ' + ' '.join(missing)}{otherwise}"
+                f"{metadata.install or 'pip install ' + ' '.join(missing)}{otherwise}"
             )
         if model.task == "score" and f"{HEAD_NAME}.bias" in head_shapes(model.model.path):
             raise RolloutError(
@@ -292,7 +293,7 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
                 "without; leave it out, and a training engine computes the model"
             )
         try:
-            engine = InferenceEngines.get(model.engine)
+            engine = inference_engine_class(model.engine)
             engine.check(model.rollout, model.model, on_gpu)
             if model.task == "score":
                 engine.check_scoring(model.model)
@@ -304,15 +305,15 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
             raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
 
 
-def _request(prompt_ids: list[int], reading: PrefillRequest) -> Request:
-    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, reading=reading)
+def _request(prompt_ids: list[int], prefill: PrefillRequest) -> Request:
+    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, prefill=prefill)
 
 
-def _findings(model: ServedModel, completion: Completion) -> PromptLogprobs:
-    if completion.found is None:
+def _prompt_logprobs(model: ServedModel, completion: Completion) -> PromptLogprobs:
+    if completion.prompt_logprobs is None:
         why = completion.error or f"it ended with {completion.finish_reason}"
         raise RolloutError(
             f"{model.where}: {model.engine} did not read a text: {why}. The longest are to have {model.needs} tokens "
             f"({model.where}.max_model_len)"
         )
-    return completion.found
+    return completion.prompt_logprobs

@@ -187,7 +187,7 @@ class RayPPOTrainer:
 
         def check_memory(engine: str) -> None:
             on_gpu = getattr(policy.resource_pool, "use_gpu", False)
-            if learners and on_gpu and INFERENCE_ENGINES.facts(engine).reserves_of_total:
+            if learners and on_gpu and INFERENCE_ENGINES.metadata(engine).reserves_of_total:
                 share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization
                 self.memory.check_fits(loaded, states, share)
 

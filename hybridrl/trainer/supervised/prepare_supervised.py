@@ -4,7 +4,8 @@ from hybridrl.config import PairsDataConfig, SupervisedConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.data import create_preference_dataset, create_sft_dataset
 from hybridrl.errors import ModelError
-from hybridrl.models.info import checked_identity, config_of, tokenizer_of
+from hybridrl.models.info import checked_identity, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.value import check_reward_model
 from hybridrl.models.vision import is_vision_model, processor_of

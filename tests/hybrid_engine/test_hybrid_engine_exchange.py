@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.plan import paper_fraction, plan_boxes
+from hybridrl.hybrid_engine.exchange import Exchange, Shards, assemble
+from hybridrl.hybrid_engine.plan import paper_fraction, plan_slices
 from hybridrl.hybrid_engine.schedule import ALIGNMENT, schedule
-from hybridrl.hybrid_engine.shards import Box
-from hybridrl.hybrid_engine.transfer import Exchange, Shards, assemble
+from hybridrl.layouts.slices import TensorSlice
 
 
 @pytest.mark.slow
@@ -46,23 +46,23 @@ def test_one_process_keeps_everything_in_rounds_of_the_bucket_s_size() -> None:
     """A rank alone: nothing is sent, dtypes change on the way, and one large tensor gets a bucket of its own."""
     shapes = {"a": (6, 4), "b": (3,), "c": (40, 8), "d": (2, 2)}
     state = {name: torch.randn(shape) for name, shape in shapes.items()}
-    boxes = {name: (Box((0,) * len(shape), shape),) for name, shape in shapes.items()}
+    slices = {name: (TensorSlice((0,) * len(shape), shape),) for name, shape in shapes.items()}
     dtypes = dict.fromkeys(shapes, torch.bfloat16) | {"b": torch.float32}
-    made = plan_boxes(shapes, [boxes], [boxes])
-    rounds = schedule(made, [boxes], [boxes], dtypes, bucket_bytes=64)
+    made = plan_slices(shapes, [slices], [slices])
+    rounds = schedule(made, [slices], [slices], dtypes, bucket_bytes=64)
     assert [now.names for now in rounds] == [("a", "b"), ("c",), ("d",)]
     exchange = Exchange(0, torch.device("cpu"))
-    shards = Shards((name, boxes[name][0], value) for name, value in state.items())
+    shards = Shards((name, slices[name][0], value) for name, value in state.items())
     for now in rounds:
         bucket = torch.zeros(now.bucket, dtype=torch.uint8)
         exchange.run(now, shards, bucket)
         for piece in now.messages[0].pieces:
             expected = state[piece.name].to(dtypes[piece.name])
             assert torch.equal(piece.view(bucket), expected) and piece.view(bucket).dtype == expected.dtype
-    assert exchange.traffic.kept == 24 * 2 + 3 * 4 + 320 * 2 + 4 * 2
+    assert exchange.traffic.reused == 24 * 2 + 3 * 4 + 320 * 2 + 4 * 2
     assert exchange.traffic.received == exchange.traffic.sent == 0
 
 
-def test_parts_that_do_not_cover_a_box_are_named() -> None:
+def test_parts_that_do_not_cover_a_slice_are_named() -> None:
     with pytest.raises(ModelError, match=r"w: 4 of the 8 elements"):
-        assemble(torch.empty(2, 4), Box((0, 0), (2, 4)), [(Box((0, 0), (1, 4)), torch.ones(1, 4))], "w")
+        assemble(torch.empty(2, 4), TensorSlice((0, 0), (2, 4)), [(TensorSlice((0, 0), (1, 4)), torch.ones(1, 4))], "w")

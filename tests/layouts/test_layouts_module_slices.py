@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
-from hybridrl.hybrid_engine.views import checkpoint_views, within_shape
+from hybridrl.layouts.module_slices import module_slices, within_shape
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.models import loading
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -37,25 +37,25 @@ def test_a_conversion_that_needs_values_is_a_model_error() -> None:
         return ((name, tensor * tensor.max().item()) for name, tensor in named)
 
     with pytest.raises(ModelError, match="without weights"):
-        checkpoint_views(convert, {"w": (2, 2)})
+        module_slices(convert, {"w": (2, 2)})
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_row_shards_of_fused_experts_make_up_the_checkpoint(model: torch.nn.Module, shards: int) -> None:
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    views = checkpoint_views(lambda named: loading.to_checkpoint_names(model, named), shapes)
+    slices = module_slices(lambda named: loading.to_checkpoint_names(model, named), shapes)
     expected = dict(loading.to_checkpoint_names(model, state.items()))
-    assert views.keys() == expected.keys() and any(".experts.4.gate_proj" in name for name in views)
-    for name, (source, box, shape) in views.items():
+    assert slices.keys() == expected.keys() and any(".experts.4.gate_proj" in name for name in slices)
+    for name, (source, tensor_slice, shape) in slices.items():
         assert shape == tuple(expected[name].shape)
         found, row = torch.full(shape, torch.nan), 0
         for local in state[source].chunk(shards):
-            held = Box((row, *(0 for _ in local.shape[1:])), (row + len(local), *local.shape[1:]))
+            held = TensorSlice((row, *(0 for _ in local.shape[1:])), (row + len(local), *local.shape[1:]))
             row += len(local)
-            both = box.intersect(held)
+            both = tensor_slice.intersect(held)
             if both is not None:
-                offsets, sizes = within_shape(both, box, shape)
+                offsets, sizes = within_shape(both, tensor_slice, shape)
                 part = local[both.within(held)].view(sizes)
                 assert part.untyped_storage().data_ptr() == state[source].untyped_storage().data_ptr()
                 found[tuple(slice(a, a + size) for a, size in zip(offsets, sizes, strict=True))] = part
@@ -69,4 +69,4 @@ def test_what_is_computed_is_named() -> None:
             yield f"{name}.turned", tensor.t().contiguous() + 1
 
     with pytest.raises(ModelError, match=r"w\.turned"):
-        checkpoint_views(convert, {"w": (2, 4)})
+        module_slices(convert, {"w": (2, 4)})

@@ -1,4 +1,4 @@
-"""Messages between sender and receiver of weights. They are small enough for any channel; the weights go elsewhere."""
+"""Descriptions of buckets, from the sender of weights to receivers. They are small; the weights go elsewhere."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from hybridrl.hybrid_engine.delta import DeltaForm
 from hybridrl.hybrid_engine.schedule import Message
-from hybridrl.hybrid_engine.shards import Box, Boxes
-from hybridrl.weight_sync.delta import DeltaForm
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
 
 TransportKind = Literal["shared_memory", "cuda_ipc", "broadcast", "point_to_point"]
 
@@ -63,17 +63,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Requirement:
-    """Requirement of one process of an engine: the parts of a checkpoint that it needs.
+class RequiredSlices:
+    """The slices of a checkpoint that one process of an engine needs.
 
     Attributes:
-        boxes: of each tensor, in the order of the checkpoint.
-        uses: how often the engine's loader copies each box.
+        slices: of each tensor, in the order of the checkpoint.
+        uses: how often the engine's loader copies each slice.
         whole: tensors that its loader does not just copy, with the reason; the process needs all of them.
     """
 
-    boxes: Mapping[str, Boxes]
-    uses: Counter[tuple[str, Box]]
+    slices: Mapping[str, TensorSlices]
+    uses: Counter[tuple[str, TensorSlice]]
     whole: Mapping[str, str]
 
 
@@ -89,7 +89,7 @@ class ShardBucket:
         size: bytes of the bucket.
         names: the tensors that it brings.
         messages: of each process: what its bucket holds.
-        digests: of each process: the digest of each piece by its tensor and box; empty if they are not checked.
+        digests: of each process: the digest of each piece by its tensor and slice; empty if they are not checked.
         changes: of each process: how the pieces of each message travel, by the message's source; empty if in full.
     """
 
@@ -98,5 +98,5 @@ class ShardBucket:
     size: int
     names: tuple[str, ...]
     messages: tuple[tuple[Message, ...], ...]
-    digests: tuple[Mapping[tuple[str, Box], int], ...] = ()
+    digests: tuple[Mapping[tuple[str, TensorSlice], int], ...] = ()
     changes: tuple[Mapping[int, tuple[DeltaForm, ...]], ...] = ()

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket, TransportKind
+from hybridrl.hybrid_engine.delta import ReceivedPieces, arriving
+from hybridrl.hybrid_engine.exchange import SliceValues
 from hybridrl.hybrid_engine.record import LoadRecorder, LoadReplay
-from hybridrl.hybrid_engine.shards import Box, Boxes
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
 from hybridrl.utils import device as devices
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.delta import ReceivedPieces, arriving
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket, TransportKind
 
 #: an engine's own loader: takes names and tensors of a checkpoint
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -57,8 +58,8 @@ class WeightReceiver:
             data = data.clone()
         self.last = data
         for entry in bucket.entries:
-            part = data[entry.offset : entry.offset + entry.size]
-            yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
+            values = data[entry.offset : entry.offset + entry.size]
+            yield entry.name, values.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def bucket_of(self, bucket: ShardBucket) -> torch.Tensor:
         """Return the bytes of this process's bucket, valid until the bucket is acknowledged."""
@@ -69,14 +70,15 @@ class WeightReceiver:
         data = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
         group, messages = self._join(bucket.transport, *bucket.where), bucket.messages[self.rank]
         if not bucket.changes:
-            group.receive([(data[part.begin : part.end], part.source) for part in messages])
+            group.receive([(data[message.begin : message.end], message.source) for message in messages])
             return data
         changes = bucket.changes[self.rank]
         sizes = arriving(messages, changes)
-        parts = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        group.receive([(part, message.source) for part, message in zip(parts, messages, strict=True) if part.numel()])
-        for part, message in zip(parts, messages, strict=True):
-            self._pieces.complete(message, changes[message.source], part, data)
+        arrived = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        pairs = list(zip(arrived, messages, strict=True))
+        group.receive([(short, message.source) for short, message in pairs if short.numel()])
+        for short, message in pairs:
+            self._pieces.complete(message, changes[message.source], short, data)
         return data
 
     def end_transfer(self) -> None:
@@ -120,7 +122,7 @@ class WeightReceiver:
 
 
 class ShardReceiver:
-    """Loads the parts of tensors that this process needs, with the engine's own loader.
+    """Loads the slices of tensors that this process needs, with the engine's own loader.
 
     Args:
         receiver: opens buckets.
@@ -141,10 +143,10 @@ class ShardReceiver:
         self._settle = settle or (lambda: None)
         self._forget = forget or (lambda: None)
         self._checkpoint: Checkpoint | None = None
-        self._requirement: Requirement | None = None
+        self._required: RequiredSlices | None = None
         self._replay: LoadReplay | None = None
 
-    def require(self, checkpoint: Checkpoint) -> Requirement:
+    def require(self, checkpoint: Checkpoint) -> RequiredSlices:
         """Return what this process needs of a checkpoint, found by running the loader without weights."""
         recorder = LoadRecorder(None, checkpoint.shapes, checkpoint.dtypes)
         try:
@@ -163,33 +165,33 @@ class ShardReceiver:
         else:
             whole = dict(recorder.unplanned)
         recorded = recorder.required()
-        boxes: dict[str, Boxes] = {}
+        slices: dict[str, TensorSlices] = {}
         for name, shape in checkpoint.shapes.items():
             if name in recorded and not shape:
                 whole[name] = "it has no dimensions"
             if name in whole:
-                boxes[name] = (Box((0,) * max(len(shape), 1), shape or (1,)),)
+                slices[name] = (TensorSlice((0,) * max(len(shape), 1), shape or (1,)),)
             elif name in recorded:
-                boxes[name] = recorded[name]
-        self._checkpoint, self._requirement = checkpoint, Requirement(boxes, recorder.uses, whole)
-        return self._requirement
+                slices[name] = recorded[name]
+        self._checkpoint, self._required = checkpoint, RequiredSlices(slices, recorder.uses, whole)
+        return self._required
 
     def load(self, bucket: ShardBucket) -> None:
         """Load a round of the transfer. When this returns, the sender may overwrite the bucket."""
         replay = self._begun()
         data = self.receiver.bucket_of(bucket)
-        parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        pieces: dict[str, list[SliceValues]] = {}
         for message in bucket.messages[self.receiver.rank]:
             for piece in message.pieces:
-                parts.setdefault(piece.name, []).append((piece.box, piece.view(data)))
-        digests: dict[str, dict[Box, int]] = {}
+                pieces.setdefault(piece.name, []).append((piece.slice, piece.view(data)))
+        digests: dict[str, dict[TensorSlice, int]] = {}
         if bucket.digests:
-            for (name, box), value in bucket.digests[self.receiver.rank].items():
-                digests.setdefault(name, {})[box] = value
-        for name, pieces in parts.items():
-            replay.arrive(name, pieces, digests.get(name))
+            for (name, tensor_slice), value in bucket.digests[self.receiver.rank].items():
+                digests.setdefault(name, {})[tensor_slice] = value
+        for name, arrived in pieces.items():
+            replay.arrive(name, arrived, digests.get(name))
         with replay:
-            self._load((name, replay.tensor(name)) for name in bucket.names if name in parts)
+            self._load((name, replay.tensor(name)) for name in bucket.names if name in pieces)
         replay.keep_the_rest()
 
     def finish(self) -> list[str]:
@@ -209,7 +211,7 @@ class ShardReceiver:
 
     def _begun(self) -> LoadReplay:
         if self._replay is None:
-            assert self._checkpoint is not None and self._requirement is not None, "weights came before the question"
-            checkpoint, needed = self._checkpoint, self._requirement
-            self._replay = LoadReplay(checkpoint.shapes, checkpoint.dtypes, needed.uses, needed.whole)
+            assert self._checkpoint is not None and self._required is not None, "weights came before the question"
+            checkpoint, required = self._checkpoint, self._required
+            self._replay = LoadReplay(checkpoint.shapes, checkpoint.dtypes, required.uses, required.whole)
         return self._replay

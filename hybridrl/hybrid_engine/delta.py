@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from hybridrl.errors import RolloutError
-from hybridrl.hybrid_engine.digest import INTEGERS
 from hybridrl.hybrid_engine.schedule import Message, TransferPiece
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.layouts.digest import INTEGERS
+from hybridrl.layouts.slices import TensorSlice
 
 Form = Literal["same", "index", "mask", "whole"]
 #: a process of an engine: the start of its replica (`Target.incarnation`), and its number there
@@ -53,16 +53,16 @@ WHOLE, SAME = DeltaForm("whole"), DeltaForm("same")
 
 def size_of(change: DeltaForm, piece: TransferPiece) -> int:
     """The bytes that a piece takes on the wire."""
-    return sum(_parts(change, piece))
+    return sum(_wire_bytes(change, piece))
 
 
-def _parts(change: DeltaForm, piece: TransferPiece) -> tuple[int, int]:
+def _wire_bytes(change: DeltaForm, piece: TransferPiece) -> tuple[int, int]:
     """Return the bytes of the elements' positions, and those of the elements."""
     if change.form == "same":
         return 0, 0
     if change.form == "whole":
         return 0, _aligned(piece.size)
-    elements = piece.box.elements
+    elements = piece.slice.elements
     places = change.changed * _INDEX if change.form == "index" else -(-elements // 8)
     return _aligned(places), _aligned(change.changed * piece.dtype.itemsize)
 
@@ -75,7 +75,7 @@ def _shortest(count: int, piece: TransferPiece) -> DeltaForm:
     if count == 0:
         return SAME
     forms = [WHOLE, DeltaForm("mask", count)]
-    if piece.box.elements < _MOST_INDEXED:
+    if piece.slice.elements < _MOST_INDEXED:
         forms.append(DeltaForm("index", count))
     return min(forms, key=lambda change: size_of(change, piece))
 
@@ -103,7 +103,7 @@ def encode(value: torch.Tensor, before: torch.Tensor, piece: TransferPiece) -> t
     if change.form == "whole":
         data[: piece.size] = bits.view(torch.uint8)
     elif change.form != "same":
-        places, _ = _parts(change, piece)
+        places, _ = _wire_bytes(change, piece)
         if change.form == "index":
             data[: change.changed * _INDEX] = changed.nonzero().view(-1).to(torch.int32).view(torch.uint8)
         else:
@@ -127,7 +127,7 @@ def decode(target: torch.Tensor, change: DeltaForm, data: torch.Tensor, piece: T
     if change.form == "whole":
         bits.copy_(data[: piece.size].view(bits.dtype))
     elif change.form != "same":
-        places, _ = _parts(change, piece)
+        places, _ = _wire_bytes(change, piece)
         elements = data[places : places + change.changed * piece.dtype.itemsize].view(bits.dtype)
         if change.form == "index":
             bits[data[: change.changed * _INDEX].view(torch.int32).long()] = elements
@@ -149,10 +149,10 @@ class SentPieces:
     """Pieces that a rank has sent, in main memory. A piece that several processes get is kept once."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[str, Box], _Sent] = {}
+        self._sent: dict[tuple[str, TensorSlice], _Sent] = {}
         self._transfer = 0
         self._last: dict[str, int] = {}  # each replica's last complete transfer, known by all ranks
-        self._previous: dict[tuple[str, Box], tuple[_Sent | None, DeltaForm, torch.Tensor]] = {}
+        self._previous: dict[tuple[str, TensorSlice], tuple[_Sent | None, DeltaForm, torch.Tensor]] = {}
 
     def begin(self) -> None:
         """Begin a transfer."""
@@ -170,21 +170,21 @@ class SentPieces:
             data: its bytes in full.
             receiver: the process that it goes to.
         """
-        changes, parts = [], []
+        changes, encoded = [], []
         for piece in message.pieces:
             value = piece.view(data, message.begin)
             before, change, short = self._compared(piece, value)
             if before is None or receiver not in before.receivers:
                 change, short = WHOLE, torch.nn.functional.pad(_bits(value).view(torch.uint8), (0, -piece.size % 8))
             changes.append(change)
-            parts.append(short)
+            encoded.append(short)
         for piece in message.pieces:
-            self._sent[piece.name, piece.box].receivers[receiver] = self._transfer
-        return changes, torch.cat(parts) if parts else data[:0]
+            self._sent[piece.name, piece.slice].receivers[receiver] = self._transfer
+        return changes, torch.cat(encoded) if encoded else data[:0]
 
     def _compared(self, piece: TransferPiece, value: torch.Tensor) -> tuple[_Sent | None, DeltaForm, torch.Tensor]:
         """Compare a piece with what was sent last, once per round; what was sent last is now `value`."""
-        key = piece.name, piece.box
+        key = piece.name, piece.slice
         if key not in self._previous:
             before = self._sent.get(key)
             change, data = (WHOLE, value) if before is None else encode(value, before.value, piece)
@@ -216,8 +216,8 @@ class ReceivedPieces:
     """Pieces that a process of an engine received last, in main memory."""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[str, Box], torch.Tensor] = {}
-        self._arrived: set[tuple[str, Box]] = set()
+        self._pieces: dict[tuple[str, TensorSlice], torch.Tensor] = {}
+        self._arrived: set[tuple[str, TensorSlice]] = set()
 
     def complete(
         self, message: Message, changes: Sequence[DeltaForm], data: torch.Tensor, bucket: torch.Tensor
@@ -235,12 +235,12 @@ class ReceivedPieces:
         """
         offset = 0
         for piece, change in zip(message.pieces, changes, strict=True):
-            key, target = (piece.name, piece.box), piece.view(bucket)
+            key, target = (piece.name, piece.slice), piece.view(bucket)
             if change.form != "whole":
                 if key not in self._pieces:
                     raise RolloutError(
-                        f"{piece.name}: only what has changed of {piece.box} was sent, and this process has no former "
-                        "value; set actor_rollout_ref.rollout.checkpoint_engine.delta=false, and report this"
+                        f"{piece.name}: only what has changed of {piece.slice} was sent, and this process has no "
+                        "former value; set actor_rollout_ref.rollout.checkpoint_engine.delta=false, and report this"
                     )
                 target.copy_(self._pieces[key])
             size = size_of(change, piece)

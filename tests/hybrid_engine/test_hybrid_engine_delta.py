@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import RolloutError
-from hybridrl.hybrid_engine.plan import plan_boxes
+from hybridrl.hybrid_engine.delta import WHOLE, DeltaForm, ReceivedPieces, SentPieces, decode, encode, size_of
+from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.schedule import Message, TransferPiece, schedule
-from hybridrl.hybrid_engine.shards import Box, Boxes, whole
-from hybridrl.weight_sync.delta import WHOLE, DeltaForm, ReceivedPieces, SentPieces, decode, encode, size_of
+from hybridrl.layouts.slices import TensorSlice, TensorSlices, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 
@@ -61,22 +61,22 @@ def test_zero_and_minus_zero_differ_and_nan_equals_itself() -> None:
 SHAPES = {"embed": (14, 6), "frozen": (8, 8), "norm": (9,), "turned": (4, 6)}
 
 
-def halves(rank: int) -> dict[str, Boxes]:
+def halves(rank: int) -> dict[str, TensorSlices]:
     """The upper or lower half of each tensor."""
     cuts = {name: (0, shape[0] // 2, shape[0])[rank : rank + 2] for name, shape in SHAPES.items()}
     return {
-        name: (Box((a, *(0 for _ in shape[1:])), (b, *shape[1:])),)
+        name: (TensorSlice((a, *(0 for _ in shape[1:])), (b, *shape[1:])),)
         for (name, shape), (a, b) in zip(SHAPES.items(), cuts.values(), strict=True)
     }
 
 
-def needs(half: int) -> dict[str, Boxes]:
+def needs(half: int) -> dict[str, TensorSlices]:
     """An engine's process needs half of the columns of matrices, and all of the rest."""
     found = {}
     for name, shape in SHAPES.items():
         columns = shape[1] // 2 if len(shape) > 1 else 0
         start = (0, half * columns) if columns else (0,)
-        found[name] = (Box(start, (shape[0], (half + 1) * columns) if columns else shape),)
+        found[name] = (TensorSlice(start, (shape[0], (half + 1) * columns) if columns else shape),)
     return found
 
 
@@ -107,10 +107,10 @@ def test_two_ranks_fill_engines_as_a_full_transfer_does_whatever_happened_before
             changed = torch.rand(SHAPES[name], generator=generator) < share
             state[name] = torch.where(changed, torch.randn(SHAPES[name], generator=generator).bfloat16(), state[name])
         who = sorted(reached)
-        held: list[dict[str, Boxes]] = [everything] * 2 if copies else [halves(0), halves(1)]
+        held: list[dict[str, TensorSlices]] = [everything] * 2 if copies else [halves(0), halves(1)]
         held += [{} for _ in who]
-        needed: list[dict[str, Boxes]] = [{}, {}, *(needs(1 if name == "b" else 0) for name in who)]
-        made = plan_boxes(SHAPES, held, needed)
+        needed: list[dict[str, TensorSlices]] = [{}, {}, *(needs(1 if name == "b" else 0) for name in who)]
+        made = plan_slices(SHAPES, held, needed)
         for sent in ranks:
             sent.begin()
         for now in schedule(made, held, needed, dict.fromkeys(SHAPES, torch.bfloat16), bucket_bytes=100):
@@ -119,7 +119,7 @@ def test_two_ranks_fill_engines_as_a_full_transfer_does_whatever_happened_before
             for message in now.messages:
                 full = torch.zeros(now.bucket, dtype=torch.uint8)
                 for piece in message.pieces:
-                    piece.view(full).copy_(state[piece.name][piece.box.within(whole(SHAPES[piece.name]))])
+                    piece.view(full).copy_(state[piece.name][piece.slice.within(whole(SHAPES[piece.name]))])
                 name = who[message.target - 2]
                 changes, short = ranks[message.source].encode(
                     message, full[message.begin : message.end], (f"{name}-{starts[name]}", 0)

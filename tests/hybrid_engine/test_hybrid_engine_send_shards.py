@@ -17,12 +17,13 @@ from ray.exceptions import RayActorError
 
 from hybridrl.engine.capabilities import WeightShard
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.hybrid_engine.buckets import Checkpoint, RequiredSlices, ShardBucket
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
+from hybridrl.hybrid_engine.send_shards import ShardSender, TrainingShards
+from hybridrl.hybrid_engine.shard_transports import PointToPointTransport, ShardMemoryTransport
+from hybridrl.hybrid_engine.transports import UpdateTarget
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.utils import distributed
-from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
-from hybridrl.weight_sync.send import UpdateTarget
-from hybridrl.weight_sync.send_shards import PointToPointTransport, ShardMemoryTransport, ShardSender, _Training
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -47,7 +48,7 @@ class HalfEngine:
             dtype = torch.float64 if name == "buffer" else torch.bfloat16
             self.parameters.setdefault(name, torch.zeros(part.shape, dtype=dtype)).copy_(part)
 
-    def requirements(self, checkpoint):
+    def required_slices(self, checkpoint):
         self.asked += 1
         return [self.shards.require(checkpoint)] if self.takes_shards else None
 
@@ -123,7 +124,7 @@ def no_segment_left() -> Iterator[set[str]]:
 
 @pytest.fixture
 def small_buckets(monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.weight_sync.send._LEAST_BUCKET", 1)
+    monkeypatch.setattr("hybridrl.hybrid_engine.transports.LEAST_BUCKET", 1)
 
 
 def engines(*halves: int, **options) -> list:  # type: ignore[type-arg]
@@ -143,18 +144,20 @@ def on_two_ranks(rank: int) -> None:
             yield from shards(weights(0))
 
         sender = ShardSender(None, 6000)
-        assert [sender.why_not(export(), []) for _ in range(2)] == ["w is computed"] * 2
+        assert [sender.unsupported_reason(export(), []) for _ in range(2)] == ["w is computed"] * 2
 
         # Ranks on one CPU share its memory.
         state = weights(0)
         shapes = {name: tuple(value.shape) for name, value in state.items()}
-        boxes = {name: (Box((0,) * max(value.ndim, 1), shapes[name] or (1,)),) for name, value in state.items()}
+        slices = {
+            name: (TensorSlice((0,) * max(value.ndim, 1), shapes[name] or (1,)),) for name, value in state.items()
+        }
         checkpoint = Checkpoint(shapes, dict.fromkeys(shapes, torch.bfloat16))
-        uses = Counter((name, box) for name, (box,) in boxes.items())
+        uses = Counter((name, tensor_slice) for name, (tensor_slice,) in slices.items())
         target = UpdateTarget(None, "a", "node", (0, 1), 2)
         sender = ShardSender(None, 192_000)
-        sender._training = _Training(checkpoint, [boxes, {}], [0, 0], ["node", "node"])
-        sender._needs["a"] = [Requirement(boxes, uses, {})] * 2
+        sender._training = TrainingShards(checkpoint, [slices, {}], [0, 0], ["node", "node"])
+        sender._required["a"] = [RequiredSlices(slices, uses, {})] * 2
         rounds = sender._rounds([target])
         assert len(rounds) > 1 and max(now.bucket for now in rounds) <= 192_000 * 2 / 3 / 2
 
@@ -196,7 +199,7 @@ def test_a_loader_that_fails_without_weights_gets_whole_tensors(fails: str) -> N
 
     receiver = ShardReceiver(WeightReceiver(torch.device("cpu")), load, settle)
     found = receiver.require(Checkpoint({"w": (4, 2)}, {"w": torch.float32}))
-    assert found.boxes == {"w": (Box((0, 0), (4, 2)),)} and "without weights" in found.whole["w"]
+    assert found.slices == {"w": (TensorSlice((0, 0), (4, 2)),)} and "without weights" in found.whole["w"]
     assert ("half loaded" in found.whole["w"]) == ("settle" in fails)
 
 
@@ -210,7 +213,7 @@ def test_an_engine_on_the_same_device_gets_its_part_and_is_asked_once(
     with no_segment_left() as created:
         for seed in range(2):
             state = weights(seed)
-            assert sender.why_not(shards(state), [target]) is None
+            assert sender.unsupported_reason(shards(state), [target]) is None
             report = sender.send(iter(shards(state)), [target])
             assert report.buckets > 5 and report.received == 0
             half_of = sum(value.numel() for name, value in state.items() if name not in ("unused", "buffer", "turned"))
@@ -223,7 +226,7 @@ def test_an_engine_on_the_same_device_gets_its_part_and_is_asked_once(
     (restarted,) = engines(0)
     again = UpdateTarget(restarted, "0-b", "node", (0,), 1)
     state = weights(5)
-    assert sender.why_not(shards(state), [again]) is None
+    assert sender.unsupported_reason(shards(state), [again]) is None
     sender.send(shards(state), [again])
     assert assert_loaded(restarted, state, 0) == 1
 
@@ -234,13 +237,13 @@ def test_engines_on_their_own_devices_get_their_parts_point_to_point(ray_session
     sender, ports = ShardSender(torch.bfloat16, 6000), set()
     for seed in range(2):
         state = weights(seed)
-        assert sender.why_not(shards(state), targets) is None
+        assert sender.unsupported_reason(shards(state), targets) is None
         report = sender.send(shards(state), targets)
         assert report.buckets > 5 and report.received == 0 < report.bytes
         for half, engine in enumerate(pair):
             assert assert_loaded(engine, state, half) == 1
-        assert PointToPointTransport._cached_group is not None
-        ports.add(PointToPointTransport._cached_group[2].port)
+        assert PointToPointTransport.cached_group is not None
+        ports.add(PointToPointTransport.cached_group[2].port)
     assert len(ports) == 1  # the group is kept
 
 
@@ -250,7 +253,7 @@ def test_all_engines_apart_are_restarted_if_one_dies_in_the_middle(ray_session, 
     ray.get(pair[1].die_at.remote(3))
     targets = [UpdateTarget(engine, f"{half}-dying", "elsewhere", (), 1) for half, engine in enumerate(pair)]
     sender, state = ShardSender(torch.bfloat16, 6000), weights(0)
-    assert sender.why_not(shards(state), targets) is None
+    assert sender.unsupported_reason(shards(state), targets) is None
     sender.send(shards(state), targets)
     for engine in pair:
         with pytest.raises(RayActorError):
@@ -274,7 +277,7 @@ def test_only_what_has_changed_is_sent_and_gives_the_same_weights(ray_session, s
     def send(state: dict[str, torch.Tensor], *names: str) -> tuple[int, int | None]:
         """Returns the bytes sent, and the bytes saved."""
         targets = [UpdateTarget(actors[name], f"{name}, delta", "elsewhere", (), 1) for name in names]
-        assert sender.why_not(shards(state), targets) is None
+        assert sender.unsupported_reason(shards(state), targets) is None
         report = sender.send(shards(state), targets)
         for name in names:
             assert_loaded(actors[name], state, halves[name])
@@ -323,7 +326,7 @@ def test_an_engine_that_dies_on_a_shared_device_stops_nobody(ray_session, small_
     target = UpdateTarget(engine, "0-gone", "node", (0,), 1)
     sender, state = ShardSender(torch.bfloat16, 6000), weights(0)
     with no_segment_left():
-        assert sender.why_not(shards(state), [target]) is None
+        assert sender.unsupported_reason(shards(state), [target]) is None
         sender.send(shards(state), [target])
 
 
@@ -332,7 +335,7 @@ def test_weights_that_change_on_the_way_are_named(ray_session, small_buckets, mo
     (engine,) = engines(0)
     target = UpdateTarget(engine, "0-changed", "node", (0,), 1)
     sender, state = ShardSender(torch.bfloat16, 6000, check=True), weights(0)
-    assert sender.why_not(shards(state), [target]) is None
+    assert sender.unsupported_reason(shards(state), [target]) is None
     announce = ShardMemoryTransport._announce
 
     def flipping(transport, slot, content):  # type: ignore[no-untyped-def]
@@ -351,7 +354,7 @@ def test_weights_that_change_on_the_way_are_named(ray_session, small_buckets, mo
 def test_an_engine_that_takes_whole_tensors_is_the_reason_to_stream(ray_session) -> None:
     (engine,) = engines(0, takes_shards=False)
     target = UpdateTarget(engine, "0-whole", "node", (0,), 1)
-    assert "whole tensors" in str(ShardSender(None, 2**20).why_not(shards(weights(0)), [target]))
+    assert "whole tensors" in str(ShardSender(None, 2**20).unsupported_reason(shards(weights(0)), [target]))
     (engine,) = engines(0)
     target = UpdateTarget(engine, "0-more", "node", (0, 1), 2)
-    assert "1 of the engine's 2" in str(ShardSender(None, 2**20).why_not(shards(weights(0)), [target]))
+    assert "1 of the engine's 2" in str(ShardSender(None, 2**20).unsupported_reason(shards(weights(0)), [target]))

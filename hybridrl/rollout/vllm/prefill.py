@@ -31,7 +31,7 @@ async def score(engine: Any, request: Request) -> Completion:
     values = None if last is None else last.outputs.data
     if values is None or not values.numel():
         return Completion(request.id, [], [], "abort")
-    return Completion(request.id, [], [], "stop", found=PromptLogprobs(score=float(values.flatten()[0])))
+    return Completion(request.id, [], [], "stop", prompt_logprobs=PromptLogprobs(score=float(values.flatten()[0])))
 
 
 async def read(engine: Any, request: Request) -> Completion:
@@ -39,11 +39,11 @@ async def read(engine: Any, request: Request) -> Completion:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    assert request.reading is not None
+    assert request.prefill is not None
     params = SamplingParams(
         temperature=0.0,
         max_tokens=1,
-        prompt_logprobs=request.reading.top,
+        prompt_logprobs=request.prefill.top,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -55,13 +55,15 @@ async def read(engine: Any, request: Request) -> Completion:
         last = output
     if last is None or last.prompt_logprobs is None or last.outputs[0].finish_reason == "abort":
         return Completion(request.id, [], [], "abort")
-    return Completion(request.id, [], [], "stop", found=_findings(last.prompt_logprobs, request.reading))
+    return Completion(
+        request.id, [], [], "stop", prompt_logprobs=_prompt_logprobs(last.prompt_logprobs, request.prefill)
+    )
 
 
-def _findings(logprobs: Any, reading: PrefillRequest) -> PromptLogprobs:
+def _prompt_logprobs(logprobs: Any, prefill: PrefillRequest) -> PromptLogprobs:
     """Read vLLM's flat lists: for each token but the first its own entry, and then the most likely ones."""
-    positions = range(reading.first, len(logprobs.start_indices))
-    width = 1 + reading.top
+    positions = range(prefill.first, len(logprobs.start_indices))
+    width = 1 + prefill.top
 
     def table(values: list[Any], dtype: type) -> np.ndarray:
         rows = [values[logprobs.start_indices[at] : logprobs.start_indices[at] + width] for at in positions]

@@ -10,10 +10,11 @@ import torch
 from ranks import spawn
 from ray.exceptions import RayActorError, RayTaskError
 
+from hybridrl.hybrid_engine import transports
+from hybridrl.hybrid_engine.send_shards import ShardSender
+from hybridrl.hybrid_engine.stream import stream
+from hybridrl.hybrid_engine.transports import CudaIpcTransport, SharedMemoryTransport, UpdateTarget, transports_to
 from hybridrl.utils import device, distributed
-from hybridrl.weight_sync import send
-from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, UpdateTarget, stream, transports_to
-from hybridrl.weight_sync.send_shards import ShardSender
 
 KIB = 1024
 
@@ -64,8 +65,8 @@ def transfer(rank: int, engines: dict[tuple[int, ...], Engine], weights: int) ->
 def on_each_rank(rank: int) -> None:
     device.SharedMemory = Record  # type: ignore[misc]
     device.uuid_of = lambda here: f"GPU {rank}"
-    send.ray = SimpleNamespace(get=answer)
-    send._LEAST_BUCKET = 2 * KIB
+    transports.ray = SimpleNamespace(get=answer)
+    transports.LEAST_BUCKET = 2 * KIB
 
     only_one = Engine()
     assert transfer(rank, {(0,): only_one}, 9) == ((2, 0) if rank == 0 else (0, 0))
@@ -96,14 +97,14 @@ def without_ipc(rank: int) -> None:
     told: list[str] = []
     device.is_gpu = lambda: True
     device.why_not_shared = lambda: "not supported" if rank == 1 else None
-    send.notify = lambda text, level: told.append(f"{level}: {text}")
+    transports.notify = lambda text, level: told.append(f"{level}: {text}")
     targets = [UpdateTarget(Engine(), str(number), "node", (number,), 1) for number in range(2)]
     for _ in range(2):
         assert [type(transport) for transport in transports_to(targets, "node")] == (
             [SharedMemoryTransport] if rank == 0 else []
         )
     assert len(told) == (rank == 0) and all("/dev/shm" in text and "not supported" in text for text in told)
-    assert "not supported" in str(ShardSender(None, KIB).why_not(iter(()), targets))
+    assert "not supported" in str(ShardSender(None, KIB).unsupported_reason(iter(()), targets))
 
 
 @pytest.mark.slow

@@ -1,22 +1,9 @@
-"""Streams the training weights to running generation engines, in buckets of whole parameters under their HF names.
-
-All training ranks iterate over the whole parameters together (this gathers them), and some ranks write the parameters
-into a bucket that engines read:
-
-    same node, CPU    shared memory; the first rank of each node writes, every engine process there reads
-    same GPU          CUDA IPC; each rank writes on its device, the engine's process there reads
-    other devices     broadcast from rank 0 to all engine processes, over gloo or NCCL
-
-A bucket is sent while the previous one is being loaded. Besides the shards and the engines' own weights, a device
-therefore holds at most two buckets and the parameter that is being gathered and cast. A parameter is never split; a
-bucket grows to the size of the largest one.
-"""
+"""The ways by which buckets reach engines: shared memory, CUDA IPC, and a broadcast to devices of their own."""
 
 import functools
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import shared_memory
@@ -26,15 +13,19 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from hybridrl.hybrid_engine.buckets import Bucket, BucketEntry, ShardBucket, TransportKind
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.messages import Bucket, BucketEntry, ShardBucket, TransportKind
 
-_ALIGNMENT = 512  # bytes; more than any dtype or vector load requires
 _SLOTS = 2
-_PIPELINED = 8  # minimum number of buckets, so that writing and loading overlap
-_LEAST_BUCKET = 32 * 2**20
+PIPELINED = 8  # minimum number of buckets, so that writing and loading overlap
+LEAST_BUCKET = 32 * 2**20
+
+
+def pipelined_bucket(size: int) -> int:
+    """Return the bytes of a bucket for weights of `size` bytes, so that writing and loading overlap."""
+    return max(size // PIPELINED, LEAST_BUCKET)
 
 
 @dataclass(frozen=True)
@@ -54,24 +45,6 @@ class UpdateTarget:
     node_id: str
     ranks: tuple[int, ...]
     processes: int
-
-
-@dataclass(frozen=True)
-class TransferReport:
-    """Report of one rank's transfer.
-
-    Attributes:
-        bytes: of the weights. Streamed, each parameter counts once, and a rank that sends nothing itself has 0. By a
-            plan, the parts for the engine's process on the same device, or those sent to engines on other devices.
-        received: of these, the bytes that came from other training ranks. Streamed, they are not counted: -1.
-        saved: what a full transfer would have sent in addition; None where all is sent.
-    """
-
-    bytes: int
-    seconds: float
-    buckets: int
-    received: int = -1
-    saved: int | None = None
 
 
 class Transport(ABC):
@@ -95,18 +68,18 @@ class Transport(ABC):
             self.capacity = size
         return self._buffer(self._slot)
 
-    def send(self, content: Any) -> None:
+    def send(self, filled: Any) -> None:
         """Announce the written bucket to the engines.
 
         Args:
-            content: what is in it; for `message`.
+            filled: what is in it, for `description`: the entries of whole tensors, or a `SentRound`.
         """
-        self._acks[self._slot] = self._announce(self._slot, content)
+        self._acks[self._slot] = self._announce(self._slot, filled)
         self._slot = (self._slot + 1) % _SLOTS
 
-    def message(self, where: Any, content: tuple[BucketEntry, ...], target: UpdateTarget) -> Bucket | ShardBucket:
-        """Return the message to an engine about a bucket; `where` locates the bytes."""
-        return Bucket(self.kind, where, content)
+    def description(self, where: Any, filled: tuple[BucketEntry, ...], target: UpdateTarget) -> Bucket | ShardBucket:
+        """Return what an engine is told of a bucket; `where` locates the bytes."""
+        return Bucket(self.kind, where, filled)
 
     def finish(self) -> None:
         """Wait until everything is loaded, and free the buckets."""
@@ -131,9 +104,9 @@ class Transport(ABC):
             except RayError:  # the replica is gone; the process that started it notices too
                 self._dead_targets.append(target)
 
-    def _load(self, where: Any, content: Any) -> list[Any]:
-        """Tell every engine where the bucket is; `content` is that of `send`."""
-        return [target.replica.load_bucket.remote(self.message(where, content, target)) for target in self.targets]
+    def _load(self, where: Any, filled: Any) -> list[Any]:
+        """Tell every engine where the bucket is; `filled` is that of `send`."""
+        return [target.replica.load_bucket.remote(self.description(where, filled, target)) for target in self.targets]
 
     @abstractmethod
     def _open(self, size: int) -> None:
@@ -144,7 +117,7 @@ class Transport(ABC):
         """Return the slot's bytes."""
 
     @abstractmethod
-    def _announce(self, slot: int, content: Any) -> list[Any]:
+    def _announce(self, slot: int, filled: Any) -> list[Any]:
         """Start the transfer of a slot. Return what to wait for before it may be overwritten, for each target."""
 
     @abstractmethod
@@ -189,9 +162,9 @@ class SharedMemoryTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return torch.frombuffer(self._segments[slot].buf, dtype=torch.uint8)
 
-    def _announce(self, slot: int, content: Any) -> list[Any]:
+    def _announce(self, slot: int, filled: Any) -> list[Any]:
         device.synchronize()
-        return self._load(self._segments[slot].name, content)
+        return self._load(self._segments[slot].name, filled)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -201,7 +174,7 @@ class SharedMemoryTransport(Transport):
 
 
 @contextmanager
-def _on_all_ranks() -> Iterator[None]:
+def on_all_ranks() -> Iterator[None]:
     """Leave the context when every rank has done its part; if one failed, raise on all of them."""
     failure = None
     try:
@@ -225,21 +198,21 @@ class RankTransport(Transport):
         self.is_read = any(rank in target.ranks for target in targets)
         self._where: list[dict[Any, Any]] = [{} for _ in range(_SLOTS)]
 
-    def _announce(self, slot: int, content: Any) -> list[Any]:
+    def _announce(self, slot: int, filled: Any) -> list[Any]:
         if not self._where[slot]:
             # Not before it is used: memory of a GPU that nobody opens stays allocated.
             own = self._export(slot) if self.is_read else None
-            self._where[slot] = dict(part for part in distributed.all_gather_object(own) if part is not None)
-        with _on_all_ranks():
+            self._where[slot] = dict(export for export in distributed.all_gather_object(own) if export is not None)
+        with on_all_ranks():
             device.synchronize()
-        return self._load(self._where[slot], content)
+        return self._load(self._where[slot], filled)
 
     @abstractmethod
     def _export(self, slot: int) -> tuple[Any, Any]:
         """Return by what an engine's process knows this device, and how it opens the slot."""
 
     def _wait(self, slot: int) -> None:
-        with _on_all_ranks():
+        with on_all_ranks():
             super()._wait(slot)
 
     def close(self) -> None:
@@ -259,7 +232,7 @@ class CudaIpcTransport(RankTransport):
     def _open(self, size: int) -> None:
         self.close()
         here = device.current_device() if self.is_read else torch.device("meta")
-        with _on_all_ranks(), device.ordinary_segments():
+        with on_all_ranks(), device.ordinary_segments():
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=here) for _ in range(_SLOTS)]
 
     def _buffer(self, slot: int) -> torch.Tensor:
@@ -291,7 +264,7 @@ class BroadcastTransport(Transport):
     """
 
     kind: TransportKind = "broadcast"
-    _cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
+    cached_group: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[UpdateTarget]) -> None:
         super().__init__(targets)
@@ -300,9 +273,9 @@ class BroadcastTransport(Transport):
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
-        if self._cached_group is None or self._cached_group[0] != self._members:
+        if self.cached_group is None or self.cached_group[0] != self._members:
             group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
-            type(self)._cached_group = self._members, group
+            type(self).cached_group = self._members, group
 
     def _open(self, size: int) -> None:
         here = device.current_device()
@@ -311,25 +284,25 @@ class BroadcastTransport(Transport):
     def _buffer(self, slot: int) -> torch.Tensor:
         return self._buffers[slot]
 
-    def _announce(self, slot: int, content: tuple[BucketEntry, ...]) -> list[Any]:
+    def _announce(self, slot: int, filled: tuple[BucketEntry, ...]) -> list[Any]:
         if self._failed:
             return []
-        assert self._cached_group is not None
-        group = self._cached_group[1]
+        assert self.cached_group is not None
+        group = self.cached_group[1]
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
-            acks.append(target.replica.load_bucket.remote(self.message((membership, first_rank), content, target)))
+            acks.append(target.replica.load_bucket.remote(self.description((membership, first_rank), filled, target)))
             first_rank += target.processes
         try:
             group.connect()
-            group.broadcast(self._buffers[slot][: content[-1].offset + content[-1].size], root=0)
+            group.broadcast(self._buffers[slot][: filled[-1].offset + filled[-1].size], root=0)
         except RuntimeError as error:
             # An engine died. The others may lack this bucket and would wait for it forever, so all are restarted.
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
-            type(self)._cached_group, self._failed = None, True
+            type(self).cached_group, self._failed = None, True
         return acks
 
     def close(self) -> None:
@@ -337,7 +310,7 @@ class BroadcastTransport(Transport):
 
 
 @functools.cache
-def why_no_ipc() -> str | None:
+def ipc_unsupported_reason() -> str | None:
     """Return why engines cannot open the memory of the trainer's GPUs, or None if they can.
 
     All ranks call this together. The first call tries it, and warns if it fails.
@@ -362,7 +335,7 @@ def transports_to(targets: Sequence[UpdateTarget], node_id: str) -> list[Transpo
     transports: list[Transport] = []
     shared = [target for target in targets if target.ranks]
     apart = [target for target in targets if not target.ranks]
-    if shared and device.is_gpu() and why_no_ipc() is None:
+    if shared and device.is_gpu() and ipc_unsupported_reason() is None:
         transports.append(CudaIpcTransport(shared))
     elif shared:
         nodes = distributed.all_gather_object(node_id)
@@ -372,90 +345,3 @@ def transports_to(targets: Sequence[UpdateTarget], node_id: str) -> list[Transpo
     if apart and distributed.get_rank() == 0:
         transports.append(BroadcastTransport(apart))
     return transports
-
-
-def send_adapter(
-    config: str, tensors: Iterable[tuple[str, torch.Tensor]], targets: Sequence[UpdateTarget]
-) -> TransferReport:
-    """Send an adapter (LoRA) to engines that have its base, through Ray's object store: it is small.
-
-    Args:
-        config: PEFT's `adapter_config.json`.
-        tensors: whole, by their names in PEFT's files; every rank iterates to the end, and the first one sends.
-    """
-    started = time.perf_counter()
-    sends = distributed.get_rank() == 0
-    host_tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
-    if not sends:
-        return TransferReport(0, time.perf_counter() - started, 0)
-    shared = ray.put(host_tensors)
-    for answer in [target.replica.load_adapter.remote(config, shared) for target in targets]:
-        try:
-            ray.get(answer)
-        except RayTaskError:
-            raise
-        except RayError:  # the replica is gone; the process that started it notices too
-            continue
-    sent = sum(tensor.nbytes for tensor in host_tensors.values())
-    return TransferReport(sent, time.perf_counter() - started, 1)
-
-
-def stream(
-    weights: Iterable[tuple[str, torch.Tensor]], transports: Sequence[Transport], total_bytes: int, bucket_bytes: int
-) -> TransferReport:
-    """Send `weights` through every transport.
-
-    Args:
-        weights: name and whole value of each parameter; every rank iterates to the end.
-        transports: empty on a rank that only gathers.
-        total_bytes: size of all weights together.
-        bucket_bytes: maximum size of a bucket, unless a single parameter is larger.
-    """
-    started = time.perf_counter()
-    packer = _Packer(transports, min(bucket_bytes, max(total_bytes // _PIPELINED, _LEAST_BUCKET), total_bytes))
-    try:
-        for name, tensor in weights:
-            if transports:
-                packer.add(name, tensor.detach())
-        packer.flush()
-        for transport in transports:
-            transport.finish()
-    except BaseException:
-        for transport in transports:
-            transport.close()
-        raise
-    return TransferReport(packer.bytes, time.perf_counter() - started, packer.buckets)
-
-
-class _Packer:
-    """Packs parameters one after another into buckets."""
-
-    def __init__(self, transports: Sequence[Transport], bucket_bytes: int) -> None:
-        self.transports = transports
-        self.bucket_bytes = bucket_bytes
-        self.bytes = self.buckets = 0
-        self._entries: list[BucketEntry] = []
-        self._buffers: list[torch.Tensor] = []
-        self._offset = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        flat = tensor.reshape(-1).view(torch.uint8)
-        size = flat.numel()
-        if self._entries and self._offset + size > self._buffers[0].numel():
-            self.flush()
-        if not self._entries:
-            self._buffers = [transport.reserve(max(self.bucket_bytes, size)) for transport in self.transports]
-        for buffer in self._buffers:
-            buffer[self._offset : self._offset + size].copy_(flat)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._entries.append(BucketEntry(name, dtype, tuple(tensor.shape), self._offset, size))
-        self.bytes += size
-        self._offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    def flush(self) -> None:
-        self._buffers = []
-        if self._entries:
-            for transport in self.transports:
-                transport.send(tuple(self._entries))
-            self.buckets += 1
-        self._entries, self._offset = [], 0

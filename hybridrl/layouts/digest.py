@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.layouts.slices import TensorSlice
 
 #: the integer of as many bytes as an element
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -14,12 +14,12 @@ _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that neighbouring places weigh d
 _CHUNK = 1 << 22  # elements at once; each takes three numbers of 8 bytes
 
 
-def digest(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Return the digest of the elements of a box. Those of disjoint boxes add up to that of both, modulo 2**64.
+def digest(values: torch.Tensor, tensor_slice: TensorSlice, shape: tuple[int, ...]) -> int:
+    """Return the digest of the elements of a slice. Those of disjoint slices add up to that of both, modulo 2**64.
 
     Args:
-        values: the elements, of the shape of the box.
-        box: where they lie in the whole tensor.
+        values: the elements, of the shape of the slice.
+        tensor_slice: where they lie in the whole tensor.
         shape: of the whole tensor.
     """
     rows = max(1, _CHUNK // max(1, values[0].numel())) if values.ndim else 1
@@ -29,7 +29,7 @@ def digest(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
         bits = part.contiguous().view(INTEGERS[values.dtype.itemsize]).to(torch.int64)
         places = torch.zeros((), dtype=torch.int64, device=values.device)
         for dim, size in enumerate(part.shape):
-            begin = box.start[dim] + (first if dim == 0 else 0)
+            begin = tensor_slice.start[dim] + (first if dim == 0 else 0)
             index = torch.arange(begin, begin + size, device=values.device) * prod(shape[dim + 1 :])
             places = places.unsqueeze(-1) + index
         weights = (places + 1) * _FACTOR

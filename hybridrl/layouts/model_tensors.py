@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.shards import Cut, TensorSpec
+from hybridrl.layouts.slices import Cut, TensorSpec
 from hybridrl.models.loading import build_language_model
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -81,7 +81,7 @@ def model_tensors(config: PreTrainedConfig, trust_remote_code: bool = False) -> 
         if rule is None:
             raise ConfigError(
                 f"{name} of {type(config).__name__}: there is no rule how layouts cut it; add one to "
-                "hybridrl/hybrid_engine/model_tensors.py"
+                "hybridrl/layouts/model_tensors.py"
             )
         shape = tuple(tensor.shape) or (1,)
         layer = _LAYER.search(name)

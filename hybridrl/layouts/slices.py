@@ -1,56 +1,61 @@
-"""Boxes: which elements of each tensor a device holds under a layout.
+"""Slices: which elements of each tensor a device holds under a layout.
 
-A box is a range of indices per dimension of the whole tensor, as the Hugging Face model has it. Every cut of a layout
-(rows, columns, heads, experts, the halves of a fused gate and up projection) is a set of disjoint boxes.
+A slice is a range of indices per dimension of the whole tensor, as the Hugging Face model has it. Every cut of a layout
+(rows, columns, heads, experts, the halves of a fused gate and up projection) is a set of disjoint slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.topology import Coordinates, Layout, ParallelLayout, ShardedLayout
+from hybridrl.layouts.topology import Coordinates, Layout, ParallelLayout, ShardedLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorSlice:
     """The elements with `start[d] <= index[d] < stop[d]` in every dimension d."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
+    @classmethod
+    def of_extents(cls, start: tuple[int, ...], extents: Sequence[int]) -> TensorSlice:
+        """Return the slice that begins at `start` and has a size per dimension."""
+        return cls(start, tuple(a + size for a, size in zip(start, extents, strict=True)))
+
     @property
     def elements(self) -> int:
-        """Number of elements in the box."""
+        """Number of elements in the slice."""
         return prod(self.extents)
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Size of the box per dimension."""
+        """Size of the slice per dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds the box `outer`."""
+    def within(self, outer: TensorSlice) -> tuple[slice, ...]:
+        """Return the index of this slice in a tensor that holds the slice `outer`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: TensorSlice) -> TensorSlice | None:
         """Return the elements that both have, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return TensorSlice(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
 
-#: The disjoint boxes of one tensor that a device holds.
-Boxes = tuple[Box, ...]
+#: The disjoint slices of one tensor that a device holds.
+TensorSlices = tuple[TensorSlice, ...]
 
 
-def overlap(ours: Boxes, theirs: Boxes) -> int:
-    """Return how many elements two sets of boxes share."""
+def overlap(ours: TensorSlices, theirs: TensorSlices) -> int:
+    """Return how many elements two sets of slices share."""
     common = (a.intersect(b) for a in ours for b in theirs)
-    return sum(box.elements for box in common if box is not None)
+    return sum(tensor_slice.elements for tensor_slice in common if tensor_slice is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +104,9 @@ class TensorSpec:
         return prod(self.shape)
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """Return the box of a whole tensor."""
-    return Box((0,) * len(shape), shape)
+def whole(shape: tuple[int, ...]) -> TensorSlice:
+    """Return the slice of a whole tensor."""
+    return TensorSlice((0,) * len(shape), shape)
 
 
 def _range(index: int, parts: int, size: int, cut: Cut, layout: ParallelLayout) -> tuple[int, int]:
@@ -128,7 +133,7 @@ def _range(index: int, parts: int, size: int, cut: Cut, layout: ParallelLayout) 
 
 
 @lru_cache(maxsize=1 << 16)
-def _cut_boxes(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, at: Coordinates) -> Boxes:
+def _cut_slices(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, at: Coordinates) -> TensorSlices:
     start, stop = [0] * len(shape), list(shape)
     index, parts = at.tensor, layout.sizes.tensor
     if cut.expert_dim is not None:
@@ -140,15 +145,15 @@ def _cut_boxes(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, at: Coo
         stop[cut.expert_dim] = start[cut.expert_dim] + experts // groups
         index, parts = at.expert_tensor, layout.sizes.expert_tensor
     if cut.dim is None:
-        return (Box(tuple(start), tuple(stop)),)
-    boxes, offset = [], 0
+        return (TensorSlice(tuple(start), tuple(stop)),)
+    slices, offset = [], 0
     for size in cut.sections or (shape[cut.dim],):
         begin, end = _range(index, parts, size, cut, layout)
         if begin < end:
             start[cut.dim], stop[cut.dim] = offset + begin, offset + end
-            boxes.append(Box(tuple(start), tuple(stop)))
+            slices.append(TensorSlice(tuple(start), tuple(stop)))
         offset += size
-    return tuple(boxes)
+    return tuple(slices)
 
 
 @lru_cache(maxsize=64)
@@ -157,14 +162,14 @@ def _stages(layout: ParallelLayout, layers: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _chunk(shape: tuple[int, ...], shards: int, index: int) -> Boxes:
+def _chunk(shape: tuple[int, ...], shards: int, index: int) -> TensorSlices:
     size = -(-shape[0] // shards)
     begin, end = min(index * size, shape[0]), min((index + 1) * size, shape[0])
-    return (Box((begin, *(0 for _ in shape[1:])), (end, *shape[1:])),) if begin < end else ()
+    return (TensorSlice((begin, *(0 for _ in shape[1:])), (end, *shape[1:])),) if begin < end else ()
 
 
-def boxes_of(spec: TensorSpec, layout: Layout, at: Coordinates, layers: int) -> Boxes:
-    """Return the boxes of a tensor that the devices with given coordinates hold.
+def slices_of(spec: TensorSpec, layout: Layout, at: Coordinates, layers: int) -> TensorSlices:
+    """Return the slices of a tensor that the devices with given coordinates hold.
 
     Args:
         spec: the tensor.
@@ -187,11 +192,11 @@ def boxes_of(spec: TensorSpec, layout: Layout, at: Coordinates, layers: int) -> 
     if at.pipeline not in stages:
         return ()
     try:
-        return _cut_boxes(spec.shape, spec.cut, layout, at)
+        return _cut_slices(spec.shape, spec.cut, layout, at)
     except ConfigError as error:
         raise ConfigError(f"{spec.name}: {error}") from None
 
 
-def count(boxes: Iterable[Box]) -> int:
-    """Return the elements of disjoint boxes."""
-    return sum(box.elements for box in boxes)
+def count(slices: Iterable[TensorSlice]) -> int:
+    """Return the elements of disjoint slices."""
+    return sum(tensor_slice.elements for tensor_slice in slices)

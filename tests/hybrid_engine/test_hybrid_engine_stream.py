@@ -8,8 +8,9 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from hybridrl.weight_sync.receive import WeightReceiver
-from hybridrl.weight_sync.send import BroadcastTransport, SharedMemoryTransport, UpdateTarget, stream, transports_to
+from hybridrl.hybrid_engine.receive import WeightReceiver
+from hybridrl.hybrid_engine.stream import stream
+from hybridrl.hybrid_engine.transports import BroadcastTransport, SharedMemoryTransport, UpdateTarget, transports_to
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -82,7 +83,7 @@ def assert_taken(taker, sent: list[tuple[str, torch.Tensor]], largest: int) -> i
 
 @pytest.mark.parametrize("bucket", [1024, 20_000, 2**20])
 def test_shared_memory_brings_everything_once_in_order_and_is_freed(takers, bucket, monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.weight_sync.send._LEAST_BUCKET", 1)
+    monkeypatch.setattr("hybridrl.hybrid_engine.transports.LEAST_BUCKET", 1)
     sent = weights()
     before = set(os.listdir("/dev/shm"))
     targets = [UpdateTarget(taker, str(i), "node", (0,), 1) for i, taker in enumerate(takers)]
@@ -112,17 +113,17 @@ def test_a_broadcast_reaches_processes_of_their_own_and_its_group_is_kept(takers
         stream(iter(sent), [transport], total(sent), 2**20)
         for taker in takers:
             assert_taken(taker, sent, 2**20)
-        ports.add(BroadcastTransport._cached_group[1].port)
+        ports.add(BroadcastTransport.cached_group[1].port)
     assert len(ports) == 1
     (transport,) = transports_to(targets[:1], "node")  # other members, another group
     stream(iter(sent), [transport], total(sent), 2**20)
     assert_taken(takers[0], sent, 2**20)
-    assert BroadcastTransport._cached_group[1].port not in ports
+    assert BroadcastTransport.cached_group[1].port not in ports
 
 
 def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypatch) -> None:
     """The others may have got all of the bucket at which one died, and then never hear of the rest."""
-    monkeypatch.setattr("hybridrl.weight_sync.send._LEAST_BUCKET", 1)
+    monkeypatch.setattr("hybridrl.hybrid_engine.transports.LEAST_BUCKET", 1)
     actor = ray.remote(Taker).options(num_cpus=0)
     engines = [actor.remote(True) for _ in range(2)]
     ray.get(engines[1].end_at.remote(3))

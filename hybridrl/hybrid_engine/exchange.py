@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.digest import digest
 from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Round, TransferPiece
-from hybridrl.hybrid_engine.shards import Box, Boxes
+from hybridrl.layouts.digest import digest
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
 
-#: a box of a tensor and its elements
-Part = tuple[Box, torch.Tensor]
-#: the device that a piece goes to, its tensor, its box, and the digest of its elements
-Digest = tuple[int, str, Box, int]
+#: a slice of a tensor and the values of its elements
+SliceValues = tuple[TensorSlice, torch.Tensor]
+#: the device that a piece goes to, its tensor, its slice, and the digest of its elements
+Digest = tuple[int, str, TensorSlice, int]
 
 
 @dataclass
@@ -26,49 +26,49 @@ class Traffic:
 
     Attributes:
         received, sent: over the network between devices.
-        kept: copied from the training shard to the bucket of the same device.
+        reused: copied from the training shard to the bucket of the same device.
     """
 
     received: int = 0
     sent: int = 0
-    kept: int = 0
+    reused: int = 0
 
 
 class Shards:
     """The training shards of this rank, by the name of their tensor.
 
     Args:
-        parts: name, box and elements; they are not copied.
+        shards: name, slice and values; they are not copied.
     """
 
-    def __init__(self, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        self._parts: dict[str, list[Part]] = defaultdict(list)
-        for name, box, tensor in parts:
-            self._parts[name].append((box, tensor))
+    def __init__(self, shards: Iterable[tuple[str, TensorSlice, torch.Tensor]]) -> None:
+        self._shards: dict[str, list[SliceValues]] = defaultdict(list)
+        for name, tensor_slice, values in shards:
+            self._shards[name].append((tensor_slice, values))
 
-    def boxes(self) -> dict[str, Boxes]:
-        """The boxes of each tensor."""
-        return {name: tuple(box for box, _ in parts) for name, parts in self._parts.items()}
+    def slices(self) -> dict[str, TensorSlices]:
+        """The slices of each tensor."""
+        return {name: tuple(tensor_slice for tensor_slice, _ in shards) for name, shards in self._shards.items()}
 
     def write(self, piece: TransferPiece, target: torch.Tensor) -> None:
         """Write the elements of a piece into `target`, in its dtype."""
-        assemble(target, piece.box, self._parts[piece.name], piece.name)
+        assemble(target, piece.slice, self._shards[piece.name], piece.name)
 
 
-def assemble(target: torch.Tensor, box: Box, parts: Sequence[Part], name: str) -> None:
-    """Fill a tensor that has the shape of a box with the elements of disjoint parts; converts to its dtype.
+def assemble(target: torch.Tensor, tensor_slice: TensorSlice, pieces: Sequence[SliceValues], name: str) -> None:
+    """Fill a tensor that has the shape of a slice with the values of disjoint slices; converts to its dtype.
 
     Raises:
-        ModelError: the parts do not cover the box.
+        ModelError: the pieces do not cover the slice.
     """
     covered = 0
-    for at, tensor in parts:
-        both = box.intersect(at)
+    for at, values in pieces:
+        both = tensor_slice.intersect(at)
         if both is not None:
-            target[both.within(box)].copy_(tensor[both.within(at)])
+            target[both.within(tensor_slice)].copy_(values[both.within(at)])
             covered += both.elements
-    if covered != box.elements:
-        raise ModelError(f"{name}: {covered} of the {box.elements} elements of {box} are there")
+    if covered != tensor_slice.elements:
+        raise ModelError(f"{name}: {covered} of the {tensor_slice.elements} elements of {tensor_slice} are there")
 
 
 class Exchange:
@@ -106,13 +106,13 @@ class Exchange:
             if message.source == self.device:
                 self._keep(message, shards, bucket)
             else:
-                part = bucket[message.begin : message.end]
-                operations.append(self._operation(dist.irecv, part, message.source))
-                self.traffic.received += part.numel()
+                data = bucket[message.begin : message.end]
+                operations.append(self._operation(dist.irecv, data, message.source))
+                self.traffic.received += data.numel()
         ranks = dist.get_world_size(self._group) if dist.is_initialized() else 1
         outgoing = [message for message in now.sent_by(self.device) if message.target < ranks]
-        for message, part in self.staged(outgoing, shards):
-            operations.append(self._operation(dist.isend, part, message.target))
+        for message, data in self.staged(outgoing, shards):
+            operations.append(self._operation(dist.isend, data, message.target))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -120,25 +120,22 @@ class Exchange:
     def staged(self, messages: Sequence[Message], shards: Shards) -> list[tuple[Message, torch.Tensor]]:
         """Return messages with their bytes, which are valid until the next call.
 
-        Messages of the same content share their bytes, so that what a device sends to many takes memory once.
+        Messages of the same pieces share their bytes, so that what a device sends to many takes memory once.
         """
-        contents = [tuple((piece.name, piece.box, piece.dtype) for piece in message.pieces) for message in messages]
-        sizes = {
-            content: -(-message.size // ALIGNMENT) * ALIGNMENT
-            for content, message in zip(contents, messages, strict=True)
-        }
+        keys = [tuple((piece.name, piece.slice, piece.dtype) for piece in message.pieces) for message in messages]
+        sizes = {key: -(-message.size // ALIGNMENT) * ALIGNMENT for key, message in zip(keys, messages, strict=True)}
         if sum(sizes.values()) > self._staging.numel():
             self.close()  # before the larger memory is allocated
             self._staging = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._on)
         offset, filled = 0, []
         written: dict[object, torch.Tensor] = {}
-        for content, message in zip(contents, messages, strict=True):
-            if content not in written:
-                written[content] = part = self._staging[offset : offset + message.size]
+        for key, message in zip(keys, messages, strict=True):
+            if key not in written:
+                written[key] = data = self._staging[offset : offset + message.size]
                 for piece in message.pieces:
-                    shards.write(piece, piece.view(part, message.begin))
-                offset += sizes[content]
-            filled.append((message, written[content]))
+                    shards.write(piece, piece.view(data, message.begin))
+                offset += sizes[key]
+            filled.append((message, written[key]))
             self.traffic.sent += message.size
         return filled
 
@@ -147,16 +144,18 @@ class Exchange:
         digests: list[Digest] = []
         for message in now.messages:
             for piece in message.pieces if message.source == self.device else ():
-                value = torch.empty(piece.box.extents, dtype=piece.dtype, device=self._on)
+                value = torch.empty(piece.slice.extents, dtype=piece.dtype, device=self._on)
                 shards.write(piece, value)
-                digests.append((message.target, piece.name, piece.box, digest(value, piece.box, shapes[piece.name])))
+                digests.append(
+                    (message.target, piece.name, piece.slice, digest(value, piece.slice, shapes[piece.name]))
+                )
         return digests
 
     def _keep(self, message: Message, shards: Shards, bucket: torch.Tensor) -> None:
         for piece in message.pieces:
             shards.write(piece, piece.view(bucket))
-        self.traffic.kept += message.size
+        self.traffic.reused += message.size
 
-    def _operation(self, what: object, part: torch.Tensor, peer: int) -> dist.P2POp:
+    def _operation(self, operation: object, data: torch.Tensor, peer: int) -> dist.P2POp:
         rank = peer if self._group is None else dist.get_global_rank(self._group, peer)
-        return dist.P2POp(what, part, rank, self._group)  # type: ignore[arg-type]
+        return dist.P2POp(operation, data, rank, self._group)  # type: ignore[arg-type]
