@@ -25,7 +25,7 @@ from hybridrl.notify import notify
 from hybridrl.utils.movement import Movement
 
 _STILL_S = 30.0  # without any movement, the start is given up
-_TELL_S = 30.0  # a start that takes this long is mentioned, and again each time it has taken as long
+_WARN_S = 30.0  # a start that takes this long is mentioned, and again each time it has taken as long
 _LOOK_S = 0.5
 _END_S = 10.0
 _ASK_MS = 500
@@ -114,7 +114,7 @@ class _Patience:
 
     def _ask(self, question: Callable[[], Any], what: str) -> Any:
         movement = Movement(self._own, lambda: _logs_of(self._own()), chatty=_CHATTY)
-        told_s = _TELL_S
+        warn_s = _WARN_S
         while True:
             try:
                 return question()
@@ -132,8 +132,8 @@ class _Patience:
                         f"{movement.last_lines(of=ended)}",
                         late_agent=_LATE_AGENT in checks,
                     ) from error
-                if waited_s > told_s:
-                    told_s *= 2
+                if waited_s > warn_s:
+                    warn_s *= 2
                     notify(
                         f"Ray is still starting: waiting for {what} for {waited_s:.0f} s ({movement.count} processes; "
                         f"the last sign of progress {still:.0f} s ago). The run goes on waiting while something moves",
