@@ -12,9 +12,9 @@ from hybridrl.chat.session_images import SeenImages, generated_in, tensors_of
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.bookkeeping import Writer, reserved
 from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG
-from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.parts import extended
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.request_images import PromptImages
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.verdict import LARGEST_REWARD, NoVerdict, Verdict
 

@@ -25,9 +25,9 @@ from hybridrl.protocol.names import (
     TURN_LEVEL_REWARDS,
     TURN_STATES,
 )
-from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
+from hybridrl.rollout.request_images import PromptImages
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 

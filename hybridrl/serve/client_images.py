@@ -19,7 +19,7 @@ from hybridrl.chat.session_images import FORMATS, ImageReader, opened
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors, digest
-from hybridrl.rollout.images import PromptImages, join_images
+from hybridrl.rollout.request_images import PromptImages, join_images
 from hybridrl.rollout.token_tree import Turn
 from hybridrl.serve.schema import TOO_LONG, ApiError, short
 

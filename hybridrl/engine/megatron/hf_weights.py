@@ -31,7 +31,7 @@ from hybridrl.models.value import HEAD_NAME
 from hybridrl.utils import device
 
 if TYPE_CHECKING:
-    from hybridrl.engine.megatron.optimizer import Shard
+    from hybridrl.engine.megatron.sharded_optimizer import Shard
 
 #: Whole tensors are exported together until they have this many bytes.
 BUCKET_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSetting
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
-from hybridrl.single_controller.ray.images import with_references
+from hybridrl.single_controller.ray.image_references import with_references
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 from hybridrl.utils import work_folder
