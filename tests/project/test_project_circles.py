@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.models.chat import parsed
+from hybridrl.utils.python_source import parsed
 
 PACKAGE = Path(__file__).parents[2] / "hybridrl"
 
