@@ -31,13 +31,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import Qwen3Config
 
-from hybridrl.hybrid_engine.counter import ReceivedBytes
 from hybridrl.hybrid_engine.exchange import Exchange, Shards, assemble
 from hybridrl.hybrid_engine.plan import plan, plan_slices
 from hybridrl.hybrid_engine.schedule import Round, schedule
 from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.slices import TensorSlice, TensorSlices, slices_of, whole
 from hybridrl.layouts.topology import GenerationLayout, Layout, MegatronLayout, ShardedLayout
+from hybridrl_testing.counters import ReceivedBytes
 
 Parts = dict[str, list[tuple[TensorSlice, torch.Tensor]]]
 CPU = torch.device("cpu")

@@ -282,6 +282,11 @@ class Registry(Generic[F]):
         for each in (name, *locations):
             self.objects[each], self._metadata[each] = entry, metadata
 
+    def remove(self, name: str) -> None:
+        """Forget an entry that was registered; nothing happens if there is none of this name."""
+        self.objects.pop(name, None)
+        self._metadata.pop(name, None)
+
     def names(self) -> tuple[str, ...]:
         """Every name that may be chosen, the built-in ones first."""
         names = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))

@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hybridrl.agents.agents import Agents, kwargs_of
-from hybridrl.agents.session import META, Attempt, OutputCost, Task, run_attempt
+from hybridrl.agents.session import META, OutputCost, SessionResult, Task, run_attempt
 from hybridrl.agents.workers.agent_pool import SessionPool
 from hybridrl.agents.workers.setup import setup_of
 from hybridrl.config.checks.check_agents import MAX_AGENTS, MAX_SESSIONS
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.missing import MissingSample
 from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.protocol.sample_names import UnscoredSample, request_names
+from hybridrl.rollout.batch import batch_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import MEMORY_TAGS
-from hybridrl.rollout.rollout import Rollout
+from hybridrl.rollout.rollout import OnFinished, Rollout
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class AgentRollout(Rollout):
 
     def __init__(self, inner: Rollout, agents: Agents) -> None:
         self.inner = inner
-        self._agents = agents
+        self.agents = agents
         self._config = agents.config.actor_rollout_ref.rollout
         self.in_place = inner.in_place
         self.gives_memory_back = inner.gives_memory_back
@@ -60,19 +60,19 @@ class AgentRollout(Rollout):
         """The version of the weights; see `Rollout`."""
         return self.inner.version
 
-    def generate(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
         """One or more rows per row of `prompts`, in their order; see `Rollout.generate` and `batch_of`.
 
-        The meta `missing_samples` has a `MissingSample` for each session that gave no verdict.
+        The meta `missing_samples` has an `UnscoredSample` for each session that gave no score.
 
         Raises:
             RolloutError: generation failed, or a session failed and `agent.on_error` is `raise`.
         """
         self.inner.resume()
-        trajectories, missing = _run(self._sessions(prompts))
+        trajectories, missing = run_coroutine(self._sessions(prompts, on_finished))
         batch = batch_of(
             trajectories,
-            self._agents.tokenizer.pad_token_id,
+            self.agents.tokenizer.pad_token_id,
             prompt_width=max(
                 [prompts.batch["input_ids"].shape[1], *(len(trajectory.prompt_ids) for trajectory in trajectories)]
             ),
@@ -82,17 +82,18 @@ class AgentRollout(Rollout):
             batch.meta_info[MISSING_SAMPLES] = missing
         return batch
 
-    async def _sessions(self, prompts: DataProto) -> tuple[list[Trajectory], list[MissingSample]]:
-        names = list(zip(*names_of(prompts), strict=True))
+    async def _sessions(
+        self, prompts: DataProto, on_finished: OnFinished | None
+    ) -> tuple[list[Trajectory], list[UnscoredSample]]:
         sampling = SamplingParams.from_meta(self._config, prompts.meta_info)
         meta = {name: prompts.meta_info[name] for name in META if name in prompts.meta_info}
         drawn = self.in_place or self._config.full_determinism or bool(prompts.meta_info.get("seeded", False))
-        batch = _Batch(self.inner.client(), self._config.agent.max_running)
+        batch = _Batch(self.inner.client(), self._config.agent.max_running, on_finished)
         sessions = [
             asyncio.ensure_future(
                 self._session(batch, Task(row, uid, sample, sampling, meta, sampling.do_sample and drawn))
             )
-            for row, (uid, sample) in zip(rows_of(prompts), names, strict=True)
+            for row, (uid, sample) in zip(rows_of(prompts), request_names(prompts), strict=True)
         ]
         try:
             results = await asyncio.gather(*sessions)
@@ -105,37 +106,39 @@ class AgentRollout(Rollout):
             [sample for _, missing in results for sample in missing],
         )
 
-    async def _session(self, batch: "_Batch", task: Task) -> tuple[list[Trajectory], list[MissingSample]]:
-        """The trajectories of a session, passed to `on_finished` at once, and the attempts at it without a verdict."""
+    async def _session(self, batch: "_Batch", task: Task) -> tuple[list[Trajectory], list[UnscoredSample]]:
+        """The trajectories of a session, passed to `on_finished` at once, and the attempts at it without a score."""
         name = task.row.get("agent_name")
-        async with batch.places(self._agents.uses_gateway(name)):
-            attempt, missing = await self._attempts(batch, task, self._agents.runs_on_controller(name))
-        if attempt.verdict is None:
+        async with batch.places(self.agents.uses_gateway(name)):
+            attempt, missing = await self._attempts(batch, task, self.agents.runs_on_controller(name))
+        if attempt.unscored is None:
             for cost in attempt.costs:
                 self._counts.add(cost)
-            if self.on_finished is not None:
-                self.on_finished(attempt.trajectories)
+            if batch.on_finished is not None:
+                batch.on_finished(attempt.trajectories)
             return attempt.trajectories, missing
-        what = f"agent session of uid {task.uid!r}, sample {task.sample} has no verdict: {attempt.verdict}"
-        if self._config.agent.on_error == "raise" and attempt.verdict.reason is not Reason.DROPPED:
+        what = f"agent session of uid {task.uid!r}, sample {task.sample} has no score: {attempt.unscored}"
+        if self._config.agent.on_error == "raise" and attempt.unscored.reason is not Reason.DROPPED:
             raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from attempt.failure
         notify(what, "warning")
         return [], missing
 
-    async def _attempts(self, batch: "_Batch", task: Task, on_controller: bool) -> tuple[Attempt, list[MissingSample]]:
-        """The last attempt at a session, and those without a verdict."""
-        missing: list[MissingSample] = []
+    async def _attempts(
+        self, batch: "_Batch", task: Task, on_controller: bool
+    ) -> tuple[SessionResult, list[UnscoredSample]]:
+        """The last attempt at a session, and those without a score."""
+        missing: list[UnscoredSample] = []
         while True:
             task = replace(task, attempt=len(missing))
             if self._pool is None or on_controller:
-                attempt = await run_attempt(self._agents, batch.client, task)
+                attempt = await run_attempt(self.agents, batch.client, task)
             else:
                 attempt = await asyncio.wrap_future(self._pool.submit(task, batch.client))
-            if attempt.verdict is None:
+            if attempt.unscored is None:
                 return attempt, missing
-            reason = attempt.verdict.reason
+            reason = attempt.unscored.reason
             again = len(missing) < self._config.agent.retries and reason not in (Reason.DROPPED, Reason.TIMEOUT)
-            missing.append(MissingSample(task.uid, task.sample, attempt.verdict, attempt.tokens, again))
+            missing.append(UnscoredSample(task.uid, task.sample, attempt.unscored, attempt.tokens, again))
             if reason is not Reason.DROPPED:
                 self._counts.failed(again)
             if not again:
@@ -185,7 +188,7 @@ class AgentRollout(Rollout):
 
     def close(self) -> None:
         with contextlib.ExitStack() as ends:
-            ends.callback(self._agents.close)
+            ends.callback(self.agents.close)
             ends.callback(self.inner.close)
             if self._pool is not None:
                 ends.callback(self._pool.close)
@@ -197,10 +200,12 @@ class _Batch:
     Args:
         client: generates.
         most: `agent.max_running`.
+        on_finished: see `Rollout.generate`.
     """
 
-    def __init__(self, client: GenerationClient, most: int | None) -> None:
+    def __init__(self, client: GenerationClient, most: int | None, on_finished: OnFinished | None) -> None:
         self.client = client
+        self.on_finished = on_finished
         others = asyncio.Semaphore(most or MAX_SESSIONS)
         self._places = {False: others, True: others if most is not None else asyncio.Semaphore(MAX_AGENTS)}
 
@@ -255,7 +260,7 @@ def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, in a thread of its own: the caller may be inside of an event loop.
 
     Where the caller is interrupted meanwhile, the coroutine is cancelled.

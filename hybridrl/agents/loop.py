@@ -26,7 +26,7 @@ from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 from hybridrl.rollout.request_images import PromptImages, split_images
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.token_tree import TokenTree
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.scored import Scored, Unscored
 
 T = TypeVar("T", bound="type[AgentLoopBase]")
 
@@ -56,8 +56,8 @@ class AgentLoopOutput:
         response_mask: 1 for each token to train on, which the policy must have generated at this place in this
             session; 0 for the others.
         response_logprobs: not read, because the sampler's own are known; verl's loops give them.
-        reward_score: the score, or a `Verdict` whose `extra` becomes columns; None leaves it to the reward function.
-            With a `NoVerdict` in any output, the whole session is missing: its sample is generated again or leaves its
+        reward_score: the score, or a `Scored` whose `extra` becomes columns; None leaves it to the reward function.
+            With an `Unscored` in any output, the whole session is missing: its sample is generated again or leaves its
             group, as `algorithm.missing` says.
         num_turns: of user, model and tools together.
         metrics: seconds per activity.
@@ -75,7 +75,7 @@ class AgentLoopOutput:
     response_ids: Sequence[int]
     response_mask: Sequence[int]
     response_logprobs: Sequence[float] | None = None
-    reward_score: float | Verdict | NoVerdict | None = None
+    reward_score: float | Scored | Unscored | None = None
     num_turns: int = 0
     metrics: AgentLoopMetrics | Mapping[str, float] = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class SessionClient:
     ) -> None:
         self.images = images
         self._routing = routing
-        self._client = client
+        self.client = client
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._session = session
@@ -196,7 +196,7 @@ class SessionClient:
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=self._seed_of(turn))
         began = self.log.clock()
         try:
-            completion = await self._client.generate(
+            completion = await self.client.generate(
                 replace(request, sampling=sampling, priority=TRAINING_PRIORITY, routing=self._routing)
             )
         except Exception as error:
@@ -294,7 +294,7 @@ class SessionClient:
         request = Request(name, prompt, sampling, session=self._session, images=images, routing=self._routing)
         began = self.log.clock()
         try:
-            completion = await self._client.generate(request)
+            completion = await self.client.generate(request)
         except Exception as error:
             raise GenerationFailedError from error
         if completion.finish_reason == "error":

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils import clock
-from hybridrl.verdict import NoVerdictError, Reason
 
 _POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
@@ -42,19 +42,19 @@ class SessionExecutor:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._loop: _ExecutorLoop | None = None
+        self.loop: ExecutorLoop | None = None
 
     async def run(self, make: Callable[[], Any], limit_s: float) -> Any:
         """The result of `make()`, which is awaited if it can be. `make` runs in the executor's loop, and may block.
 
         Raises:
             CallTimeoutError: it took longer than the limit, without the time in `clock.stopped()`.
-            NoVerdictError: this process cannot have one more thread, or open one more file.
+            UnscoredError: this process cannot have one more thread, or open one more file.
         """
         while True:
-            if self._loop is None:
-                self._loop = _LOOPS.lease(self._what)
-            loop = self._loop
+            if self.loop is None:
+                self.loop = LOOPS.lease(self._what)
+            loop = self.loop
             measured = clock.Clock()
             begun = threading.Event()
 
@@ -77,8 +77,8 @@ class SessionExecutor:
             if await self._ended(future, loop, measured, begun, limit_s):
                 break
             future.cancel()
-            if self._loop is loop:
-                self._loop = None
+            if self.loop is loop:
+                self.loop = None
         result, error = future.result()
         if error is not None:
             raise error
@@ -87,7 +87,7 @@ class SessionExecutor:
     async def _ended(
         self,
         future: "asyncio.Future[Any]",
-        loop: "_ExecutorLoop",
+        loop: "ExecutorLoop",
         measured: clock.Clock,
         begun: threading.Event,
         limit_s: float,
@@ -101,26 +101,26 @@ class SessionExecutor:
             if not begun.is_set() and time.monotonic() - waiting > limit_s:
                 waiting = time.monotonic()
                 if not await loop.responds():  # the session that blocks it may have ended, and nobody else looks
-                    _LOOPS.abandon(loop)
+                    LOOPS.abandon(loop)
             if loop.is_abandoned and not begun.is_set():
                 return False
             if measured.is_stopped or measured.seconds < limit_s:
                 continue
             future.cancel()
             if not await loop.responds():
-                _LOOPS.abandon(loop)
-                if self._loop is loop:
-                    self._loop = None
+                LOOPS.abandon(loop)
+                if self.loop is loop:
+                    self.loop = None
             raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
 
     def stop(self) -> None:
         """End what the session's code still does, and give the thread back."""
-        if self._loop is not None:
-            _LOOPS.give_back(self._loop, self)
-            self._loop = None
+        if self.loop is not None:
+            LOOPS.give_back(self.loop, self)
+            self.loop = None
 
 
-class _ExecutorLoop:
+class ExecutorLoop:
     """An event loop in a thread of its own, which does not keep the process from ending.
 
     Attributes:
@@ -131,22 +131,22 @@ class _ExecutorLoop:
     def __init__(self) -> None:
         self.users = 0
         self.is_abandoned = False
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         #: the session of each task
         self._callers = weakref.WeakKeyDictionary[asyncio.Task[Any], SessionExecutor | None]()
-        self._loop.set_task_factory(self._task)
+        self.loop.set_task_factory(self._task)
         try:
             threading.Thread(target=self._run, name="tools", daemon=True).start()
         except BaseException:
-            self._loop.close()
+            self.loop.close()
             raise
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_forever()
+            self.loop.run_forever()
         finally:
-            self._loop.close()
+            self.loop.close()
 
     def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         task = asyncio.Task(work, loop=loop, **options)
@@ -169,14 +169,14 @@ class _ExecutorLoop:
             except BaseException as error:
                 return None, RuntimeError(f"{type(error).__name__}: {error}")
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop)
 
     async def responds(self) -> bool:
         """Whether it runs anything."""
         ran: Future[None] = Future()
         ran.set_running_or_notify_cancel()
         try:
-            self._loop.call_soon_threadsafe(ran.set_result, None)
+            self.loop.call_soon_threadsafe(ran.set_result, None)
         except RuntimeError:  # a parallel call found it blocked and stopped it, and what blocked it has returned
             return False
         done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
@@ -191,40 +191,40 @@ class _ExecutorLoop:
                     task.cancel()
             done()
 
-        self._loop.call_soon_threadsafe(cancel)
+        self.loop.call_soon_threadsafe(cancel)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-class _Loops:
+class Loops:
     """The loops of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loops: list[_ExecutorLoop] = []
+        self.loops: list[ExecutorLoop] = []
 
-    def lease(self, what: str) -> _ExecutorLoop:
+    def lease(self, what: str) -> ExecutorLoop:
         """A loop that no session has; a new one; or, where there are `MOST_LOOPS`, the one that the fewest have.
 
         Raises:
-            NoVerdictError: there is none, and none can be started.
+            UnscoredError: there is none, and none can be started.
         """
         with self._lock:
-            least = min(self._loops, key=lambda loop: loop.users, default=None)
-            if least is None or (least.users and len(self._loops) < MOST_LOOPS):
+            least = min(self.loops, key=lambda loop: loop.users, default=None)
+            if least is None or (least.users and len(self.loops) < MOST_LOOPS):
                 try:
-                    least = _ExecutorLoop()
-                    self._loops.append(least)
+                    least = ExecutorLoop()
+                    self.loops.append(least)
                 except (OSError, RuntimeError) as failure:
                     if least is None:
-                        raise NoVerdictError(
+                        raise UnscoredError(
                             Reason.INFRA, f"no thread to call {what} can be started: {failure}"
                         ) from failure
             least.users += 1
             return least
 
-    def give_back(self, loop: _ExecutorLoop, caller: SessionExecutor) -> None:
+    def give_back(self, loop: ExecutorLoop, caller: SessionExecutor) -> None:
         """A session does not need its loop any more. It is free once nothing blocks it."""
 
         def done() -> None:
@@ -235,19 +235,19 @@ class _Loops:
             if not loop.is_abandoned:
                 loop.cancel(caller, done)
 
-    def abandon(self, loop: _ExecutorLoop) -> None:
+    def abandon(self, loop: ExecutorLoop) -> None:
         """A loop is blocked: no session gets it any more."""
         with self._lock:
-            if loop in self._loops:
-                self._loops.remove(loop)
+            if loop in self.loops:
+                self.loops.remove(loop)
                 loop.is_abandoned = True
                 loop.stop()  # once what blocks it returns
 
 
-_LOOPS = _Loops()
+LOOPS = Loops()
 
 
-class _Calls:
+class Calls:
     """Threads for functions that block, which are used again."""
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ class _Call:
             self.future.set_exception(error)
 
 
-_CALLS = _Calls()
+CALLS = Calls()
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
@@ -343,15 +343,15 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     it is cancelled while it runs, its thread is left behind and does not count.
 
     Raises:
-        NoVerdictError: no thread can be started.
+        UnscoredError: no thread can be started.
     """
     call = _Call(function)
     try:
-        _CALLS.submit(call)
+        CALLS.submit(call)
     except RuntimeError as error:
-        raise NoVerdictError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
+        raise UnscoredError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
     try:
         return await asyncio.wrap_future(call.future)
     except asyncio.CancelledError:
-        _CALLS.abandon(call)
+        CALLS.abandon(call)
         raise

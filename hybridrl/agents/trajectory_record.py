@@ -16,7 +16,7 @@ from hybridrl.rollout.parts import extended
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.request_images import PromptImages
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
-from hybridrl.verdict import LARGEST_REWARD, NoVerdict, Verdict
+from hybridrl.scored import LARGEST_REWARD, Scored, Unscored
 
 
 def trajectory_of(
@@ -45,7 +45,7 @@ def trajectory_of(
     score, reward = output.reward_score, _reward_of(output)
     _check_names(output)
     extra = {**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns}
-    if isinstance(score, Verdict):
+    if isinstance(score, Scored):
         extra |= score.extra
     start = len(output.prompt_ids)
     whole = [*output.prompt_ids, *output.response_ids]
@@ -137,10 +137,10 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def _reward_of(output: AgentLoopOutput) -> float | None:
     """The reward of a loop's output, which is finite."""
     score = output.reward_score
-    assert not isinstance(score, NoVerdict)  # such a session has no trajectories
-    reward = score.reward if isinstance(score, Verdict) else score
+    assert not isinstance(score, Unscored)  # such a session has no trajectories
+    reward = score.reward if isinstance(score, Scored) else score
     if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor NaN
-        raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or a NoVerdict")
+        raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or an Unscored")
     return reward
 
 
@@ -165,10 +165,10 @@ def _check(output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
 def _check_names(output: AgentLoopOutput) -> None:
     """Refuse extra fields with the name of a column that the run writes, or reads from the data."""
     score = output.reward_score
-    parts = score.extra if isinstance(score, Verdict) else {}
+    parts = score.extra if isinstance(score, Scored) else {}
     for name in [*reserved(output.extra_fields, Writer.SESSION), *reserved(parts)]:
         raise RolloutError(
-            f"an agent loop returned the extra field {name!r} (extra_fields, or extra of a Verdict), which is the name "
+            f"an agent loop returned the extra field {name!r} (extra_fields, or extra of a Scored), which is the name "
             "of a column of the data, or of one that the run itself uses; give the field another name"
         )
 

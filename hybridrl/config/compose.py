@@ -383,7 +383,7 @@ def _typed(
     """
     register_resolvers()
     try:
-        plain = OmegaConf.to_container(_nodes_of(root, tree), resolve=True)
+        plain = OmegaConf.to_container(nodes_of(root, tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         wrong = _wrong_types(root, tree, origins) or [" ".join(str(error).split())]
         raise ConfigError([*so_far.faults, *wrong]) from error
@@ -398,7 +398,7 @@ def _typed(
     return config
 
 
-def _nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
+def nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
     """`OmegaConf.create(tree)`, out of the defaults' nodes: to make all of them takes most of a composition's time."""
     pickled, defaults = _default_nodes(root)
     nodes: DictConfig = pickle.loads(pickled)

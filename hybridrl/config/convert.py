@@ -81,7 +81,7 @@ def build(
         try:
             limits = field.metadata.get("limits", ValueLimits())
             value = next((meaning for spelling, meaning in limits.means if value is spelling), value)
-            values[field.name] = _checked(_fit(value, types_of[field.name]), limits)
+            values[field.name] = within_limits(fit_type(value, types_of[field.name]), limits)
         except _Fault as fault:
             empty = "no value; it " if value == "" else ""
             faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {empty}{fault}"
@@ -90,12 +90,12 @@ def build(
     return cls(**values)
 
 
-def _checked(value: Any, limits: ValueLimits) -> Any:
+def within_limits(value: Any, limits: ValueLimits) -> Any:
     """Return the value in its canonical spelling, or raise a fault if it is outside the limits."""
     if isinstance(value, list):
-        return [_checked(element, limits) for element in value]
+        return [within_limits(element, limits) for element in value]
     if isinstance(value, dict):
-        return {name: _checked(element, limits) for name, element in value.items()}
+        return {name: within_limits(element, limits) for name, element in value.items()}
     if isinstance(value, str):
         value = limits.synonyms.get(value, value)
     if (limits.choices or limits.registry) and isinstance(value, str):
@@ -122,7 +122,7 @@ def _one_of(choices: Sequence[Any]) -> str:
     return str(choices[0]) if len(choices) == 1 else "one of " + ", ".join(map(str, choices))
 
 
-def _fit(value: Any, expected: Any) -> Any:
+def fit_type(value: Any, expected: Any) -> Any:
     """Convert a value to a type if the conversion is lossless, else raise `_Fault`."""
     origin = typing.get_origin(expected)
     if expected is Any:
@@ -137,11 +137,11 @@ def _fit(value: Any, expected: Any) -> Any:
             value = _listed(value) if value else []
         if not isinstance(value, list | tuple):
             raise _Fault(f"must be a list of {_words(element)}")
-        return [_fit(item, element) for item in value]
+        return [fit_type(item, element) for item in value]
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _Fault("must be a mapping, {name: value, ...}")
-        return {str(name): _fit(item, typing.get_args(expected)[1]) for name, item in value.items()}
+        return {str(name): fit_type(item, typing.get_args(expected)[1]) for name, item in value.items()}
     scalars = {bool: _fit_bool, int: _fit_int, float: _fit_float, str: _fit_str}
     if expected not in scalars:  # from a user's dataclass; the schema has no other types
         raise _Fault(f"is declared as {expected}; a setting is a bool, int, float, str, or a list or dict of these")
@@ -167,7 +167,7 @@ def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
         raise _Fault(f"must be {' or '.join(_words(member) for member in plain)}, not null")
     for member in plain:
         try:
-            return _fit(value, member)
+            return fit_type(value, member)
         except _Fault as fault:
             if len(plain) == 1:
                 raise _Fault(f"{fault}, or null") from None

@@ -16,7 +16,7 @@ _SHARED = ("start_timeout_s", "stuck_timeout_s", "max_restarts", "seed")
 #: tokens that another tokenizer or chat template may need more than the policy's, for a reward model
 _LONGER, _MORE_TOKENS = 2, 256
 #: characters of the question that a judge is asked without a template of the user's
-_QUESTION = 400
+QUESTION_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def served_judge(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
 def _text_of(template: str | None) -> str:
     """The text of a template, as far as it can be read: what cannot be is refused elsewhere."""
     try:
-        return _QUESTION * " " if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+        return (
+            QUESTION_CHARACTERS * " " if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return ""
 

@@ -151,7 +151,7 @@ class MicroBatchedEngine(Engine):
 
         def compute(plan: BatchPlan) -> tuple[Sequence[dict[str, torch.Tensor]] | None, dict[str, Metric]]:
             layouts = self._layouts(plan, function)
-            return self.forward_only(layouts, request), _savings(plan, layouts)
+            return self.forward_only(layouts, request), prefix_savings(plan, layouts)
 
         tree = self._may_be_tree(batch, micro, request)
         plan, (computed, savings) = self._within_memory("infer", batch, micro, compute, tree)
@@ -194,7 +194,7 @@ class MicroBatchedEngine(Engine):
             self.discard_gradients()
             layouts = self._layouts(plan, self._function)
             self.forward_backward(layouts, request, shares)
-            shares.metrics.append(_savings(plan, layouts))
+            shares.metrics.append(prefix_savings(plan, layouts))
             return shares
 
         tree = self._may_be_tree(batch, micro, request)
@@ -234,7 +234,7 @@ class MicroBatchedEngine(Engine):
         while True:
             if limit is not None:
                 micro = replace(micro, max_tokens=min(limit, micro.max_tokens or limit))
-            plan = self._plan(batch, micro, tree)
+            plan = self.plan_batch(batch, micro, tree)
             try:
                 return plan, compute(plan)
             except Exception as error:
@@ -283,7 +283,7 @@ class MicroBatchedEngine(Engine):
         computed, rows = torch.stack(distributed.all_gather(own, self.geometry.dp_group)).sum(0).tolist()
         return computed < (1 - WORTHWHILE_SHARE) * rows
 
-    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+    def plan_batch(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
         """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each.
 
         Args:
@@ -377,7 +377,7 @@ class _LossShares:
         return loss
 
 
-def _savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
+def prefix_savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
     """Return how much a call saved by computing shared tokens once; empty if its micro-batches are no prefix trees.
 
     FLOPs are left out where those of the model's family are not known.

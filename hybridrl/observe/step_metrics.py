@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.sessions import split_sessions
+from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config.roles import phases_per_token
 from hybridrl.observe.validation_metrics import (
     bootstrap_metric,
@@ -148,7 +148,7 @@ def compute_data_metrics(
     prompt_length, response_length = _lengths(batch)
     answered = response_length > 0
     all_answered = bool(answered.all())
-    sessions = split_sessions(batch.non_tensor_batch, len(batch))
+    sessions = sessions_of(batch)
     metrics: dict[str, float] = {}
 
     for name, field in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):

@@ -20,8 +20,8 @@ from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Form, ground_truth_of
 from hybridrl.reward.weighted import Pool, WeightedPools
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils.user_code import load_object
-from hybridrl.verdict import NoVerdict, Reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -369,8 +369,8 @@ def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> di
         if found_of_key is not None and len(found_of_key) not in (0, len(batch)):
             raise RewardError(f"{source} returned {len(found_of_key)} values of {key!r} for {len(batch)} responses")
     missing = result.get("missing") or [None] * len(batch)
-    if strange := [one for one in missing if not (one is None or isinstance(one, NoVerdict))]:
-        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use NoVerdict or None")
+    if strange := [one for one in missing if not (one is None or isinstance(one, Unscored))]:
+        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use Unscored or None")
     extra = dict(result.get("reward_extra_info") or {})
     for column, values in extra.items():
         if len(values) != len(batch):

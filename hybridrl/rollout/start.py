@@ -80,7 +80,7 @@ def start_rollout(
         return _in_place(config, policy, serve)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     shared = own_pool is None
-    order = _order(config, policy, pool) if shared and policy is not None else None
+    order = replica_order(config, policy, pool) if shared and policy is not None else None
     placements = replica_placements(pool, devices_per_replica(config), shared, order)
 
     if before_start is not None:
@@ -161,7 +161,7 @@ def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
     )
 
 
-def _order(config: ActorRolloutRefConfig, policy: RayWorkerGroup, pool: RayResourcePool) -> list[int] | None:
+def replica_order(config: ActorRolloutRefConfig, policy: RayWorkerGroup, pool: RayResourcePool) -> list[int] | None:
     """The training ranks in the order of the engines' processes, so that these need least of other ranks' shards.
 
     None: rank after rank.

@@ -77,12 +77,12 @@ def main() -> None:
     send(limits["report"], report | {"isolated": reason or "namespaces", "unisolated": limits["unisolated"]})
     if reason and not limits["unisolated"]:
         os._exit(126)
-    before = _shortages(limits["counters"])
+    before = shortages(limits["counters"])
     limits["send_message"] = lambda message: send(limits["report"], report | message)
     end = _supervised(program, limits, way, reason, ended)
     if "failed" not in end:
         _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
-        end = _without_shortage(end, before, _shortages(limits["counters"]), limits, reason)
+        end = without_shortage(end, before, shortages(limits["counters"]), limits, reason)
     send(limits["report"], report | ({"end": end} if "failed" not in end else end))
     os._exit(end.get("code", 126))
 
@@ -93,7 +93,7 @@ def _supervised(
     """Run the program; how it ended, or `failed`. Nothing that it started is left."""
     uid = None
     if os.geteuid() == 0 and way != "user":  # a user of its own, who owns no file and no other process
-        uid = _own_user(*(Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map")))
+        uid = own_user(*(Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map")))
     inner, write = os.pipe()
     question, ask = os.pipe()
     os.set_blocking(inner, False)
@@ -152,7 +152,7 @@ def _join(group: str | None, report: Callable[[str], None]) -> None:
             os._exit(126)
 
 
-def _shortages(counters: list[list[str]]) -> dict[str, int]:
+def shortages(counters: list[list[str]]) -> dict[str, int]:
     """Count the shortages of memory or processes, of the machine and of the program's control groups, by file."""
     return {file: _counter(file, line) for file, line in counters}
 
@@ -176,7 +176,7 @@ def _counter(path: str, name: str) -> int:
     return 0
 
 
-def _without_shortage(
+def without_shortage(
     end: dict[str, Any], before: dict[str, int], after: dict[str, int], limits: dict[str, Any], reason: str
 ) -> dict[str, Any]:
     """The end of a program; `failed` where it may have failed because the machine lacked something."""
@@ -219,7 +219,7 @@ def _tasks(uid: int) -> int:
     return count
 
 
-def _own_user(*maps: str) -> int:
+def own_user(*maps: str) -> int:
     """The number of a user and group that nothing else has, among those that this user namespace knows.
 
     Args:

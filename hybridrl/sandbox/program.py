@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.errors import RewardError
-from hybridrl.verdict import NoVerdictError, Reason
+from hybridrl.scored import Reason, UnscoredError
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Ended:
         return self.code == 0 and not self.ended
 
 
-class SandboxError(NoVerdictError, RewardError):
+class SandboxError(UnscoredError, RewardError):
     """The sandbox failed, and not the program: the sample has no score.
 
     A reward function, tool or loop that lets it pass has none, either.
@@ -96,7 +96,7 @@ class SandboxError(NoVerdictError, RewardError):
         super().__init__(reason, detail)
 
     def __str__(self) -> str:
-        return self.verdict.detail
+        return self.unscored.detail
 
 
 class Sandbox(ABC):

@@ -40,14 +40,14 @@ class Slots:
         """
         folder = _folder(self.name)
         with _own.setdefault((os.getpid(), self.name, self.count), threading.Semaphore(self.count)):
-            while (descriptor := self._free(folder)) is None:
+            while (descriptor := self.free_place(folder)) is None:
                 time.sleep(_POLL_S * (0.5 + random.random()))
             try:
                 yield
             finally:
                 os.close(descriptor)
 
-    def _free(self, folder: Path) -> int | None:
+    def free_place(self, folder: Path) -> int | None:
         """The descriptor of a place that was free."""
         first = random.randrange(self.count)
         for number in range(self.count):

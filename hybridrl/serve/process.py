@@ -86,7 +86,7 @@ class ServerProcess:
         self._in_flight: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
         self._tasks: set[asyncio.Task[None]] = set()
-        self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
+        self.images: dict[int, ImageTensors] = {}  # by the number that the process calls them
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
 
     def start(self) -> None:
@@ -181,7 +181,7 @@ class ServerProcess:
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(pickle.dumps(self._setup))
-        self._images = {}  # the numbers are those of another process
+        self.images = {}  # the numbers are those of another process
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         if self._stopping:
             self._request_close()
@@ -206,10 +206,10 @@ class ServerProcess:
             self._ready.set()
             return
         if method == "image":
-            self._images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
+            self.images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
             return
         if method == "forget":
-            self._images.pop(int(message["number"]), None)
+            self.images.pop(int(message["number"]), None)
             return
         answers: dict[str, Callable[[Any], Any]] = {
             "generate": self._generate,
@@ -239,7 +239,7 @@ class ServerProcess:
         images = None
         if argument.get("images") is not None:
             config, ids = config_of(self._setup.model), argument["prompt_ids"]
-            images = wire.images_from_plain(argument["images"], ids, self._images, config)
+            images = wire.images_from_plain(argument["images"], ids, self.images, config)
         request = wire.request_from_plain(argument, images)
         self._in_flight.add(request.id)
         try:

@@ -69,7 +69,7 @@ class ServerSession:
         self.too_long = 0
         self.cut = False  # the last request did not fit
         self._matcher = MATCHERS[settings.match]
-        self._history = History()
+        self.history = History()
         self._records: dict[int, _CallRecord] = {}
         self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
         self._answers: OrderedDict[str, list[ReplyChoice]] = OrderedDict()
@@ -120,7 +120,7 @@ class ServerSession:
         key = keys_of([*messages, *answer], tools, self._matcher)[-1]
         self._ends[key] = turn, calls_in(answer[0])
         self._records[turn.index] = _CallRecord(
-            self._history.of(messages), self._history.tools(tools), reply.whole_message(), reply.finish_reason
+            self.history.of(messages), self.history.tools(tools), reply.whole_message(), reply.finish_reason
         )
 
     @contextmanager
@@ -170,7 +170,7 @@ class ServerSession:
 
     def store(self, id: str, messages: list[Message]) -> None:
         """Keep a conversation under the id of its last answer."""
-        self._stored[id] = self._history.of(messages)
+        self._stored[id] = self.history.of(messages)
 
     def stored(self, id: str) -> list[Message]:
         """The conversation that ends with an answer.

@@ -55,12 +55,12 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
     Returns:
         The metrics: `val-core/*` and `val-aux/*` as validation logs them (`hybridrl.observe.validation_metrics`),
         and for each data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
-        Responses without a verdict are in no mean; the file and a warning say how many there are, and why.
+        Responses without a score are in no mean; the file and a warning say how many there are, and why.
 
     Raises:
         ConfigError: `validate` finds faults in the configuration.
         DataError: rows cannot be scored; the error names them.
-        RewardError: the reward function cannot be loaded or fails, or gives no verdict of any response.
+        RewardError: the reward function cannot be loaded or fails, or gives no score of any response.
     """
     validate(config)
     data = config.data
@@ -69,7 +69,7 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         answers = read_answers(config, table, built_in=pool.built_in)
         check_columns(pool, table.columns, any(sample.ground_truth is not None for sample in answers.samples))
         outcomes = list(_scored(pool, answers))
-    missing = Counter(outcome.no_verdict.reason.value for outcome in outcomes if outcome.no_verdict is not None)
+    missing = Counter(outcome.unscored.reason.value for outcome in outcomes if outcome.unscored is not None)
     metrics = summarise(answers, outcomes)
     path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
@@ -193,10 +193,10 @@ def _scored(pool: Pool, answers: Answers) -> Iterator[Outcome]:
 
 def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Compute the metrics of all responses; see `run_evaluation`."""
-    judged = [number for number, outcome in enumerate(outcomes) if outcome.no_verdict is None]
-    unscored = [outcome.no_verdict for outcome in outcomes if outcome.no_verdict is not None]
+    judged = [number for number, outcome in enumerate(outcomes) if outcome.unscored is None]
+    unscored = [outcome.unscored for outcome in outcomes if outcome.unscored is not None]
     if unscored:
-        what = f"{len(unscored)} of {len(outcomes)} responses have no verdict"
+        what = f"{len(unscored)} of {len(outcomes)} responses have no score"
         if not judged:
             raise RewardError(f"{what}. The first: {unscored[0]}")
         notify(f"{what} and are in no mean. The first: {unscored[0]}", "warning")
@@ -224,7 +224,7 @@ def _print(metrics: Mapping[str, float], answers: Answers) -> None:
     """Print one line per data source: its score and its core metrics."""
     rows: dict[str, set[int]] = defaultdict(set)
     for sample, row in zip(answers.samples, answers.rows, strict=True):
-        if f"test_score/{_source(sample)}" in metrics:  # else no response of it has a verdict
+        if f"test_score/{_source(sample)}" in metrics:  # else no response of it has a score
             rows[_source(sample)].add(row)
     core: dict[str, dict[str, float]] = {source: {} for source in rows}
     for source in rows:

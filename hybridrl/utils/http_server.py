@@ -484,7 +484,7 @@ class HttpServer:
             timeout_keep_alive=limits.keep_alive_s,
             timeout_graceful_shutdown=int(limits.stop_s),
         )
-        self._uvicorn = _Uvicorn(config)
+        self.uvicorn = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -493,8 +493,8 @@ class HttpServer:
         Raises:
             OSError: the server ended while it started.
         """
-        self._task = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
-        while not self._uvicorn.started:
+        self._task = asyncio.ensure_future(self.uvicorn.serve(sockets=[self._socket]))
+        while not self.uvicorn.started:
             if self._task.done():
                 await self._task
                 raise OSError(errno.ECANCELED, "the HTTP server ended while it started")
@@ -516,7 +516,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Stop: take no new calls, and give those in progress a few seconds."""
-        self._uvicorn.should_exit = True
+        self.uvicorn.should_exit = True
         if self._task is not None:
             await self._task
         self._socket.close()

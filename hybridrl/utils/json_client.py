@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 _BUSY = (429, 503)  # the service has too much to do, and says so at once
 _LARGEST = 1 << 28  # bytes of an answer

@@ -93,7 +93,7 @@ def _by_fitting(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, sca
 
 def by_package(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """See `varlen_attention`; by the package flash-attn-4."""
-    attend = _package_function()
+    attend = package_function()
     assert attend is not None
     result = attend(
         query,
@@ -141,11 +141,11 @@ def _pytorch_groups_heads() -> bool:
 @torch.compiler.assume_constant_result
 def has_package() -> bool:
     """Whether flash-attn-4 is installed, can be imported, and is made for this process's GPU."""
-    return _package_function() is not None
+    return package_function() is not None
 
 
 @functools.cache
-def _package_function() -> Callable[..., Any] | None:
+def package_function() -> Callable[..., Any] | None:
     """Return flash-attn-4's attention function; None where it cannot be used. A failing package is reported once."""
     if device.compute_capability()[0] not in _SIZES:
         return None
@@ -201,7 +201,7 @@ def _error_of_package(heads: Heads) -> float:
 
     def computed(attend: Callable[..., Tensor], where: torch.device, dtype: torch.dtype) -> list[Tensor]:
         own = [tensor.to(where, dtype, copy=True).requires_grad_(heads.gradient) for tensor in inputs]
-        of_queries, of_keys = (_boundaries(lengths).to(where) for lengths in (queries, keys))
+        of_queries, of_keys = (row_boundaries(lengths).to(where) for lengths in (queries, keys))
         rows = PackedRows(of_queries, max(queries), window, of_keys, max(keys))
         with torch.enable_grad():
             out = attend(*own, rows, heads.size**-0.5)
@@ -231,7 +231,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scal
     return torch.cat(outs)
 
 
-def _boundaries(lengths: Iterable[int]) -> Tensor:
+def row_boundaries(lengths: Iterable[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 

@@ -452,7 +452,7 @@ def test_a_long_session_keeps_each_message_once() -> None:
         ids = [*ids, turn, 1]
     rewritten = [{"role": "user", "content": "another"}, *messages[1:3]]
     session.add(rewritten, TOOLS, Prompt([1]), ReplyChoice(Completion("x", [7], [-1.0], "stop"), "so"))
-    assert len(session._history) == 100 + 3
+    assert len(session.history) == 100 + 3
     assert session.messages() == [*rewritten, {"role": "assistant", "content": "so"}]
     assert session.stored("resp-49") == messages
     turns = session.trace()["turns"]

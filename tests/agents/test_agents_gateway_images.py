@@ -73,7 +73,7 @@ def test_trained_on_what_was_seen(vision_models: dict[str, Path], tmp_path: Path
         batch = respond(rollout, prompts, 1.0, global_steps=1)
         calls.calls.clear()
         deadline = time.monotonic() + 60
-        while rollout.server.process._images:  # the run keeps no image of a session that is over
+        while rollout.server.process.images:  # the run keeps no image of a session that is over
             assert time.monotonic() < deadline
             time.sleep(0.02)
     tool, other = picture(SHOWN, OTHER), picture((16, 16), 99)

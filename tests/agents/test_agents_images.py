@@ -177,14 +177,14 @@ def test_tokens_that_look_like_placeholders_are_plain(started: Started, prompts:
     class Writes(AGENT_LOOPS.get("looks_again")):
         async def run(self, sampling_params, **kwargs):
             token = started.engine.config.image_token_id
-            generate = self.server_manager._client.generate
+            generate = self.server_manager.client.generate
 
             async def forced(request):
                 found = await generate(request)
                 found.token_ids[1] = token
                 return found
 
-            self.server_manager._client = SimpleNamespace(generate=forced)
+            self.server_manager.client = SimpleNamespace(generate=forced)
             return await super().run(sampling_params, **kwargs)
 
     register("writes_placeholders")(Writes)

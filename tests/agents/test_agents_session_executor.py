@@ -6,16 +6,16 @@ import time
 from typing import Any
 
 from hybridrl.agents import session_executor
-from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor, _ExecutorLoop, in_thread
+from hybridrl.agents.session_executor import CallTimeoutError, ExecutorLoop, SessionExecutor, in_thread
 
 
 def test_a_loop_that_was_stopped_does_not_respond() -> None:
     """Two parallel calls may find the same loop blocked: the first stops it."""
 
     async def after_the_end() -> bool:
-        loop = _ExecutorLoop()
+        loop = ExecutorLoop()
         loop.stop()
-        while not loop._loop.is_closed():
+        while not loop.loop.is_closed():
             await asyncio.sleep(0.01)
         return await loop.responds()
 
@@ -23,8 +23,8 @@ def test_a_loop_that_was_stopped_does_not_respond() -> None:
 
 
 def test_threads_are_used_again_by_later_sessions(monkeypatch) -> None:
-    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
-    monkeypatch.setattr(session_executor, "_CALLS", session_executor._Calls())
+    monkeypatch.setattr(session_executor, "LOOPS", session_executor.Loops())
+    monkeypatch.setattr(session_executor, "CALLS", session_executor.Calls())
 
     async def session() -> tuple[int, int]:
         own = SessionExecutor("the tool")
@@ -32,7 +32,7 @@ def test_threads_are_used_again_by_later_sessions(monkeypatch) -> None:
         assert loop == await own.run(threading.get_ident, 5)  # what it keeps may be bound to its thread
         call = await own.run(lambda: in_thread(threading.get_ident), 5)
         own.stop()
-        while session_executor._LOOPS._loops[0].users:
+        while session_executor.LOOPS.loops[0].users:
             await asyncio.sleep(0.001)
         return loop, call
 
@@ -44,7 +44,7 @@ def test_threads_are_used_again_by_later_sessions(monkeypatch) -> None:
 
 def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
     """No call runs out of time while it waits for a thread; one that hangs does, and the others get another thread."""
-    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "LOOPS", session_executor.Loops())
     monkeypatch.setattr(session_executor, "MOST_LOOPS", 2)
     released, threads = threading.Event(), set()
 
@@ -77,7 +77,7 @@ def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
 
 
 def test_a_thread_that_a_session_blocked_before_it_ended_is_abandoned_by_those_who_wait_for_it(monkeypatch) -> None:
-    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "LOOPS", session_executor.Loops())
     monkeypatch.setattr(session_executor, "MOST_LOOPS", 1)
     released = threading.Event()
 
@@ -98,7 +98,7 @@ def test_a_thread_that_a_session_blocked_before_it_ended_is_abandoned_by_those_w
 
 
 def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkeypatch) -> None:
-    monkeypatch.setattr(session_executor, "_CALLS", session_executor._Calls())
+    monkeypatch.setattr(session_executor, "CALLS", session_executor.Calls())
     monkeypatch.setattr(session_executor, "MOST_CALLS", 2)
     released, running, most = threading.Event(), [0], [0]
 
@@ -132,7 +132,7 @@ def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkey
 
 
 def test_what_a_session_left_running_ends_with_it(monkeypatch) -> None:
-    monkeypatch.setattr(session_executor, "_LOOPS", session_executor._Loops())
+    monkeypatch.setattr(session_executor, "LOOPS", session_executor.Loops())
     ended = threading.Event()
 
     async def forever() -> None:

@@ -303,4 +303,4 @@ def test_tools_need_a_loop_that_does_more_than_answer() -> None:
             found = [one for one in caught.value.faults if "without a loop that calls tools" in one]
             assert bool(found) is wrong, loop
     finally:
-        del AGENT_LOOPS.objects["answers_of_a_test"], AGENT_LOOPS._metadata["answers_of_a_test"]
+        AGENT_LOOPS.remove("answers_of_a_test")

@@ -20,7 +20,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2Config, Q
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.offload import HostCopies, _plain_parts, _rebuilt
+from hybridrl.engine.fsdp.offload import HostCopies, plain_parts, rebuilt_tensor
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.utils import device, distributed
 from hybridrl.workers.model_worker import ModelWorker
@@ -225,7 +225,7 @@ def test_a_loaded_state_is_where_it_rests(
     checkpoint.parts(engine).load(tmp_path, ["optimizer"])
     moments = [value for state in engine.model_state.optimizer.state.values() for value in state.values() if value.ndim]
     assert len(moments) == 2 * len(engine.model_state.trainable)
-    assert {part.device.type for moment in moments for part in _plain_parts(moment)} == {expected}
+    assert {part.device.type for moment in moments for part in plain_parts(moment)} == {expected}
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def moments(engine: Any) -> dict[tuple[str, str, int], torch.Tensor]:
         (name, key, number): part.clone()
         for name, parameter in engine.model_state.trainable.items()
         for key, value in engine.model_state.optimizer.state[parameter].items()
-        for number, part in enumerate(_plain_parts(value))
+        for number, part in enumerate(plain_parts(value))
     }
 
 
@@ -264,7 +264,7 @@ def test_a_state_in_8_bits_is_read_into_main_memory(
     wrapped = DTensor.from_local
 
     def on_another_device(local: torch.Tensor, *others: Any, **named: Any) -> DTensor:
-        return wrapped(_rebuilt(local, lambda part: part.clone()), *others, **named)
+        return wrapped(rebuilt_tensor(local, lambda part: part.clone()), *others, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(DTensor, "from_local", on_another_device)

@@ -14,7 +14,7 @@ from test_engine_offload import KINDS, OFFLOAD, world_of_one  # noqa: F401 (a fi
 
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.offload import _plain_parts
+from hybridrl.engine.fsdp.offload import plain_parts
 from hybridrl.utils import device
 
 FIELDS = make_fields()
@@ -43,7 +43,7 @@ def state_parts(engine: Any) -> list[torch.Tensor]:
         if one in engine.model_state.optimizer.state
     ]
     tensors = [*masters, *(state[name] for state in states for name in sorted(state) if state[name].ndim)]
-    return [part for tensor in tensors for part in _plain_parts(tensor)]
+    return [part for tensor in tensors for part in plain_parts(tensor)]
 
 
 def test_the_first_pass_begins_before_the_state_is_there(micro_model: Path) -> None:

@@ -35,7 +35,7 @@ from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, train_engine_class
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
-from hybridrl.engine.micro_batched import _savings
+from hybridrl.engine.micro_batched import prefix_savings
 from hybridrl.engine.microbatch import BatchPlan
 from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.errors import ModelError
@@ -362,7 +362,7 @@ def test_flops_of_passes_add_up_and_those_of_unknown_families_are_left_out(llama
         shared.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
     assert shared.pop_pass_metrics() == merge_metrics(parts)
     plan = PrefixPlan(FIELDS, MicroBatching(), Work(per_token=7))
-    assert set(_savings(plan, [plan.layout(rows) for rows in plan.groups])) == {"shared_prefix_frac"}
+    assert set(prefix_savings(plan, [plan.layout(rows) for rows in plan.groups])) == {"shared_prefix_frac"}
 
 
 def test_trees_are_in_the_order_of_their_work_and_balanced_where_it_pays() -> None:

@@ -286,7 +286,7 @@ def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file
 
     engine = make_engine(vision_model)
     batch = sampled(engine, vision_model, file, samples=1)
-    plan = engine._plan(batch, MicroBatching(size=1))
+    plan = engine.plan_batch(batch, MicroBatching(size=1))
     layout = plan.layout([2])
     assert layout.images is None
     other = with_some_image(layout, engine.config)

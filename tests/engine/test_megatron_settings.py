@@ -48,7 +48,7 @@ def test_transformer_engine_packs_in_half_precision_only(
     monkeypatch.setattr(build, "has_transformer_engine", lambda: True)
     engine: Any = MegatronEngine("language_model", ModelConfig(path=str(tiny_model)), MegatronConfig())
     engine.dtype, engine.config = dtype, None
-    assert engine._may_pack() == packs
+    assert engine.may_pack() == packs
     assert ("use_remove_padding" in capsys.readouterr().err) != packs
 
 

@@ -423,7 +423,7 @@ def check_fused(model: Path, tied: Path) -> None:
             options = {**settings.get("model", {}), "use_fused_kernels": fused}
             engine = make_megatron(path, optim=OPTIM, **{**settings, "model": options})
             batch, micro = make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4)
-            last = engine._schedule.outputs
+            last = engine.schedule.outputs
             with Logits(*(() if last is None else (256, 384, last.part.size))) as logits:
                 found = [engine.train_batch(batch, micro, policy_loss, TEMPERATURE, entropy=True) for _ in range(2)]
                 outputs.append(engine.infer(batch, micro, TEMPERATURE, STATISTICS))
@@ -468,7 +468,7 @@ def check_all(rank: int, model: Path) -> None:
     check_functions_of_split_vocabulary(rank)
     check_memory_of_functions(rank)
     check_not_fused(rank, model)
-    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
+    linear_statistics.CHUNK_ELEMENTS["cpu"] = 7 * 256
     check_fused(model, model / "tied")
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.hybrid_engine.counter import AllocationCounter, ReceivedBytes
 from hybridrl.hybrid_engine.exchange import Exchange, Shards, assemble
 from hybridrl.hybrid_engine.plan import plan, plan_slices
 from hybridrl.hybrid_engine.schedule import Round, schedule
 from hybridrl.layouts.slices import Cut, TensorSlice, TensorSlices, TensorSpec, slices_of
 from hybridrl.layouts.topology import GenerationLayout, MegatronLayout
+from hybridrl_testing.counters import AllocationCounter, ReceivedBytes
 
 WORLD = 8
 LAYERS = 8

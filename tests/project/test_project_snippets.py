@@ -89,7 +89,7 @@ def test_a_loss_of_pairs() -> None:
         chosen, rejected = torch.tensor([0.5, -0.5]), torch.tensor([1.0, 0.75])
         torch.testing.assert_close(found.losses, (chosen - rejected - 1) ** 2)
     finally:
-        OBJECTIVES.objects.pop("squared", None), OBJECTIVES._metadata.pop("squared", None)
+        OBJECTIVES.remove("squared")
 
 
 def test_a_loss_of_distillation() -> None:
@@ -101,4 +101,4 @@ def test_a_loss_of_distillation() -> None:
         p, q = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
         torch.testing.assert_close(distillation_losses("squares", p, q), ((p - q) ** 2).sum(-1) / 5)
     finally:
-        DISTILLATION_LOSSES.objects.pop("squares", None), DISTILLATION_LOSSES._metadata.pop("squares", None)
+        DISTILLATION_LOSSES.remove("squares")

@@ -203,7 +203,9 @@ def test_expandable_segments_are_off_in_its_process_only(monkeypatch, tiny_model
 def test_stand_in_kernel_writes_cache_locations() -> None:
     import importlib.util
 
-    file = compat.STAND_INS / "sgl_kernel" / "__init__.py"
+    from hybridrl_testing import GPU_PACKAGES
+
+    file = GPU_PACKAGES / "sgl_kernel" / "__init__.py"
     module_spec = importlib.util.spec_from_file_location("stand_in_sgl_kernel", file)
     kernel = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(kernel)

@@ -109,7 +109,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Callable[..., Any],
             assert (steps / "global_step_2.tmp").is_dir() and not (steps / "global_step_2").exists()
             (tmp_path / "go").touch()
         if step == 4:
-            trainer.run.complete_save()
+            trainer.run.checkpoints.complete()
             verify(steps / "global_step_2")
 
     run("goes_on", *words, after_step=after_step)

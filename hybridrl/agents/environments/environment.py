@@ -9,7 +9,7 @@ from hybridrl.chat.parsers.tool_parser import Call, FunctionCall
 from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.registry import ENVIRONMENTS, EntryMetadata
-from hybridrl.verdict import NoVerdict, NoVerdictError, Verdict
+from hybridrl.scored import Scored, Unscored, UnscoredError
 
 T = TypeVar("T", bound=type)
 
@@ -53,7 +53,7 @@ class Step:
 
     Attributes:
         observation: text, messages or None.
-        reward: of the turn; None counts as 0. A `NoVerdict` ends the session without a score.
+        reward: of the turn; None counts as 0. An `Unscored` ends the session without a score.
         done: the episode is over; then the observation is not shown.
         extra: values for the columns of the sample; those of later steps replace earlier ones of the same name.
         state: identifies the situation before the model's next turn, for estimators that compare turns in the same
@@ -61,7 +61,7 @@ class Step:
     """
 
     observation: Observation = None
-    reward: float | Verdict | NoVerdict | None = None
+    reward: float | Scored | Unscored | None = None
     done: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
@@ -153,7 +153,7 @@ def step_of(result: Any) -> Step:
 
     Raises:
         RolloutError: it is something else, or its reward is not a finite number.
-        NoVerdictError: its reward is a `NoVerdict`.
+        UnscoredError: its reward is an `Unscored`.
     """
     if isinstance(result, tuple) and len(result) in (3, 4):
         observation, reward, done, *extra = result
@@ -164,9 +164,9 @@ def step_of(result: Any) -> Step:
             "reward, done, extra)"
         )
     messages_of(result.observation)
-    if isinstance(result.reward, NoVerdict):
-        raise NoVerdictError(result.reward.reason, result.reward.detail)
-    if isinstance(result.reward, Verdict):
+    if isinstance(result.reward, Unscored):
+        raise UnscoredError(result.reward.reason, result.reward.detail)
+    if isinstance(result.reward, Scored):
         result = replace(result, reward=result.reward.reward, extra={**result.extra, **result.reward.extra})
     if result.reward is not None:
         result.reward = float(result.reward)

@@ -48,7 +48,7 @@ class EnvironmentServer:
         self._variables = dict(variables)
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._ended = False
         self._token = secrets.token_urlsafe(32)
@@ -63,15 +63,15 @@ class EnvironmentServer:
         with self._lock:
             if self._ended:
                 raise RolloutError(f"the server {self._app} was ended with the run")
-            if self._process is not None and not _listens(self._port):
+            if self.process is not None and not _listens(self._port):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_END_S)  # a process that ends closes its sockets first
-            if self._process is not None and self._process.poll() is not None:
+                    self.process.wait(_END_S)  # a process that ends closes its sockets first
+            if self.process is not None and self.process.poll() is not None:
                 notify(
-                    f"the server {self._app} ended with status {self._process.returncode}; it starts again", "warning"
+                    f"the server {self._app} ended with status {self.process.returncode}; it starts again", "warning"
                 )
-                self._process = None
-            if self._process is None:
+                self.process = None
+            if self.process is None:
                 self._start()
             return self._port
 
@@ -79,14 +79,14 @@ class EnvironmentServer:
         """End it."""
         with self._lock:
             self._ended = True
-            if self._process is None:
+            if self.process is None:
                 return
-            self._process.terminate()
+            self.process.terminate()
             try:
-                self._process.wait(_END_S)
+                self.process.wait(_END_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                self.process.kill()
+                self.process.wait()
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as log:  # the server keeps it open
@@ -97,7 +97,7 @@ class EnvironmentServer:
             self._port = listening.getsockname()[1]
             words = self._app, str(listening.fileno()), http_server.__file__
             command = [str(self._python), str(_LAUNCHER), *words]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command,
                 cwd=self._folder,
                 env=own_variables() | self._variables,
@@ -106,17 +106,17 @@ class EnvironmentServer:
                 stderr=log,
                 pass_fds=[listening.fileno()],
             )
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; below it is asked why
-            self._process.stdin.write(f"{self._token}\n".encode())  # nobody sees it in the list of processes
-            self._process.stdin.flush()
+            self.process.stdin.write(f"{self._token}\n".encode())  # nobody sees it in the list of processes
+            self.process.stdin.flush()
         until = time.monotonic() + self._start_timeout_s
         while not _answers(self._port, max(until - time.monotonic(), 0.1)):
             late = time.monotonic() > until
-            if late or self._process.poll() is not None:
-                self._process.kill()
-                self._process.wait()
-                self._process = None
+            if late or self.process.poll() is not None:
+                self.process.kill()
+                self.process.wait()
+                self.process = None
                 log.seek(0)
                 output = log.read().decode(errors="replace").strip()[-2000:]
                 why = f"did not answer within {self._start_timeout_s:g} s" if late else "ended"

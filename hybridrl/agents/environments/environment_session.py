@@ -14,7 +14,7 @@ class EnvironmentSession:
     """An episode.
 
     An exception of the environment leaves `reset` and `step` as it is, and a call that takes too long is a
-    `CallTimeoutError`: either ends this session without a verdict.
+    `CallTimeoutError`: either ends this session without a score.
 
     Args:
         entry: makes the environment.

@@ -59,7 +59,7 @@ class OpenEnvEnvironment(Environment):
         start_timeout_s: seconds until a server that is started must answer.
     """
 
-    _servers: ClassVar[dict[str, EnvironmentServer]] = {}
+    servers: ClassVar[dict[str, EnvironmentServer]] = {}
     _slots: ClassVar[dict[str, threading.Semaphore]] = {}
 
     def __init__(
@@ -96,7 +96,7 @@ class OpenEnvEnvironment(Environment):
             limit = float(config.get("start_timeout_s") or 120.0)
             server = EnvironmentServer(python, str(config["app"]), folder, limit)
             server.port()
-            cls._servers[key] = server
+            cls.servers[key] = server
         if config.get("max_sessions") is not None:
             cls._slots[key] = threading.Semaphore(int(config["max_sessions"]))
         return {**config, "key": key}
@@ -105,7 +105,7 @@ class OpenEnvEnvironment(Environment):
     def stop(cls, config: dict[str, Any]) -> None:
         """End the server, if it was started here."""
         cls._slots.pop(config["key"], None)
-        if (server := cls._servers.pop(config["key"], None)) is not None:
+        if (server := cls.servers.pop(config["key"], None)) is not None:
             server.stop()
 
     async def reset(self, row: Mapping[str, Any]) -> Step:
@@ -126,7 +126,7 @@ class OpenEnvEnvironment(Environment):
         from websockets.asyncio.client import connect
 
         if self._url is None:
-            server = self._servers[self._key]
+            server = self.servers[self._key]
             with clock.stopped():  # it may have to start again
                 port = await asyncio.to_thread(server.port)
             url = f"ws://127.0.0.1:{port}/ws"

@@ -18,7 +18,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._sessions: dict[str, dict[str, Any]] = {}
+        self.sessions: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
@@ -27,14 +27,14 @@ class Gsm8kInteraction(BaseInteraction):
         if ground_truth is None:
             raise RolloutError("the row has no interaction_kwargs.ground_truth, which the interaction gsm8k needs")
         name = await super().start_interaction(instance_id)
-        self._sessions[name] = {"truth": str(ground_truth), "score": 0.0}
+        self.sessions[name] = {"truth": str(ground_truth), "score": 0.0}
         return name
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Say whether the model's last turn is right."""
-        session = self._sessions[instance_id]
+        session = self.sessions[instance_id]
         last_turn = next(
             (str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), ""
         )
@@ -46,8 +46,8 @@ class Gsm8kInteraction(BaseInteraction):
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the last turn."""
-        return float(self._sessions[instance_id]["score"])
+        return float(self.sessions[instance_id]["score"])
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the session."""
-        self._sessions.pop(instance_id, None)
+        self.sessions.pop(instance_id, None)

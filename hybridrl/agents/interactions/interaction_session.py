@@ -10,7 +10,7 @@ from hybridrl.agents.interactions.interaction import BaseInteraction
 from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
-from hybridrl.verdict import NoVerdictError, Reason
+from hybridrl.scored import Reason, UnscoredError
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class UserReply:
 
 
 class InteractionSession:
-    """The conversation with a user. What the user raises ends the session without a verdict.
+    """The conversation with a user. What the user raises ends the session without a score.
 
     Args:
         interaction: the user.
@@ -70,19 +70,19 @@ class InteractionSession:
         """Return `calculate_score` of the conversation; None if the model never got to the user.
 
         Raises:
-            NoVerdictError: it failed.
+            UnscoredError: it failed.
         """
         if self._id is None:
             return None
         try:
             score = float(await self._ending(self._interaction.calculate_score))
-        except (NoVerdictError, CallTimeoutError):
+        except (UnscoredError, CallTimeoutError):
             raise
         except Exception as error:
             what = f"calculate_score of {self.name}: {type(error).__name__}: {error}"
-            raise NoVerdictError(Reason.GRADING, what) from error
+            raise UnscoredError(Reason.GRADING, what) from error
         if not math.isfinite(score):
-            raise NoVerdictError(Reason.GRADING, f"calculate_score of {self.name} returned {score}")
+            raise UnscoredError(Reason.GRADING, f"calculate_score of {self.name} returned {score}")
         return score
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.protocol.bookkeeping import reserved
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 _UNREADABLE = "invalid_call"  # the name of a call that has none
 
@@ -100,7 +100,7 @@ class ToolAgentLoop(AgentLoopBase):
                 f"a tool set the extra field {own[0]!r}, which is the name of a column that the run itself uses; give "
                 "the field another name"
             )
-        unscored = [score for score in scores.values() if isinstance(score, NoVerdict)]
+        unscored = [score for score in scores.values() if isinstance(score, Unscored)]
         return AgentLoopOutput(
             data.prompt_ids,
             data.response_ids,

@@ -21,7 +21,7 @@ class PythonTool(BaseTool):
     url); `url`, of a server that speaks SandboxFusion's HTTP API and has its own limits besides `wall_s` and
     `memory_mb`; `allow_unisolated`, to run programs also where the kernel gives no namespaces. The time that a call
     waits for other programs does not count against `multi_turn.tool_timeout_s`. A sandbox that fails ends the session
-    without a verdict.
+    without a score.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 from hybridrl.agents.session_executor import in_thread
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.scored import Scored, Unscored
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,14 +100,14 @@ class BaseTool:
             The response, the reward of this call (None: it has none), and metrics by name.
 
         Raises:
-            NoVerdictError: the session cannot be judged any more, and ends. Other exceptions are answers to the model.
+            UnscoredError: the session cannot be judged any more, and ends. Other exceptions are answers to the model.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | Verdict | NoVerdict:
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | Scored | Unscored:
         """The reward of the tool's state when the session has ended; reward functions get it by the tool's name.
 
-        With a `NoVerdict`, or where it raises (`grading`) or takes too long (`timeout`), the session has no verdict.
+        With an `Unscored`, or where it raises (`grading`) or takes too long (`timeout`), the session has no score.
         """
         return 0.0
 

@@ -15,7 +15,7 @@ from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
+from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ToolSession:
         The first `max_parallel_calls` run side by side. The others are answered with the reason why they do not run.
 
         Raises:
-            NoVerdictError: a tool raised it, which ends the session.
+            UnscoredError: a tool raised it, which ends the session.
         """
         started = time.perf_counter()
         limit = self._settings.max_parallel_calls
@@ -91,20 +91,20 @@ class ToolSession:
         self.seconds += time.perf_counter() - started
         return [*results, *(ToolResult(refusal, fault="limit") for _ in calls[limit:])]
 
-    async def close(self) -> dict[str, float | NoVerdict]:
+    async def close(self) -> dict[str, float | Unscored]:
         """End the session's use of its tools.
 
         Returns:
-            The result of `calc_reward` of each tool that was used, by name; a `NoVerdict` if it failed.
+            The result of `calc_reward` of each tool that was used, by name; an `Unscored` if it failed.
         """
-        scores: dict[str, float | NoVerdict] = {}
+        scores: dict[str, float | Unscored] = {}
         for name, created in self._instances.items():
             if created.done() and not created.cancelled() and created.exception() is None:
                 scores[name] = await self._end(self.tools[name], created.result())
         self._executor.stop()
         return scores
 
-    async def _end(self, tool: BaseTool, instance: str) -> float | NoVerdict:
+    async def _end(self, tool: BaseTool, instance: str) -> float | Unscored:
         """Return the result of `calc_reward`, and release the tool even if that fails."""
         score = await self._score(tool, instance)
         try:
@@ -113,21 +113,21 @@ class ToolSession:
             notify(f"tool {tool.name}: ending a session's use of it failed: {error!r}", "warning", once=True)
         return score
 
-    async def _score(self, tool: BaseTool, instance: str) -> float | NoVerdict:
+    async def _score(self, tool: BaseTool, instance: str) -> float | Unscored:
         kwargs = self._row_kwargs(tool, "calc_reward_kwargs")
         try:
             score = await self._limited(lambda: tool.calc_reward(instance, **kwargs))
-            if isinstance(score, NoVerdict):
+            if isinstance(score, Unscored):
                 return score
-            number = float(score.reward if isinstance(score, Verdict) else score)
+            number = float(score.reward if isinstance(score, Scored) else score)
             if not math.isfinite(number):
                 raise ValueError(f"calc_reward returned {number}")
-        except NoVerdictError as error:
-            return error.verdict
+        except UnscoredError as error:
+            return error.unscored
         except CallTimeoutError as error:
-            return NoVerdict(Reason.TIMEOUT, f"calc_reward of tool {tool.name}: {error}")
+            return Unscored(Reason.TIMEOUT, f"calc_reward of tool {tool.name}: {error}")
         except Exception as error:
-            return NoVerdict(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
+            return Unscored(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
         return number
 
     def _row_kwargs(self, tool: BaseTool, name: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class ToolSession:
             )
             text = response.text if isinstance(response, ToolResponse) else str(response)
             images = await self._images(response)
-        except NoVerdictError:
+        except UnscoredError:
             raise
         except CallTimeoutError as error:
             return self._failed(str(error), "timeout")

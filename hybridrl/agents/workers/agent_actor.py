@@ -12,15 +12,15 @@ from typing import Any
 from ray import cloudpickle
 
 from hybridrl.agents.agents import Agents
-from hybridrl.agents.session import Attempt, Task, run_attempt
+from hybridrl.agents.session import SessionResult, Task, run_attempt
 from hybridrl.agents.workers.setup import SessionWorkerSetup, agents_of
 from hybridrl.rollout.request import Completion, Request
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
-from hybridrl.verdict import NoVerdict, Reason
 
 #: (what, key of the session, value). To a worker: "run" with a pickled `Task`, "completion", "cancel". From a worker:
-#: "request", "done" with a pickled `Attempt`.
+#: "request", "done" with a pickled `SessionResult`.
 Message = tuple[str, int, Any]
 
 
@@ -138,11 +138,11 @@ class _Client:
         return None
 
 
-def _failed_attempt(why: str) -> Attempt:
-    return Attempt(verdict=NoVerdict(Reason.INFRA, why))
+def _failed_attempt(why: str) -> SessionResult:
+    return SessionResult(unscored=Unscored(Reason.INFRA, why))
 
 
-def _pickled(attempt: Attempt) -> bytes:
+def _pickled(attempt: SessionResult) -> bytes:
     """An attempt as the controller reads it: the exception as text, because its class may not be there."""
     if attempt.failure is not None:
         attempt.failure = SessionFailedError("".join(traceback.format_exception(attempt.failure)))

@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
-from hybridrl.agents.session import Attempt, Task
+from hybridrl.agents.session import SessionResult, Task
 from hybridrl.agents.workers.agent_actor import Message, SessionWorker
 from hybridrl.agents.workers.setup import SessionWorkerSetup
 from hybridrl.errors import RolloutError, UserError
@@ -21,8 +21,8 @@ from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import Request
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
-from hybridrl.verdict import NoVerdict, Reason
 
 _COLLECT_S = 10.0
 _END_S = 20.0
@@ -41,7 +41,7 @@ class _Session:
     key: int
     task: bytes
     client: GenerationClient
-    future: Future[Attempt]
+    future: Future[SessionResult]
     generating: set[str] = field(default_factory=set)
 
 
@@ -95,12 +95,12 @@ class SessionPool:
         """The ids of the processes that have started."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
-    def submit(self, task: Task, client: GenerationClient) -> Future[Attempt]:
+    def submit(self, task: Task, client: GenerationClient) -> Future[SessionResult]:
         """Run an attempt. Cancelling the future ends it.
 
         The future fails where generation failed, or where the processes cannot be kept alive.
         """
-        future: Future[Attempt] = Future()
+        future: Future[SessionResult] = Future()
         try:
             data = cloudpickle.dumps(task)
         except Exception as error:  # the row may hold anything
@@ -224,7 +224,7 @@ class SessionPool:
         del worker.sessions[key]
         worker.losses = 0
         try:
-            attempt: Attempt = cloudpickle.loads(value)
+            attempt: SessionResult = cloudpickle.loads(value)
         except Exception as error:  # a value is of a class that only the worker has
             attempt = _failed_attempt(f"what the session returned cannot be read by the controller: {error!r}")
         if session.future.set_running_or_notify_cancel():
@@ -247,7 +247,7 @@ class SessionPool:
             self._send(worker, ("completion", session.key, replace(completion, id=request.id)))
 
     def _worker_died(self, worker: _Worker, error: RayError) -> None:
-        """The attempts of a process that has died gave no verdict."""
+        """The attempts of a process that has died gave no score."""
         sessions, worker.sessions, worker.outbox = list(worker.sessions.values()), {}, []
         pid, worker.pid = worker.pid, None
         worker.losses += 1
@@ -311,8 +311,8 @@ async def _aborted(client: GenerationClient, ids: list[str]) -> None:
         await client.abort(ids)
 
 
-def _failed_attempt(why: str) -> Attempt:
-    return Attempt(verdict=NoVerdict(Reason.INFRA, why))
+def _failed_attempt(why: str) -> SessionResult:
+    return SessionResult(unscored=Unscored(Reason.INFRA, why))
 
 
 def _fail(session: _Session, error: BaseException) -> None:

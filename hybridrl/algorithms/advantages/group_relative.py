@@ -129,7 +129,7 @@ def _gdpo_components(
                 f"reward component {key!r} must hold one finite number a row, {len(rows)} in all; it has shape "
                 f"{tuple(values.shape)} and is missing, NaN or infinite in rows "
                 f"{bad.nonzero().squeeze(-1)[:8].tolist()}. A session that brings its reward along gives the "
-                "components in Verdict.extra."
+                "components in Scored.extra."
             )
         components.append(groups.levelled(values, rounding_of(values, torch.float32)))  # as a score is stored
     return components, weights

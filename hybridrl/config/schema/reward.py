@@ -289,7 +289,7 @@ class JudgeConfig(ConfigNode):
     attempts: int = key(4, "how often a request that fails is sent", gt=0, needs=is_set(".url"))
     timeout_s: float = key(
         120.0,
-        "seconds for the verdict on a response, with all attempts; with enable: for template and parse each, because "
+        "seconds for the score of a response, with all attempts; with enable: for template and parse each, because "
         "the engine has limits of its own",
         gt=0,
         needs=_A_JUDGE,

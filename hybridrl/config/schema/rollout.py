@@ -269,7 +269,7 @@ class MultiTurnConfig(ConfigNode):
     tool_timeout_s: float = key(
         60.0,
         "seconds that a tool or a simulated user may take for a call; then the model gets an error, or the session has "
-        "no verdict",
+        "no score",
         gt=0,
         needs=_WITH_TOOLS,
     )
@@ -324,7 +324,7 @@ class AgentConfig(ConfigNode):
     )
     environment_timeout_s: float = key(
         60.0,
-        "seconds that reset or step of an environment may take; then its session has no verdict",
+        "seconds that reset or step of an environment may take; then its session has no score",
         gt=0,
         needs=_ENVIRONMENT,
     )

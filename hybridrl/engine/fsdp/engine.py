@@ -297,8 +297,8 @@ class FSDPEngine(
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
-    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
-        plan = super()._plan(batch, micro, tree)
+    def plan_batch(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+        plan = super().plan_batch(batch, micro, tree)
         check_length(self.config, max(plan.lengths, default=0), f"{self.model_config.path}: the longest of a batch")
         if self._sees_images:
             plan.images = BatchImages(batch, self.config)

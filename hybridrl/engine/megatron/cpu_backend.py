@@ -1,4 +1,4 @@
-"""Unmodified megatron-core on a CPU with gloo, for tests and small machines.
+"""Unmodified Megatron-core on a CPU with gloo, for small machines and for the forecast of memory, which uses no GPU.
 
 Megatron-core calls `torch.cuda` in many places and has no other back end. Where there is no GPU, an import hook
 compiles its modules from a syntax tree in which those places name a stand-in. Nothing of `torch.cuda` itself is

@@ -136,7 +136,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
         self.vocabulary = plan.vocabulary
-        self._schedule = self._make_schedule(settings, plan)
+        self.schedule = self._make_schedule(settings, plan)
         self._set_mode(training=False)
         device.manual_seed(engine.seed + distributed.get_rank())
         offload = self._make_offload()
@@ -153,7 +153,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             load_first_masters(self.weight_map, self.model_config.path, engine, self.optimizer.shards)
 
     def _make_schedule(self, settings: Any, plan: build.Blueprint) -> Schedule:
-        self.packed = bool(self.model_config.use_remove_padding) and self._may_pack()
+        self.packed = bool(self.model_config.use_remove_padding) and self.may_pack()
         if self.packed:
             self.work = work_of(self.config)
         arranger = Arranger(self.state, settings.sequence_parallel, self.packed)
@@ -168,7 +168,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 notify(f"{self.model_config.path}: {', '.join(idle)} has no effect, because {outputs.why_whole}")
         return Schedule(self.state, settings, arranger, outputs)
 
-    def _may_pack(self) -> bool:
+    def may_pack(self) -> bool:
         """Whether attention can keep the sequences of a packed row apart; on a GPU, warn if not."""
         reason = packing_unsupported_reason(self.sizes, self.dtype, self.config) if device.is_gpu() else None
         if reason and distributed.get_rank() == 0:
@@ -204,7 +204,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     ) -> list[dict[str, torch.Tensor]] | None:
         comparison = self._comparison(layouts, request)
         with self.activate():
-            return self._schedule.forward_only(self.chunks, layouts, request, comparison)
+            return self.schedule.forward_only(self.chunks, layouts, request, comparison)
 
     def forward_backward(
         self, layouts: Sequence[MicroBatchLayout], request: OutputRequest, share_of_loss: ShareOfLoss
@@ -212,7 +212,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         comparison = self._comparison(layouts, request)
         self._set_mode(training=True)
         with self.activate():
-            self._schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
+            self.schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
         self._set_mode(training=False)
 
     def _comparison(self, layouts: Sequence[MicroBatchLayout], request: OutputRequest) -> Comparison:
@@ -232,7 +232,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     def hidden(self, layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
         """Return the inputs of this engine's output layer for another engine's micro-batches; None on early stages."""
         with self.activate():
-            return self._schedule.hidden(self.chunks, layouts)
+            return self.schedule.hidden(self.chunks, layouts)
 
     @contextlib.contextmanager
     def computing(self, function: LogitsFunction) -> Iterator[None]:
@@ -252,7 +252,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         self.reference = reference
 
     def _check_chunks(self, what: str) -> None:
-        outputs = self._schedule.outputs
+        outputs = self.schedule.outputs
         if outputs is not None and outputs.why_whole is not None:
             raise ModelError(
                 f"{self.model_config.path}: {what} with strategy=megatron computes logits by chunks of tokens, and "

@@ -359,15 +359,15 @@ class Exporter:
         ]
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, ours, group=group)
-        tensors: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
         slices: dict[str, dict[TensorSlice, int]] = defaultdict(dict)
         for rank, theirs in enumerate(gathered):
             for name, shape, dtype, is_buffer, tensor_slice in theirs:
-                tensors[name] = (shape, dtype, is_buffer)
+                forms[name] = (shape, dtype, is_buffer)
                 slices[name].setdefault(tensor_slice, rank)
         specs: dict[str, _Whole] = {}
         for name, owners in slices.items():
-            shape, dtype, is_buffer = tensors[name]
+            shape, dtype, is_buffer = forms[name]
             if count(owners) != prod(shape):
                 raise ModelError(f"{name}: the ranks hold {count(owners)} of its {prod(shape)} elements")
             by_rank: dict[int, tuple[TensorSlice, ...]] = {}

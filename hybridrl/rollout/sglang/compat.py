@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from hybridrl.rollout.request import PrefillRequest, PromptLogprobs
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
+from hybridrl.utils.stand_ins import gpu_packages
 
 if TYPE_CHECKING:
     from hybridrl.rollout.sglang.images import NamedImages
@@ -39,8 +39,6 @@ TESTED = ("0.5.23",)
 SUPPORTED = (Version("0.5.22"), Version("0.6"))
 #: families of whose classifiers it has a class
 CLASSIFIERS = ("Qwen2", "Qwen3", "Llama", "Gemma2")
-#: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
-STAND_INS = Path(__file__).parent / "cpu"
 #: bytes of the KV cache on a CPU, unless engine_kwargs.sglang.max_total_tokens sets the number of tokens
 CPU_CACHE_BYTES = 2**30
 #: of a CPU's memory that SGLang may plan with for a vision-language model; `CPU_CACHE_BYTES` bounds the KV cache
@@ -107,9 +105,14 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def use_stand_ins() -> None:
-    """Let Python find our stand-ins after all installed packages, in this process and in those it spawns."""
-    if str(STAND_INS) not in sys.path:
-        sys.path.append(str(STAND_INS))
+    """Let Python find stand-ins for GPU packages after all installed ones, in this process and in those it spawns.
+
+    Raises:
+        RolloutError: the distribution that holds them is not installed.
+    """
+    folder = gpu_packages("actor_rollout_ref.rollout.name=sglang", "sglang")
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def dtype_of(spec: EngineSpec) -> str:

@@ -70,7 +70,7 @@ def _in_cluster(config: GenerationConfig) -> None:
 
 def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> OutputFile:
     data = config.data
-    settings = made_by | _settings(config)
+    settings = made_by | output_settings(config)
     path = Path(data.output_path).expanduser()
     output = OutputFile(
         path, responder.rows, data.batch_size, data.response_key, data.log_probs, settings, overwrite=data.overwrite
@@ -80,7 +80,7 @@ def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, A
     return output
 
 
-def _settings(config: GenerationConfig) -> dict[str, Any]:
+def output_settings(config: GenerationConfig) -> dict[str, Any]:
     """Return the settings that the responses and the parts depend on, without those that say where to compute them."""
     data, rollout, model = as_dict(config.data), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     del data["path"], data["output_path"], data["overwrite"], data["filter_overlong_prompts_workers"]

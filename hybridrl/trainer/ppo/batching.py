@@ -1,4 +1,4 @@
-"""How the controller splits and orders a batch: samples of a prompt, ranks, mini-batches.
+"""Splitting and ordering a batch on the controller: samples of a prompt, ranks, mini-batches.
 
 Everything here depends only on the batch and never on the number of ranks, except the last step, which spreads the rows
 over the ranks.

@@ -49,7 +49,7 @@ def prepare(
     identity = checked_identity(model, tokenizer)
     _check_images(config)
     _check_tokenizers(config, tokenizer)
-    _check_engines(config)
+    check_engines(config)
     check_kl_form(config)
     check_router_replay(config)
     check_teachers(config, tokenizer)
@@ -103,7 +103,7 @@ def _check_images(config: PPOTrainerConfig) -> None:
         )
 
 
-def _check_engines(config: PPOTrainerConfig) -> None:
+def check_engines(config: PPOTrainerConfig) -> None:
     """Refuse settings of training engines that do not fit their processes or models, and models without weights."""
     for spec in active_roles(config):
         settings, whole = spec.settings_of(config), spec.config_of(config)

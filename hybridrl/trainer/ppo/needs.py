@@ -1,4 +1,4 @@
-"""What a run's settings require of its models, computed once before anything runs."""
+"""Requirements of a run's settings on its models, computed once before anything runs."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from hybridrl.workers.losses import FULL_KL, PolicyLoss
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run computes for each batch.
+    """The results that a run computes for each batch.
 
     Attributes:
         critic: a value model takes part; see `PPOTrainerConfig.use_critic`.

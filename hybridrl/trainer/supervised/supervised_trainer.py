@@ -69,7 +69,14 @@ class SupervisedTrainer:
         total_steps = trainer.total_training_steps or trainer.total_epochs * epoch
         save, test = (epoch if each == "after_each_epoch" else each for each in (trainer.save_freq, trainer.test_freq))
         in_steps = replace(trainer, save_freq=save, test_freq=test)
-        self.run = TrainingRun(config, in_steps, total_steps, identity=self.identity)
+        self.run = TrainingRun(
+            config,
+            in_steps,
+            total_steps,
+            identity=self.identity,
+            groups=lambda: [self.group],
+            writers=lambda: [self.group] if config.checkpoint.async_save else [],
+        )
 
     def _loader(self, dataset: Any, batch_size: int, train: bool = True) -> PaddedLoader:
         data = self.config.data
@@ -97,11 +104,9 @@ class SupervisedTrainer:
         self.profiler = StepProfiler(
             self.config.global_profiler, [ProfiledRole("model", "profiler", self.config.profiler, group)]
         )
-        self.run.groups = [group]
         peak = self.config.trainer.peak_tflops
         is_value = self.objective.output == "values"
         self.utilization = Utilization("model", self.config.model, group, "update_model", is_value, peak)
-        self.run.writers = [group] if self.config.checkpoint.async_save else []
         self.reference: Reference | None = None
         if source == "cache":
             self.reference = CachedReference(group.compute_reference, self.run.folder, self._made_of())

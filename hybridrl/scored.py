@@ -1,4 +1,4 @@
-"""What judging a sample gives: a reward, or the reason why there is none. A missing reward is never a number.
+"""A sample is scored, or unscored with a reason. A missing reward is never a number.
 
 Light enough for the processes of reward functions: no torch, no numpy.
 """
@@ -18,13 +18,13 @@ class Reason(StrEnum):
 
     INFRA = "infra"  # a sandbox, server or process failed
     TIMEOUT = "timeout"  # something took longer than its limit
-    GRADING = "grading"  # the scorer raised, or could not judge the sample
+    GRADING = "grading"  # the scorer raised, or could not score the sample
     DROPPED = "dropped"  # a loop, environment or filter decided to leave the sample out
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A judged sample.
+class Scored:
+    """The reward of a sample.
 
     Attributes:
         reward: finite.
@@ -36,8 +36,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class NoVerdict:
-    """A sample without a reward: it is generated again or leaves its group, and never counts as 0.
+class Unscored:
+    """The reason why a sample has no reward: it is generated again or leaves its group, and never counts as 0.
 
     Attributes:
         reason: a `Reason`, or its value.
@@ -54,8 +54,8 @@ class NoVerdict:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
 
-class NoVerdictError(Exception):
-    """Ends a session or a call that cannot be judged; loops, environments and what they call may raise it.
+class UnscoredError(Exception):
+    """Ends a session or a call that cannot be scored; loops, environments and what they call may raise it.
 
     Args:
         reason: a `Reason`, or its value.
@@ -63,17 +63,17 @@ class NoVerdictError(Exception):
     """
 
     def __init__(self, reason: Reason | str, detail: str = "") -> None:
-        self.verdict = NoVerdict(Reason(reason), detail)
-        super().__init__(str(self.verdict))
+        self.unscored = Unscored(Reason(reason), detail)
+        super().__init__(str(self.unscored))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuilt without `__init__`, whose arguments are not `args`."""
+        """Rebuild without `__init__`, whose arguments are not `args`."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
-def no_verdict_of(error: BaseException) -> NoVerdict:
-    """What an exception that ended a session means: its own verdict, `timeout` for a `TimeoutError`, else `infra`."""
-    if isinstance(error, NoVerdictError):
-        return error.verdict
+def unscored_by(error: BaseException) -> Unscored:
+    """Return the reason that an exception gives: its own, `timeout` for a `TimeoutError`, else `infra`."""
+    if isinstance(error, UnscoredError):
+        return error.unscored
     reason = Reason.TIMEOUT if isinstance(error, TimeoutError) else Reason.INFRA
-    return NoVerdict(reason, f"{type(error).__name__}: {error}")
+    return Unscored(reason, f"{type(error).__name__}: {error}")
