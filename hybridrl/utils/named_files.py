@@ -204,9 +204,9 @@ class _Reader:
                     "shelve",
                     "dbm",
                 ):
-                    yield from self._known([*of, *node.args[:1], *(word.value for word in node.keywords)])
+                    yield from self._values([*of, *node.args[:1], *(word.value for word in node.keywords)])
             elif name.startswith(WRITERS) or name.endswith(WRITING_CLASSES):
-                yield from self._known([*of, *node.args, *(word.value for word in node.keywords)])
+                yield from self._values([*of, *node.args, *(word.value for word in node.keywords)])
 
     def changed_folders(self) -> Iterator[str | Path]:
         """Yield the folders in which the code makes files whose names are not known."""
@@ -261,7 +261,7 @@ class _Reader:
         values = [self.value(mode) for mode in modes]
         return any(isinstance(value, str) and set(value) & set("wax+") for value in values)
 
-    def _known(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
+    def _values(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
         yield from (value for node in nodes if (value := self.value(node)) is not None)
 
     def value(self, node: ast.expr) -> str | Path | None:
