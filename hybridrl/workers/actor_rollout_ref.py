@@ -108,7 +108,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._is_own_reference:
             return self.engine
         workers = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ActorRolloutRefWorker))
-        return next((worker.engine for worker in workers if worker.part.frozen), None)
+        return next((worker.engine for worker in workers if worker.worker_role.frozen), None)
 
     @contextmanager
     def _with_reference(self, needed: bool) -> Iterator[None]:
