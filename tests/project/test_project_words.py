@@ -76,7 +76,6 @@ REPEATED_FILES = {
     "rollout.py": _SCHEMA,
     "search_r1.py": _DATA_SETS,
     "state.py": _ENGINES,
-    "state.py": _ENGINES,
     "trainer.py": _SCHEMA,
     "verifiers.py": "the environment of verifiers, and the command that prepares its tasks",
     "worker_group.py": "the interface, and Ray's implementation of it",
