@@ -81,7 +81,7 @@ def test_a_role_of_ones_own_has_a_forecast(micro_model: Path, monkeypatch: pytes
     assert policy is not None
     monkeypatch.setitem(ROLES, "own", own)
     assert forecast_run(settings(micro_model)).roles["own"] is None
-    monkeypatch.setattr(role_models, "_ROLES", dict(role_models._ROLES))
+    monkeypatch.setattr(role_models, "ROLE_FORECASTS", dict(role_models.ROLE_FORECASTS))
     role_models.forecasts_role("own")(lambda part, config, ranks: replace(policy, weights=policy.weights * ranks))
     found = forecast_run(settings(micro_model))
     assert found.roles["own"] == replace(policy, weights=2 * policy.weights)

@@ -189,7 +189,7 @@ def test_a_run_that_does_not_fit_is_told_keys_of_a_role_of_ones_own(tiny_model, 
         update=Update("update_umpire", "update_umpire", fields=()) if learns else None,
     )
     monkeypatch.setitem(ROLES, "umpire", spec)
-    monkeypatch.setattr(role_models, "_ROLES", dict(role_models._ROLES))
+    monkeypatch.setattr(role_models, "ROLE_FORECASTS", dict(role_models.ROLE_FORECASTS))
     role_models.forecasts_role("umpire")(forecast)
     config = config_of(
         f"actor_rollout_ref.model.path={tiny_model}",

@@ -100,11 +100,11 @@ class Scorer:
             with timer.phase(scoring.phase):
                 scores = future.get().batch[scoring.column]
                 rewards, columns = getattr(read, "rewards", _at_the_end(scoring.column))(scores, inputs, batch)
-            result["reward_tensor"] = self._added(result["reward_tensor"], scoring, rewards, batch)
+            result["reward_tensor"] = self.add_scores(result["reward_tensor"], scoring, rewards, batch)
             result["reward_extra_info"] |= columns
         return result
 
-    def _added(self, rewards: torch.Tensor, scoring: Scoring, more: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    def add_scores(self, rewards: torch.Tensor, scoring: Scoring, more: torch.Tensor, batch: DataProto) -> torch.Tensor:
         assert self._config is not None
         sessions = sessions_of(batch)
         rows = torch.arange(len(more)) if sessions is None else sessions.last
