@@ -58,7 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "config/checks/check_distillation.py": ("actor_rollout", "teacher"),
     "config/checks/check_run.py": ("reward_model",),
     "config/roles.py": ("prime", "ref", "reward_model", "teacher"),
-    "trainer/ppo/teachers.py": ("teacher",),
+    "trainer/ppo/teacher_rows.py": ("teacher",),
     "workers/forecast.py": ("prime",),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
     "__init__.py": ("grpo",),

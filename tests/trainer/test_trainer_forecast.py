@@ -95,7 +95,7 @@ def test_roles_of_external_lib_are_forecast_before_a_worker_has_imported_it(micr
     module = tmp_path / "role_of_forecast.py"
     module.write_text(
         "from dataclasses import replace\n"
-        "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "from hybridrl.trainer.ppo.role_groups import ROLES\n"
         "ROLES['late'] = replace(ROLES['ref'], name='late', forecast=lambda: lambda config, ranks: ranks)\n"
     )
     config = settings(micro_model, **{"actor_rollout_ref.model.external_lib": module})

@@ -22,7 +22,7 @@ from hybridrl.config.served import divide, served_reward_model, served_teachers
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.trainer.ppo.forecast import forecast_run
-from hybridrl.trainer.ppo.served import check_served
+from hybridrl.trainer.ppo.served_role import check_served
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
 ENGINE = f"{Path(__file__).parent / 'reading_engine.py'}:ReadingEngine"
@@ -109,7 +109,7 @@ def test_teachers_divide_a_pool_of_their_own_and_outlive_a_replica(
     dies.touch()
     with trained(*words(micro_model, two_sources, *own, f"trainer.default_local_dir={tmp_path}")) as (trainer, result):
         group = trainer.groups["teacher"]
-        assert group.world_size == 3 and not group.takes_turns
+        assert group.world_size == 3 and not group.blocking
         assert [[place.bundle for place in pool.placements] for pool in group.pools] == [[0], [1, 2]]
         assert set(result.batch.non_tensor_batch["data_source"]) == {"even", "odd"}
         check_batch(result.batch, teachers)
@@ -132,7 +132,7 @@ def test_models_take_turns_on_the_policys_devices(
     with trained(*words(micro_model, two_sources, *own, *more)) as (trainer, result):
         for name, models in (("teacher", 2), ("reward_model", 1)):
             group = trainer.groups[name]
-            assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
+            assert group.blocking and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
             assert [len(pool.replicas) for pool in group.pools] == [2] * models
             for pool in group.pools:
                 assert not pool.supervisor.memory, "memory that was not given back"

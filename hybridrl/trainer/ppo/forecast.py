@@ -15,7 +15,7 @@ from hybridrl.registry import INFERENCE_ENGINES, TRAIN_ENGINES, import_external_
 from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
-from hybridrl.trainer.ppo.roles import resource_pools
+from hybridrl.trainer.ppo.role_groups import resource_pools
 from hybridrl.workers.forecast import Forecast, forecast_roles
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]

@@ -7,7 +7,7 @@ from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.memory_peaks import PhasePeaks
 from hybridrl.trainer.ppo.forecast import RunForecast
-from hybridrl.trainer.ppo.roles import ROLES
+from hybridrl.trainer.ppo.role_groups import ROLES
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 
 _ROLLOUT = "actor_rollout_ref.rollout"

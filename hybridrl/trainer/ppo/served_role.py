@@ -54,7 +54,7 @@ class ServedRole:
         log_folder: where the replicas' output goes; None leaves it to Ray.
 
     Attributes:
-        takes_turns: whether a call ends before it returns.
+        blocking: whether a call ends before it returns.
         method_seconds: seconds of each method so far.
     """
 
@@ -68,7 +68,7 @@ class ServedRole:
         log_folder: Path | None = None,
     ) -> None:
         self.role, self.models = role, tuple(models)
-        self.resource_pool, self.takes_turns = pool, shared
+        self.resource_pool, self.blocking = pool, shared
         self.method_seconds: dict[str, float] = {}
         self.pools: list[ReplicaPool] = []
         self._threads, self._log_folder = threads, log_folder
@@ -85,16 +85,16 @@ class ServedRole:
         Raises:
             RolloutError: one does not start; the message holds the end of its log.
         """
-        shares, faults = divide(self.models, [self.world_size], self.takes_turns)
+        shares, faults = divide(self.models, [self.world_size], self.blocking)
         if faults:
             raise RolloutError("; ".join(faults))
         processes = sum(model.devices * count for model, (_, count) in zip(self.models, shares, strict=True))
         threads = self._threads or max(1, available_cores() // processes)
         for model, (first, count) in zip(self.models, shares, strict=True):
-            every = replica_placements(self.resource_pool, model.devices, self.takes_turns)
+            every = replica_placements(self.resource_pool, model.devices, self.blocking)
             placements = every[first // model.devices :][:count]
             self.pools.append(ReplicaPool(self._settings(model, threads), placements))
-        if self.takes_turns:  # one that starts needs the memory that the others give back
+        if self.blocking:  # one that starts needs the memory that the others give back
             for pool in self.pools:
                 pool.start()
                 self._give_back(pool)
@@ -146,10 +146,10 @@ class ServedRole:
         started = time.time()
         futures: list[Sequence[Future[Completion]]] = []
         for pool, mine in zip(self.pools, requests, strict=True):
-            if self.takes_turns and mine:
+            if self.blocking and mine:
                 pool.resume(MEMORY_TAGS)
             futures.append(pool.submit(mine))
-            if self.takes_turns and mine:
+            if self.blocking and mine:
                 for future in futures[-1]:
                     future.result()
                 self._give_back(pool)
@@ -165,12 +165,12 @@ class ServedRole:
             return answer(logprobs)
 
         ready = OnceComputed(collect)
-        if self.takes_turns:
+        if self.blocking:
             ready.get()
         return ready
 
     def _give_back(self, pool: ReplicaPool) -> None:
-        if self.takes_turns and pool.settings.spec.config.free_cache_engine:
+        if self.blocking and pool.settings.spec.config.free_cache_engine:
             pool.lend(MEMORY_TAGS)
 
     def take_spans(self) -> list[TimedSpan]:

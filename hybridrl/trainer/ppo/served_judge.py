@@ -26,7 +26,7 @@ from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.scored import Reason, UnscoredError
-from hybridrl.trainer.ppo.served import ServedRole
+from hybridrl.trainer.ppo.served_role import ServedRole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class ServedJudge(ServedRole):
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Have the device memory within the block, where other roles have the devices too."""
-        if not self.takes_turns:
+        if not self.blocking:
             yield
             return
         (pool,) = self.pools
