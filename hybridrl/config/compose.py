@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put
-from hybridrl.config.own_settings import add_own_settings
+from hybridrl.config.entry_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import (
     ROOTS,

@@ -3,7 +3,7 @@
 import importlib.util
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
-from hybridrl.config.strategies import engine_group, engine_settings
+from hybridrl.config.entry_settings import engine_group, engine_settings
 from hybridrl.engine.capabilities import GeneratesInPlace, require
 from hybridrl.engine.train_engine import Engine, train_engine_class
 from hybridrl.errors import RolloutError

@@ -29,8 +29,8 @@ from hybridrl.config.checks.step_scores import check_step_scores
 from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
+from hybridrl.config.entry_settings import read_reward_kwargs
 from hybridrl.config.output import as_dict
-from hybridrl.config.own_settings import read_reward_kwargs
 from hybridrl.config.schema.data import PromptConfig
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.rollout import RolloutConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.convert import show
-from hybridrl.config.own_settings import may_be_own
+from hybridrl.config.entry_settings import may_be_own
 from hybridrl.config.schema.node import declared, is_free
 from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
 from hybridrl.config.verl.tables import NoEffect, Pending, aliases, no_effect, pending

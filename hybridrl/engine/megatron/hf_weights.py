@@ -239,7 +239,7 @@ def _check_unused(weights: WeightMap, source: TensorSource) -> None:
 
 def _check_tied(weights: WeightMap, reader: _Reader) -> None:
     """Refuse a checkpoint whose output layer differs from the embedding, which this model uses in its place."""
-    if not weights.is_tied or weights.model_type == "value_model":
+    if not weights.is_tied or weights.has_value_head:
         return
     for name in weights.output_names & reader.names:
         for entry in weights.entries:

@@ -70,7 +70,7 @@ class ReplicaHealth:
 
 
 class Replica:
-    """The actor's class; `ReplicaPool` starts it.
+    """The actor's class; `ReplicaHandle` starts it.
 
     Args:
         engine_name: `rollout.name`.

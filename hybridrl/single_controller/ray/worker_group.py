@@ -398,11 +398,6 @@ class RayWorkerGroup(WorkerGroup):
         self._spans.clear()
         return spans
 
-    def pop_method_seconds(self) -> dict[str, float]:
-        """Return `method_seconds` since the previous call of this method."""
-        seconds, self.method_seconds = self.method_seconds, {}
-        return seconds
-
     # --- state
 
     @property
