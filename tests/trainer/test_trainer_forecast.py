@@ -93,7 +93,7 @@ def test_roles_of_external_lib_are_forecast_before_a_worker_has_imported_it(micr
     module.write_text(
         "from dataclasses import replace\n"
         "from hybridrl.forecast.role_models import forecasts_role\n"
-        "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "from hybridrl.trainer.ppo.role_groups import ROLES\n"
         "ROLES['late'] = replace(ROLES['ref'], name='late')\n"
         "forecasts_role('late')(lambda part, config, ranks: ranks)\n"
     )

@@ -22,8 +22,8 @@ from hybridrl.rollout import Rollout
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.early_scores import EarlyScores
-from hybridrl.trainer.ppo.judge import ServedJudge
-from hybridrl.trainer.ppo.roles import POLICY, active_roles
+from hybridrl.trainer.ppo.role_groups import POLICY, active_roles
+from hybridrl.trainer.ppo.served_judge import ServedJudge
 
 
 class Scorer:

@@ -22,10 +22,10 @@ from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
-from hybridrl.trainer.ppo.judge import check_judge_model
-from hybridrl.trainer.ppo.needs import check_algorithm
-from hybridrl.trainer.ppo.served import check_served
-from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
+from hybridrl.trainer.ppo.run_requirements import check_algorithm
+from hybridrl.trainer.ppo.served_judge import check_judge_model
+from hybridrl.trainer.ppo.served_role import check_served
+from hybridrl.trainer.ppo.teacher_rows import check_rows, check_teachers
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
 from hybridrl.workers.losses import check_kl_form, check_router_replay
