@@ -88,7 +88,7 @@ def test_calls_from_parquet_and_from_text_are_those_of_json(write: Any, chatml: 
 def test_arguments_by_another_name_are_refused(write: Any, chatml: Any, name: str) -> None:
     talk = called("add", {"a": 2})
     talk[1]["tool_calls"][0]["function"][name] = talk[1]["tool_calls"][0]["function"].pop("arguments")
-    with pytest.raises(DataError, match=rf"line 1.*add.*
+    with pytest.raises(DataError, match=rf"line 1.*add.*'{name}'.*'arguments'"):
         sft(write("a.jsonl", [{"messages": talk}]), chatml)
 
 
