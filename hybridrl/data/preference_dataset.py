@@ -329,8 +329,8 @@ class PreferenceDataset(ConversationDataset):
             worse = sum(all(isinstance(score, int | float) for score in pair) and pair[0] < pair[1] for pair in pairs)
             if worse:
                 notify(
-                    f"{self.key}: in {worse} of {len(pairs)} rows the column {names[0]!r} is below {names[1]!r}, so the "
-                    f"answers in column {self.config.chosen_key!r} are the worse ones there. Exchange data.chosen_key "
+                    f"{self.key}: in {worse} of {len(pairs)} rows the column {names[0]!r} is below {names[1]!r}, so "
+                    f"the answers in column {self.config.chosen_key!r} are the worse ones there. Exchange data.chosen_key "
                     "and data.rejected_key if all are, or leave these rows out",
                     "warning",
                 )
