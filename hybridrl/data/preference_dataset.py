@@ -330,8 +330,8 @@ class PreferenceDataset(ConversationDataset):
             if worse:
                 notify(
                     f"{self.key}: in {worse} of {len(pairs)} rows the column {names[0]!r} is below {names[1]!r}, so "
-                    f"the answers in column {self.config.chosen_key!r} are the worse ones there. Exchange data.chosen_key "
-                    "and data.rejected_key if all are, or leave these rows out",
+                    f"the answers in column {self.config.chosen_key!r} are the worse ones there. Exchange "
+                    "data.chosen_key and data.rejected_key if all are, or leave these rows out",
                     "warning",
                 )
 
