@@ -49,9 +49,8 @@ def prepare(
     identity = checked_identity(model, tokenizer)
     _check_images(config)
     _check_tokenizers(config, tokenizer)
-    check_engines(config)
+    check_models(config)
     check_kl_form(config)
-    check_router_replay(config)
     check_teachers(config, tokenizer)
     check_judge_model(config)
     reward = create_reward_manager(config, tokenizer)
@@ -101,6 +100,12 @@ def _check_images(config: PPOTrainerConfig) -> None:
             f"actor_rollout_ref.model.path={policy.path} is a vision-language model, and critics of images are not "
             "built: set algorithm.adv_estimator to one without a critic, such as grpo"
         )
+
+
+def check_models(config: PPOTrainerConfig) -> None:
+    """Refuse settings that do not fit the models of the roles."""
+    check_engines(config)
+    check_router_replay(config)
 
 
 def check_engines(config: PPOTrainerConfig) -> None:

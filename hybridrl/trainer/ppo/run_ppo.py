@@ -12,7 +12,7 @@ from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.ppo.role_groups import resource_pools, spawn_worker_groups
-from hybridrl.trainer.startup import workers_starting
+from hybridrl.trainer.startup import depends_on_model, workers_starting
 
 if TYPE_CHECKING:
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -50,6 +50,10 @@ def started_trainer(
     """
     validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
+    if depends_on_model(config):
+        from hybridrl.trainer.ppo.build import check_models
+
+        check_models(config)
     settle_folder(config)
     manager = resource_pools(config)
 
