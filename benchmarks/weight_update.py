@@ -23,7 +23,7 @@ import torch
 from hybridrl.hybrid_engine.stream import stream
 from hybridrl.hybrid_engine.transports import UpdateTarget, transports_to
 from hybridrl.rollout.vllm import compat
-from hybridrl.rollout.vllm.worker import WeightReceiverExtension
+from hybridrl.rollout.vllm.worker_extension import WeightReceiverExtension
 
 LIMIT = 1.5
 

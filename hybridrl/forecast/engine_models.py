@@ -65,7 +65,7 @@ def forecast_engine(
     where = device.get_device_name(), device.runs_triton()
     key = repr((engine, function, kind, model, changed, settings, optim, ranks, work, where))
     if key not in _COMPUTED:
-        _COMPUTED[key] = function(kind, model, settings, optim, ranks, work)  # type: ignore[operator]
+        _COMPUTED[key] = function(kind, model, settings, optim, ranks, work)
     return _COMPUTED[key]
 
 

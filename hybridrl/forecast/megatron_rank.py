@@ -13,9 +13,9 @@ import torch
 
 from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.forward import Outputs, packing_unsupported_reason
-from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usable_settings
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
-from hybridrl.engine.megatron.schedule import Comparison
+from hybridrl.engine.megatron.pipeline import Comparison
+from hybridrl.engine.megatron.sharded_optimizer import gradient_buffers, shards_of, usable_settings
 from hybridrl.engine.micro_batched import OutputRequest
 from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.optimizer import state_bytes

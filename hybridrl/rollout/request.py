@@ -11,7 +11,7 @@ import numpy as np
 from hybridrl.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from hybridrl.rollout.images import PromptImages
+    from hybridrl.rollout.request_images import PromptImages
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: the parts of an engine's memory that can be released and resumed

@@ -81,7 +81,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.role, self.worker_role = role, WORKER_ROLES[role]
         self.rollout: HFRollout | None = None
         self._shard_sender: ShardSender | None = None
-        self._told_streamed = False
+        self._warned_of_streaming = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
@@ -108,7 +108,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._is_own_reference:
             return self.engine
         workers = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ActorRolloutRefWorker))
-        return next((worker.engine for worker in workers if worker.part.frozen), None)
+        return next((worker.engine for worker in workers if worker.worker_role.frozen), None)
 
     @contextmanager
     def _with_reference(self, needed: bool) -> Iterator[None]:
@@ -227,8 +227,8 @@ class ActorRolloutRefWorker(ModelWorker):
                     f"actor_rollout_ref.rollout.checkpoint_engine.{name}=true needs weights that are sent by a plan: "
                     f"{reason}; set it to false"
                 )
-        if not self._told_streamed and self.rank == 0:
-            self._told_streamed = True
+        if not self._warned_of_streaming and self.rank == 0:
+            self._warned_of_streaming = True
             notify(f"weights are streamed to the engines as whole tensors ({key}=auto): {reason}")
         return False
 

@@ -112,7 +112,7 @@ def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
 
 def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     policy, trainer = config.actor_rollout_ref, config.trainer
-    yield check_names("actor_rollout_ref.", policy.model.external_lib, _chosen(config))  # also registers roles
+    yield check_names("actor_rollout_ref.", policy.model.external_lib, _named_entries(config))  # also registers roles
     yield check_roles(config)
     yield _check_prompts(config)
     yield _check_reward(config)
@@ -132,7 +132,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_devices(trainer, config.ray_kwargs.ray_init)
 
 
-def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
+def _named_entries(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     """Everything that the run chooses by name: for each key, the registry and the name."""
     policy, manager = config.actor_rollout_ref, config.reward.reward_manager
     choices: dict[str, tuple[Registry[Any], str]] = {

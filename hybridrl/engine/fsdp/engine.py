@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrl.engine.batch_images import BatchImages
 from hybridrl.engine.capabilities import (
     ComparesVocabulary,
     ComputesFromLogits,
@@ -35,8 +36,7 @@ from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of
 from hybridrl.engine.fsdp.source import ModuleSource, check_four_bit
 from hybridrl.engine.fsdp.state import FSDPState
-from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
-from hybridrl.engine.images import BatchImages
+from hybridrl.engine.fsdp.vision_models import check_vision, prepare_vision
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout

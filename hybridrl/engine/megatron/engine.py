@@ -25,9 +25,9 @@ from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_firs
 from hybridrl.engine.megatron.forward import Arranger, Outputs, packing_unsupported_reason
 from hybridrl.engine.megatron.mapping import WeightMap
 from hybridrl.engine.megatron.offload import DiscardedStorages, MegatronOffload, OffloadedStorages
-from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
-from hybridrl.engine.megatron.schedule import Comparison, Schedule
+from hybridrl.engine.megatron.pipeline import Comparison, Schedule
+from hybridrl.engine.megatron.sharded_optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.state import MegatronState
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import MicroBatchLayout

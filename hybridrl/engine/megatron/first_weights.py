@@ -13,7 +13,7 @@ from hybridrl.engine.megatron.mapping import WeightMap
 from hybridrl.errors import ModelError
 
 if TYPE_CHECKING:
-    from hybridrl.engine.megatron.optimizer import Shard
+    from hybridrl.engine.megatron.sharded_optimizer import Shard
 
 #: Folders of a model directory in which a distributed checkpoint may be.
 _FOLDERS = (".", "dist_ckpt")

@@ -19,7 +19,7 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import RotaryPositions, is_vision_model, offset_after
-from hybridrl.rollout.images import PromptImages, check_interleaved, split_images
+from hybridrl.rollout.request_images import PromptImages, check_interleaved, split_images
 
 #: numbers of a patch, by model type; SGLang takes patches of another size for embeddings of tokens
 _PATCH_NUMBERS = {"qwen2_5_vl": 1176}

@@ -34,7 +34,7 @@ from hybridrl.models.vision import (
     tokens_per_image,
 )
 from hybridrl.models.vision_families import vision_family
-from hybridrl.rollout.images import PromptImages, check_interleaved
+from hybridrl.rollout.request_images import PromptImages, check_interleaved
 from hybridrl.utils.stand_ins import gpu_packages
 
 #: the classes of vLLM that compute the models of `hybridrl.models.vision_families`
@@ -258,7 +258,7 @@ def _replace_processor(model_type: str) -> None:
             items = inputs.mm_data_items.get("image", ())
             images: Sequence[Any] = [items.get(index) for index in range(len(items))]
             if any(image is not Dummies.blank for image in images):
-                raise ValueError("images of requests have to be patches (hybridrl.rollout.images)")
+                raise ValueError("images of requests have to be patches (hybridrl.rollout.request_images)")
             config = self.info.get_hf_config()
             largest = _largest(config, self.info.ctx.model_config.max_model_len)
             if not vision_family(config).writes_times:

@@ -36,7 +36,7 @@ from hybridrl.rollout.request import (
 from hybridrl.rollout.start import replica_placements
 from hybridrl.single_controller.ray import RayResourcePool
 from hybridrl.utils.cores import available_cores
-from hybridrl.utils.spans import TimedSpan, kept
+from hybridrl.utils.spans import TimedSpan, new_buffer
 
 _KEY = "actor_rollout_ref.rollout"
 #: what an engine has to be able to, by what is asked of a model: its fact, and what it serves
@@ -80,7 +80,7 @@ class ServedRole:
         self.method_seconds: dict[str, float] = {}
         self.supervisors: list[Supervisor] = []
         self._threads, self._log_folder = threads, log_folder
-        self._spans = kept()
+        self._spans = new_buffer()
 
     @property
     def world_size(self) -> int:

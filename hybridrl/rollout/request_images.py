@@ -19,7 +19,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.vision import GRID, PIXELS, SECONDS, ImageTensors, digest, media_tokens, tokens_per_image
 from hybridrl.models.vision_families import vision_family
 from hybridrl.rollout.image_place import ImagePlace
-from hybridrl.single_controller.ray.images import reference_of, tensors_of
+from hybridrl.single_controller.ray.image_references import reference_of, tensors_of
 
 _LOCK = threading.Lock()
 _digests: Any = WeakIdKeyDictionary()  # patches -> digest of all images, and of each
