@@ -14,14 +14,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hybridrl.chat.images import images_in
 from hybridrl.chat.log import without_pixels
-from hybridrl.chat.parsers.base import FunctionCall
+from hybridrl.chat.parsers.tool_parser import FunctionCall
+from hybridrl.chat.session_images import images_in
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message, encode
 from hybridrl.models.rendering import rendered
 from hybridrl.models.vision import ImageProcessor, ImageTensors, tokens_per_image
-from hybridrl.rollout.images import join_images
+from hybridrl.rollout.request_images import join_images
 
 _MARKS = ("qzxj0qzxj", "qzxj1qzxj")  # what the model writes in its turns
 _STRICT, _IGNORE, _DISABLE = "strict", "ignore_strippable", "disable"

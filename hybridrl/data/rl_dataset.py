@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.config.schema.names import TRUNCATIONS
-from hybridrl.data.chat import FieldNotice, check_chat_template, render, truncate
-from hybridrl.data.files import read_table
+from hybridrl.config.schema.choices import TRUNCATIONS
+from hybridrl.data.data_files import read_table
+from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
-from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
-from hybridrl.data.table import Table, table_of
+from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.table import Table
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
@@ -26,9 +25,9 @@ from hybridrl.models.chat import (
     TEXT_AND_IMAGES,
     Message,
     as_messages,
+    check_messages,
+    check_prompt,
     encode,
-    fault_in_messages,
-    fault_in_prompt,
 )
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import left_out
@@ -38,19 +37,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PromptConfig
-    from hybridrl.data.images import RowImages
+    from hybridrl.data.row_images import RowImages
     from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
-#: methods of verl's class that nothing here calls -> what to do instead
-_HOOKS_WITHOUT_EFFECT = {
-    "_download": "Copy the files to a local disk first and name the copies, or read them in _read_files_and_tokenize.",
-    "resume_dataset_state": "A resumed run builds the data set again: do the work in _read_files_and_tokenize.",
-    **dict.fromkeys(
-        ("process_vision_info", "process_multi_modal_info", "_process_multi_modal_info", "_extract_audio_info"),
-        "Return messages with parts {'type': 'image', 'image': ...} from build_messages instead.",
-    ),
-}
+#: verl's hooks for subclasses; `verl.utils.dataset.rl_dataset.RLHFDataset` calls them
+_HOOKS_OF_VERL = ("_build_messages", "_read_files_and_tokenize", "maybe_filter_out_long_prompts")
 #: entries that a rollout adds to `extra_info` before a reward function gets it
 _ADDED_INFO = ("num_turns", "rollout_reward_scores")
 _CHUNK = 2048  # rows rendered and tokenised at a time
@@ -69,21 +61,18 @@ class RLHFDataset(Dataset):
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
     With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
-    (`hybridrl.data.images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`, `{}`
-    for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images
-    is never truncated. With the attribute
-    `keeps_image_files`, which gateway agents set, an item has the files as `image_files`.
+    (`hybridrl.data.row_images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`,
+    `{}` for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with
+    images is never truncated. With the attribute `keeps_image_files`, which gateway agents set, an item has the
+    files as `image_files`.
 
-    A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
-    `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
-    verl's hooks that has no effect here is refused, and the error names the hook. `on_batch_end(batch)`, if defined,
-    gets each batch after its update.
+    A subclass may override `build_messages`, `encode_prompts` or `__getitem__`. `on_batch_end(batch)`, if defined, gets
+    each batch after its update. verl's hooks are called by the class that `verl.utils.dataset.rl_dataset` has.
 
     Args:
         data_files: one or several paths.
         tokenizer: a tokenizer with a chat template.
-        config: `DataConfig` or `GenerationDataConfig`; or a mapping, such as an OmegaConf group, in which the keys of
-            `data` may be missing.
+        config: `DataConfig` or `GenerationDataConfig`.
         processor: prepares images for a vision-language model; None for a model that reads text.
         max_samples: number of rows to use: the first ones, or a sample drawn with `config.seed` if `config.shuffle`;
             -1 uses all.
@@ -91,41 +80,37 @@ class RLHFDataset(Dataset):
 
     Raises:
         DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), no row is left,
-            or a hook would not be called.
+            or a hook of verl's would not be called.
     """
 
     def __init__(
         self,
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
-        config: PromptConfig | Mapping[str, Any],
+        config: PromptConfig,
         processor: ImageProcessor | None = None,
         max_samples: int = -1,
         key: str = "data.train_files",
     ) -> None:
-        settings: PromptConfig = with_defaults(config)
+        settings = config
         _check_processor(processor)
         if settings.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation={settings.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
-        self._refuse_hooks_without_effect()
+        self._check_hooks()
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = settings
         self.key = key
         self.data_files = [str(f) for f in ([data_files] if isinstance(data_files, str | Path) else data_files or [])]
-        self.original_data_files = list(self.data_files)
         self.prompt_key = settings.prompt_key
         self.max_prompt_length = settings.max_prompt_length
-        self.truncation = settings.truncation
-        self.filter_overlong_prompts = settings.filter_overlong_prompts
         self._images = _row_images(processor, settings)
         self.keeps_image_files = False
-        self._set_what_hooks_of_verl_read(max_samples)
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
+        self.image_key, self.video_key = settings.image_key, settings.video_key
+        self.tool_schemas = _tool_schemas(settings)
         check_chat_template(tokenizer)
-        self._table: Table | None = None
-        self._dataframe: Any = None
-        self._is_built = False
-        self._read_files_and_tokenize()
+        self.table = self._read()
         if not self._builds_messages():
             self.table.require(settings.prompt_key, "data.prompt_key", prompt_hint(self.table))
             self.table = table_with_answers(self.table, settings)
@@ -137,32 +122,33 @@ class RLHFDataset(Dataset):
         if settings.ground_truth_key is not None:
             self.table = self.table.with_ground_truth(settings.ground_truth_key)
         self.left_out = left_out(self.table.columns)
-        self._taken = list(self.left_out)
-        if self._taken:
+        self._dropped_columns = list(self.left_out)
+        if self._dropped_columns:
             notify(
-                f"{key}: {', '.join(self._taken)}: a batch has columns of these names itself, so it does not "
+                f"{key}: {', '.join(self._dropped_columns)}: a batch has columns of these names itself, so it does not "
                 "carry those of the data; rename them if the reward function or an agent reads them"
             )
         read = (self.image_key, self.video_key)
-        others = [one for one in MEDIA_COLUMNS if one not in read]
+        others = [column for column in MEDIA_COLUMNS if column not in read]
         refuse_media(self.table, key, others if self._images is not None else [*read, *others])
         self._check_extra_info()
         self.table.check_ground_truths()
         if self._images is not None:  # what the model reads of the images travels, not the files
-            self._taken += [one for one in read if one in self.table.columns]
+            self._dropped_columns += [column for column in read if column in self.table.columns]
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
         if self.prompt_key in self.table.columns:
             values = self.column(self.prompt_key) if prompts is None else prompts
             if not any(isinstance(value, str) for value in values):
-                self._taken.append(self.prompt_key)  # messages are in raw_prompt; text stays, for reward functions
+                # messages are in raw_prompt; text stays, for reward functions
+                self._dropped_columns.append(self.prompt_key)
         self._tokens: TokenCache | None = None
         self._fields: FieldNotice | None = FieldNotice(tokenizer, key)
         if settings.filter_overlong_prompts or settings.truncation == "error" or self._images is not None:
             self._tokenize(prompts)
         else:
             self._render_all(prompts)
-        self._fields.tell()
+        self._fields.warn()
         self._fields = None
         if not len(self._rows):
             raise DataError(
@@ -170,7 +156,6 @@ class RLHFDataset(Dataset):
                 f"{settings.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with "
                 "data.truncation=left."
             )
-        self._dataframe, self._is_built = None, True
 
     # Methods that a subclass may override
 
@@ -180,58 +165,7 @@ class RLHFDataset(Dataset):
         Args:
             row: all columns. Changes that an override makes to it appear in the item.
         """
-        if self._hook_takes_key:
-            return self._build_messages(row, key=self.prompt_key)
-        return self._build_messages(row)  # an override as in earlier versions of verl
-
-    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[Message]:
-        """verl's name for `build_messages`; `key` is the prompt column."""
-        return as_messages(example[key or self.prompt_key])
-
-    def _read_files_and_tokenize(self) -> None:
-        """Read `data_files`. As in verl, an override sets `self.dataframe`; see `table_of` for the allowed types."""
-        self.table = read_table(self.data_files, self.key)
-        if type(self).maybe_filter_out_long_prompts is not RLHFDataset.maybe_filter_out_long_prompts:
-            self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
-
-    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """verl's hook for dropping rows. An override returns the rows to keep; overlong prompts are dropped later."""
-        return self.dataframe if dataframe is None else dataframe
-
-    @property
-    def table(self) -> Table:
-        """The rows as they were read."""
-        if self._table is None:
-            raise DataError(
-                f"data.custom_cls: {type(self).__name__}._read_files_and_tokenize read no rows. It must set "
-                "self.dataframe to a datasets.Dataset, a pandas.DataFrame or a list of dicts."
-            )
-        return self._table
-
-    @table.setter
-    def table(self, table: Table) -> None:
-        self._table = table
-
-    @property
-    def dataframe(self) -> Any:
-        """The rows as verl's `datasets.Dataset`: as they were read, and once the data set is built, one per item."""
-        import datasets
-
-        if self._dataframe is None:
-            self._dataframe = datasets.Dataset(self.table.arrow())
-            if self._is_built and len(self._rows) < len(self.table):
-                self._dataframe = self._dataframe.select(self._rows)
-        return self._dataframe
-
-    @dataframe.setter
-    def dataframe(self, rows: Any) -> None:
-        if self._is_built:
-            raise DataError(
-                f"data.custom_cls: {type(self).__name__} sets self.dataframe after its rows were tokenised, "
-                "which would have no effect; set it in _read_files_and_tokenize."
-            )
-        self._dataframe = None
-        self.table = table_of(rows, f"{self.key}, as read by {type(self).__name__}")
+        return as_messages(row[self.prompt_key])
 
     def encode_prompts(
         self,
@@ -264,11 +198,11 @@ class RLHFDataset(Dataset):
         """The further variables of the template for a row: with tools, all or those of `extra_info.tool_selection`."""
         if not self.tool_schemas:
             return self.apply_chat_template_kwargs
-        from hybridrl.agents.tools.load import selected_tools
+        from hybridrl.agents.tools.load_tools import selected_tools
 
-        schemas = {one["function"]["name"]: one for one in self.tool_schemas}
-        chosen = selected_tools(self.table[index].get("extra_info"), list(schemas))
-        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in chosen]}
+        schemas = {schema["function"]["name"]: schema for schema in self.tool_schemas}
+        selected = selected_tools(self.table[index].get("extra_info"), list(schemas))
+        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in selected]}
 
     # The dataset
 
@@ -280,9 +214,9 @@ class RLHFDataset(Dataset):
         row = self.table[index]
         messages = self._checked(index, row)
         ids = self._tokens.get(item) if self._tokens is not None else None
-        shown, images = self._placed(index, row, messages)
+        template_messages, images = self._placed(index, row, messages)
         if ids is None:
-            ids = self._encoded([shown], [images], [index])[0]
+            ids = self._encoded([template_messages], [images], [index])[0]
         if self.config.truncation != "error" and not images:
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
         more: dict[str, Any] = {}
@@ -290,9 +224,15 @@ class RLHFDataset(Dataset):
             where = self.table.locate(index)
             files = self._images.files(images, where) if self.keeps_image_files else {}
             more = self._images.item(ids, images, where) | files
-        for name in self._taken:
+        for name in self._dropped_columns:
             row.pop(name, None)
-        return {**row, "input_ids": ids, "raw_prompt": _without_images(messages, shown), "index": index, **more}
+        return {
+            **row,
+            "input_ids": ids,
+            "raw_prompt": _without_images(messages, template_messages),
+            "index": index,
+            **more,
+        }
 
     @property
     def pad_token_id(self) -> int:
@@ -302,7 +242,7 @@ class RLHFDataset(Dataset):
     @property
     def columns(self) -> list[str]:
         """The columns that an item keeps. Reward functions receive them by name."""
-        return [name for name in self.table.columns if name not in self._taken]
+        return [name for name in self.table.columns if name not in self._dropped_columns]
 
     @property
     def has_videos(self) -> bool:
@@ -325,35 +265,15 @@ class RLHFDataset(Dataset):
         values = self.table.column(name)
         return [values[int(index)] for index in self._rows]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_dataframe": None}
-
     # Construction
 
-    def _set_what_hooks_of_verl_read(self, max_samples: int) -> None:
-        """Set the other attributes that verl's class has when its hooks run. Media are not supported."""
-        settings = self.config
-        self.max_samples = max_samples
-        self.shuffle, self.seed = settings.shuffle, seed_of(settings)
-        self.num_workers = settings.filter_overlong_prompts_workers
-        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
-        *_, self.audio_key = MEDIA_COLUMNS
-        self.image_key, self.video_key = settings.image_key, settings.video_key
-        self.tool_config_path = settings.get("tool_config_path")
-        self.function_tool_path = settings.get("function_tool_path")
-        self.tool_schemas = None
-        if self.tool_config_path is not None or self.function_tool_path is not None:
-            from hybridrl.agents.tools.load import tool_schemas  # brings Ray, which other data sets do not need
-
-            self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
-        self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
-        self.serialize_dataset = self.use_shm = False
-        self.return_multi_modal_inputs = self._images is not None
-        self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
+    def _read(self) -> Table:
+        """Read `data_files`."""
+        return read_table(self.data_files, self.key)
 
     def _check_extra_info(self) -> None:
         values = self.table.column("extra_info") if "extra_info" in self.table.columns else []
-        replaced = [name for name in _ADDED_INFO if any(isinstance(one, Mapping) and name in one for one in values)]
+        replaced = [name for name in _ADDED_INFO if any(isinstance(info, Mapping) and name in info for info in values)]
         if replaced:
             notify(
                 f"{self.key}: extra_info has {' and '.join(replaced)}, which reward functions get from the rollout "
@@ -367,18 +287,18 @@ class RLHFDataset(Dataset):
                     "get it as a dict; make it an object {NAME: VALUE}, or rename the column."
                 )
 
-    def _refuse_hooks_without_effect(self) -> None:
-        for name, instead in _HOOKS_WITHOUT_EFFECT.items():
+    def _check_hooks(self) -> None:
+        """Refuse hooks of verl's, which this class does not call."""
+        for name in _HOOKS_OF_VERL:
             if hasattr(type(self), name):
                 raise DataError(
-                    f"data.custom_cls: {type(self).__name__} defines {name}, a hook of verl's that hybridrl does not "
-                    f"call. {instead}"
+                    f"data.custom_cls: {type(self).__name__} defines {name}, a hook of verl's; derive the class from "
+                    "verl.utils.dataset.rl_dataset.RLHFDataset, which calls it, or override build_messages."
                 )
 
     def _builds_messages(self) -> bool:
         """Return whether a subclass builds the messages, so that the prompt column may hold anything."""
-        base, cls = RLHFDataset, type(self)
-        return cls.build_messages is not base.build_messages or cls._build_messages is not base._build_messages
+        return type(self).build_messages is not RLHFDataset.build_messages
 
     def _prompt_column(self) -> list[Any] | None:
         """Return the prompts of the chosen rows, or None if a subclass builds them from whole rows."""
@@ -399,19 +319,23 @@ class RLHFDataset(Dataset):
             DataError: it has none, or they have the wrong form; the error names the row.
         """
         if not self._builds_messages():
-            fault = fault_in_prompt(row[self.config.prompt_key], self._kinds)
-            if fault:
-                column = self.config.prompt_key
-                raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
+            column = self.config.prompt_key
+            try:
+                check_prompt(row[column], self._kinds)
+            except ValueError as error:
+                raise DataError(
+                    f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {error}."
+                ) from None
             return self._normal(index, self.build_messages(row))
         who = f"{self.table.locate(index)}: build_messages of {type(self).__name__}"
         try:
             messages = self.build_messages(row)
         except Exception as error:
             raise DataError(f"{who} failed: {type(error).__name__}: {error}") from error
-        fault = fault_in_messages(messages, self._kinds)
-        if fault:
-            raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
+        try:
+            check_messages(messages, self._kinds)
+        except ValueError as error:
+            raise DataError(f"{who} returned what cannot be used as a prompt: {error}.") from None
         return self._normal(index, messages)
 
     def _normal(self, index: int, messages: Sequence[Message]) -> list[Message]:
@@ -433,7 +357,7 @@ class RLHFDataset(Dataset):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """What messages may hold."""
+        """The kinds of content that messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
     def _placed(
@@ -444,7 +368,7 @@ class RLHFDataset(Dataset):
 
     def _encoded(
         self,
-        shown: list[list[Message]],
+        conversations: list[list[Message]],
         images: Sequence[Sequence[Image | Clip]],
         indices: Sequence[int],
         *tokenizer: PreTrainedTokenizerBase,
@@ -453,7 +377,7 @@ class RLHFDataset(Dataset):
 
         A prompt with images whose text is much too long stays as it is. It is left out or refused.
         """
-        encoded = self.encode_prompts(shown, indices, *tokenizer)
+        encoded = self.encode_prompts(conversations, indices, *tokenizer)
         if self._images is None:
             return encoded
         limit = 2 * self.config.max_prompt_length
@@ -466,7 +390,7 @@ class RLHFDataset(Dataset):
     def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt, and drop or refuse those that are too long."""
         limit, dropped = self.config.max_prompt_length, self.config.filter_overlong_prompts
-        cache, kept, overlong = TokenCache(), [], []
+        cache, rows, overlong = TokenCache(), [], []
         refused: list[tuple[int, int]] = []
         for indices, sequences, has_images in self._encoded_chunks(prompts):
             fitting = [number for number, ids in enumerate(sequences) if len(ids) <= limit]
@@ -476,7 +400,7 @@ class RLHFDataset(Dataset):
             if not dropped:
                 fitting = list(range(len(sequences)))
             cache.add([sequences[number] for number in fitting])
-            kept += [indices[number] for number in fitting]
+            rows += [indices[number] for number in fitting]
         if self.config.truncation == "error":
             refused = overlong
         if overlong and dropped:
@@ -488,7 +412,7 @@ class RLHFDataset(Dataset):
             raise self._too_long(refused)
         cache.freeze()
         self._tokens = cache
-        self._rows = np.asarray(kept, dtype=np.int64)
+        self._rows = np.asarray(rows, dtype=np.int64)
 
     def _too_long(self, rows: Sequence[tuple[int, int]]) -> DataError:
         """The error for rows, each with the length of its prompt, that are neither left out nor truncated."""
@@ -527,8 +451,9 @@ class RLHFDataset(Dataset):
             for index in indices:
                 row = self.table[index]
                 placed.append(self._placed(index, row, self._checked(index, row)))
-            shown, images = [one for one, _ in placed], [one for _, one in placed]
-            return indices, self._encoded(shown, images, indices, own.tokenizer), [bool(one) for one in images]
+            conversations, images = [messages for messages, _ in placed], [media for _, media in placed]
+            has_images = [bool(media) for media in images]
+            return indices, self._encoded(conversations, images, indices, own.tokenizer), has_images
 
         workers = self.config.filter_overlong_prompts_workers
         starts = range(0, len(self._rows), _CHUNK)
@@ -554,41 +479,22 @@ def _check_processor(processor: Any) -> None:
 def _row_images(processor: ImageProcessor | None, config: Any) -> RowImages | None:
     if processor is None:
         return None
-    from hybridrl.data.images import RowImages
+    from hybridrl.data.row_images import RowImages
 
     return RowImages(processor, config.image_key, config.video_key)
 
 
-def _without_images(messages: list[Message], shown: list[Message]) -> list[Message]:
+def _tool_schemas(config: PromptConfig) -> list[dict[str, Any]] | None:
+    """The schemas of the tools that prompts name; None without tools."""
+    paths = config.get("tool_config_path"), config.get("function_tool_path")
+    if paths == (None, None):
+        return None
+    from hybridrl.agents.tools.load_tools import tool_schemas  # brings Ray, which other data sets do not need
+
+    return tool_schemas(*paths)
+
+
+def _without_images(messages: list[Message], template_messages: list[Message]) -> list[Message]:
     """The messages for reward functions: as they are, but those of parts without their images."""
-    pairs = zip(messages, shown, strict=True)
-    return [own if isinstance(own.get("content"), str | None) else one for own, one in pairs]
-
-
-class _WithDefaults:
-    """A mapping of settings as attributes, with the defaults of `data`."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        from hybridrl.config import DataConfig
-
-        self._values, self._defaults = values, DataConfig()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is unpickled or copied
-            raise AttributeError(name)
-        return self._values[name] if name in self._values else getattr(self._defaults, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The setting called `name`, or `default` if there is none."""
-        return getattr(self, name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values or name in self._defaults
-
-
-def with_defaults(config: Any) -> Any:
-    """Return settings that are a mapping, as code written for verl has them, with the defaults of `data`."""
-    return _WithDefaults(config) if isinstance(config, Mapping) else config
+    pairs = zip(messages, template_messages, strict=True)
+    return [own if isinstance(own.get("content"), str | None) else stripped for own, stripped in pairs]

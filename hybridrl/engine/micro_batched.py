@@ -19,6 +19,7 @@ from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import MicroBatchError, ModelError, is_out_of_memory
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
 from hybridrl.models.work import Work
 from hybridrl.notify import notify
@@ -27,12 +28,6 @@ from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
-OUTPUTS = {
-    "language_model": ("log_probs", "entropy", "sum_pi_squared", "ref_kl"),
-    "value_model": ("values",),
-    "reward_model": ("values",),
-    "step_model": ("values",),
-}
 BUDGET_KEYS = (
     "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or data.max_token_len_per_gpu (or the micro-batch size)"
 )
@@ -43,7 +38,7 @@ USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -i
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputRequest:
     """Request of a forward pass: the outputs for each of the N response tokens of a micro-batch.
 
     Attributes:
@@ -71,7 +66,7 @@ class MicroBatchedEngine(Engine):
     step, by `gradient_norm`, `apply_gradients` and `discard_gradients`.
 
     Attributes:
-        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
+        model_type: a name in `KINDS`.
         packed: whether micro-batches are packed into one row instead of padded.
         work: what a sequence costs this model, for micro-batches that take about the same time.
         shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches
@@ -94,13 +89,13 @@ class MicroBatchedEngine(Engine):
 
     @abstractmethod
     def forward_only(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest
     ) -> Sequence[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, `[N]`, without gradients; None on ranks that compute no outputs."""
 
     @abstractmethod
     def forward_backward(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest, share_of_loss: ShareOfLoss
     ) -> None:
         """Add the gradients of every micro-batch's share of the loss.
 
@@ -147,11 +142,11 @@ class MicroBatchedEngine(Engine):
     ) -> dict[str, torch.Tensor]:
         self._check_outputs(outputs)
         function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
-        request = Wanted(tuple(outputs), temperature, function)
+        request = OutputRequest(tuple(outputs), temperature, function)
 
         def compute(plan: BatchPlan) -> tuple[Sequence[dict[str, torch.Tensor]] | None, dict[str, Metric]]:
             layouts = self._layouts(plan, function)
-            return self.forward_only(layouts, request), _savings(plan, layouts)
+            return self.forward_only(layouts, request), prefix_savings(plan, layouts)
 
         tree = self._may_be_tree(batch, micro, request)
         plan, (computed, savings) = self._within_memory("infer", batch, micro, compute, tree)
@@ -183,18 +178,19 @@ class MicroBatchedEngine(Engine):
             raise RuntimeError(
                 "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
             )
-        outputs: tuple[str, ...] = OUTPUTS[self.model_type]
-        if self.model_type == "language_model":
+        kind = KINDS[self.model_type]
+        outputs = kind.outputs
+        if kind.predicts_tokens:
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
             outputs += self._function.outputs if self._function is not None else ()
-        request = Wanted(outputs, temperature, self._function)
+        request = OutputRequest(outputs, temperature, self._function)
 
         def add_gradients(plan: BatchPlan) -> _LossShares:
             shares = _LossShares(plan, batch, loss_fn)
             self.discard_gradients()
             layouts = self._layouts(plan, self._function)
             self.forward_backward(layouts, request, shares)
-            shares.metrics.append(_savings(plan, layouts))
+            shares.metrics.append(prefix_savings(plan, layouts))
             return shares
 
         tree = self._may_be_tree(batch, micro, request)
@@ -234,7 +230,7 @@ class MicroBatchedEngine(Engine):
         while True:
             if limit is not None:
                 micro = replace(micro, max_tokens=min(limit, micro.max_tokens or limit))
-            plan = self._plan(batch, micro, tree)
+            plan = self.plan_batch(batch, micro, tree)
             try:
                 return plan, compute(plan)
             except Exception as error:
@@ -255,7 +251,7 @@ class MicroBatchedEngine(Engine):
                 "warning",
             )
 
-    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: Wanted) -> bool:
+    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: OutputRequest) -> bool:
         """Whether micro-batches of this call may be prefix trees; the same on every rank.
 
         With `shares_prefixes` None, they are not where something belongs to the tokens of single rows, or another
@@ -283,7 +279,7 @@ class MicroBatchedEngine(Engine):
         computed, rows = torch.stack(distributed.all_gather(own, self.geometry.dp_group)).sum(0).tolist()
         return computed < (1 - WORTHWHILE_SHARE) * rows
 
-    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+    def plan_batch(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
         """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each.
 
         Args:
@@ -317,7 +313,7 @@ class MicroBatchedEngine(Engine):
         return layouts
 
     def _check_outputs(self, outputs: Collection[str]) -> None:
-        computable = (*OUTPUTS[self.model_type], *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
+        computable = (*KINDS[self.model_type].outputs, *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
         computable += () if self._function is None else self._function.outputs
         unknown = sorted(set(outputs) - set(computable))
         if unknown or not outputs:
@@ -377,7 +373,7 @@ class _LossShares:
         return loss
 
 
-def _savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
+def prefix_savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
     """Return how much a call saved by computing shared tokens once; empty if its micro-batches are no prefix trees.
 
     FLOPs are left out where those of the model's family are not known.

@@ -15,8 +15,8 @@ from typing import Any
 
 from hybridrl.observe import jsonl
 from hybridrl.observe.dump import dumped_steps
-from hybridrl.observe.history import RunHistory
-from hybridrl.observe.samples import dump_folder, first_prompts, spread
+from hybridrl.observe.report_samples import dump_folder, first_prompts, spread
+from hybridrl.observe.run_history import RunHistory
 from hybridrl.utils.files import replacing
 
 ROLLOUTS = "rollouts.html"
@@ -38,7 +38,7 @@ def write_rollouts(history: RunHistory) -> Path | None:
         UserError: a line of a dump is damaged; the error names it.
     """
     path = history.folder / ROLLOUTS
-    data = chosen(history, _limit(history))
+    data = select_samples(history, _limit(history))
     if not data["dumps"]:
         path.unlink(missing_ok=True)
         return None
@@ -47,7 +47,7 @@ def write_rollouts(history: RunHistory) -> Path | None:
     return path
 
 
-def chosen(history: RunHistory, limit: int) -> dict[str, Any]:
+def select_samples(history: RunHistory, limit: int) -> dict[str, Any]:
     """The data of the page: `dumps`, each of one step, and `notes` that say what was left out.
 
     Args:

@@ -1,6 +1,6 @@
 """Measures reward functions on responses in a file: `python -m hybridrl.reward.bench FILE.jsonl --function F.py`.
 
-Prints the distribution of scores, latency, exceptions and missing verdicts, whether two runs agree, and where two
+Prints the distribution of scores, latency, exceptions and missing scores, whether two runs agree, and where two
 functions disagree, with examples.
 """
 
@@ -21,7 +21,7 @@ from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Sample, ground_truth_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 _BUILT_IN = "built-in"
 _IN_FILE = "the file"
@@ -61,8 +61,8 @@ class Measured:
 
     @property
     def scores(self) -> list[float | None]:
-        """The scores of the first run; None without a verdict."""
-        return [None if one.no_verdict is not None else one.score for one in self.outcomes[0]]
+        """The scores of the first run; None without a score."""
+        return [None if one.unscored is not None else one.score for one in self.outcomes[0]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def changed(measured: Measured, tolerance: float) -> list[tuple[int, list[float | None]]]:
     """The samples whose score differs between runs by more than the tolerance, or that have none in some run only."""
-    runs = [[None if one.no_verdict is not None else one.score for one in run] for run in measured.outcomes]
+    runs = [[None if one.unscored is not None else one.score for one in run] for run in measured.outcomes]
     found = []
     for number, scores in enumerate(zip(*runs, strict=True)):
         known = [score for score in scores if score is not None]
@@ -120,7 +120,7 @@ def disagreements(one: Sequence[float | None], other: Sequence[float | None], to
     """The samples on which two functions disagree, the clearest first.
 
     Scores are compared on the scale from each function's lowest to its highest score, so that 1 and 0 agree with 1 and
-    -1. A sample that one of them has no verdict of counts as well, last.
+    -1. A sample that one of them has no score of counts as well, last.
     """
     first, second = _scaled(one), _scaled(other)
     apart: list[tuple[float, int]] = []
@@ -251,8 +251,8 @@ def report(items: Sequence[Item], measured: Sequence[Measured], tolerance: float
 def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, examples: int) -> dict[str, Any]:
     outcomes = measured.outcomes[0]
     seconds = [one.seconds for run in measured.outcomes for one in run]
-    missing = Counter(one.no_verdict.reason.value for one in outcomes if one.no_verdict is not None)
-    why = Counter(_last_line(one) for one in outcomes if one.no_verdict is not None)
+    missing = Counter(one.unscored.reason.value for one in outcomes if one.unscored is not None)
+    why = Counter(_last_line(one) for one in outcomes if one.unscored is not None)
     apart = changed(measured, tolerance)
     known = distribution([score for score in measured.scores if score is not None])
     return {
@@ -261,7 +261,7 @@ def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, ex
         "samples_per_s": len(outcomes) / max(min(measured.seconds), 1e-9),
         "exceptions": sum(one.error is not None for one in outcomes),
         "timeouts": sum(one.timed_out for one in outcomes),
-        "no_verdict": dict(missing),
+        "unscored": dict(missing),
         "reasons": [{"count": count, "what": what} for what, count in why.most_common(examples)],
         "runs": len(measured.outcomes),
         "runs_disagree": len(apart),
@@ -270,8 +270,8 @@ def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, ex
 
 
 def _last_line(outcome: Outcome) -> str:
-    assert outcome.no_verdict is not None
-    return (outcome.no_verdict.detail.strip().splitlines() or [""])[-1][:_SHOWN]
+    assert outcome.unscored is not None
+    return (outcome.unscored.detail.strip().splitlines() or [""])[-1][:_SHOWN]
 
 
 def _shown(item: Item) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def text_of(found: Mapping[str, Any]) -> str:
         scores, latency = one["scores"], one["latency_s"]
         lines.append(f"\n{name}")
         if scores is None:
-            lines.append("  scores      none: no sample has a verdict")
+            lines.append("  scores      none: no sample has a score")
         else:
             names = ("mean", "std", "min", "p05", "median", "p95", "max")
             lines.append("  scores      " + "  ".join(f"{part} {scores[part]:.4g}" for part in names))
@@ -295,8 +295,8 @@ def text_of(found: Mapping[str, Any]) -> str:
                 lines.append(f"    {value:>20}  {count:>7}  {'#' * math.ceil(40 * count / most)}")
         lines.append("  seconds     " + "  ".join(f"{part} {latency[part]:.4g}" for part in ("mean", "p95", "max")))
         lines.append(f"  speed       {one['samples_per_s']:.1f} samples/s")
-        lost = ", ".join(f"{count} {reason}" for reason, count in one["no_verdict"].items()) or "none"
-        lines.append(f"  no verdict  {lost}; {one['exceptions']} exceptions, {one['timeouts']} time-outs")
+        lost = ", ".join(f"{count} {reason}" for reason, count in one["unscored"].items()) or "none"
+        lines.append(f"  no score  {lost}; {one['exceptions']} exceptions, {one['timeouts']} time-outs")
         lines += [f"    {reason['count']} x {reason['what']}" for reason in one["reasons"]]
         lines.append(f"  {one['runs']} runs      {one['runs_disagree']} samples with another score")
         lines += [f"    {row['place']}: {row['scores']}: ...{row['response']!r}" for row in one["changed"]]

@@ -6,14 +6,14 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.bookkeeping import Writer, taken
+from hybridrl.protocol.bookkeeping import Writer, reserved
 from hybridrl.reward.processes.outcome import Outcome
 
 
 def extra_of(outcome: Outcome) -> dict[str, Any]:
     """A sample's extra information: the function's dict, or `acc`, the score itself, where it returned a number.
 
-    Empty for a sample without a verdict, because the function returned nothing.
+    Empty for a sample without a score, because the function returned nothing.
     """
     if outcome.extra is not None:
         return dict(outcome.extra)
@@ -21,7 +21,7 @@ def extra_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def _without_result(outcome: Outcome) -> bool:
-    return outcome.error is not None or outcome.timed_out or outcome.no_verdict is not None
+    return outcome.error is not None or outcome.timed_out or outcome.unscored is not None
 
 
 class ExtraColumns:
@@ -44,7 +44,7 @@ class ExtraColumns:
     def __call__(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         """Name -> one value per sample, None where a sample's dict lacks it.
 
-        Nothing was returned for a sample without a verdict; its `score` and `acc` are `unscored`.
+        Nothing was returned for a sample without a score; its `score` and `acc` are `unscored`.
 
         Args:
             extras: one per sample, see `extra_of`.
@@ -104,7 +104,7 @@ def check_keys(names: Iterable[str], source: str, read: Collection[str] = (), *,
     Raises:
         RewardError: names the key.
     """
-    refused = [*taken(names, *([Writer.ROLE] if of_roles else [])), *(name for name in names if name in read)]
+    refused = [*reserved(names, *([Writer.ROLE] if of_roles else [])), *(name for name in names if name in read)]
     if refused:
         raise RewardError(
             f"{source} returned a dict with the key {refused[0]!r}, which is already a column of the batch that the "

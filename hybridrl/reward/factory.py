@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridrl.config.own_settings import read_own
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.entry_settings import read_own
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
-from hybridrl.protocol.bookkeeping import taken
+from hybridrl.protocol.bookkeeping import reserved
 from hybridrl.reward.columns import check_keys
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.judge_pool import JudgePool
@@ -20,8 +20,8 @@ from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Form, ground_truth_of
 from hybridrl.reward.weighted import Pool, WeightedPools
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils.user_code import load_object
-from hybridrl.verdict import NoVerdict, Reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     weights: dict[str, float] = {}
     for name, values in parts.items():
         key = f"reward.functions.{name}"
-        if name == "score" or taken([name]):
+        if name == "score" or reserved([name]):
             raise RewardError(
                 f"{key}: each function's score is a column of its name, and the run itself uses a column {name!r}; "
                 "call the function otherwise"
@@ -369,8 +369,8 @@ def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> di
         if found_of_key is not None and len(found_of_key) not in (0, len(batch)):
             raise RewardError(f"{source} returned {len(found_of_key)} values of {key!r} for {len(batch)} responses")
     missing = result.get("missing") or [None] * len(batch)
-    if strange := [one for one in missing if not (one is None or isinstance(one, NoVerdict))]:
-        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use NoVerdict or None")
+    if strange := [one for one in missing if not (one is None or isinstance(one, Unscored))]:
+        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use Unscored or None")
     extra = dict(result.get("reward_extra_info") or {})
     for column, values in extra.items():
         if len(values) != len(batch):

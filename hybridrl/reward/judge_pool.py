@@ -14,9 +14,9 @@ from hybridrl.reward.judge import ANSWER, QUESTION
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import RewardCall, Sample
-from hybridrl.verdict import NoVerdictError
+from hybridrl.scored import UnscoredError
 
-#: answers a conversation with a text and the seconds that this took, or raises `NoVerdictError`
+#: answers a conversation with a text and the seconds that this took, or raises `UnscoredError`
 Answering = Callable[[list[dict[str, str]]], Awaitable[tuple[str, float]]]
 
 
@@ -112,13 +112,13 @@ class JudgePool:
 
     async def _judged(self, sample: Sample, name: str, answer: Answering) -> Outcome:
         asked = await asyncio.wrap_future(self._pool.submit(replace(sample, columns={}), name))
-        if asked.no_verdict is not None:
+        if asked.unscored is not None:
             return asked
         assert asked.extra is not None
         try:
             text, seconds = await answer(asked.extra[QUESTION])
-        except NoVerdictError as error:
-            return without_score(error.verdict, asked.seconds)
+        except UnscoredError as error:
+            return without_score(error.unscored, asked.seconds)
         found = await asyncio.wrap_future(self._pool.submit(replace(sample, columns={ANSWER: text}), name))
         return replace(found, seconds=asked.seconds + seconds + found.seconds)
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
-from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import for_rewards
-from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
-from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
+from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TURN_LEVEL_REWARDS
+from hybridrl.registry import REWARD_MANAGERS, ManagerMetadata
 from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
-from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
+from hybridrl.reward.positions import last_generated, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
+from hybridrl.reward.response_rows import ResponseRow, batch_responses, own_rewards
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.reward.weighted import Pool
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,14 +49,14 @@ def register_reward_manager(
     Args:
         settings: dataclass of the keys of `reward.reward_kwargs`, or `module:Class`; the manager has an instance as
             `self.settings`. A method `check(config)` of it may yield sentences about what is wrong.
-        runs_functions: see `hybridrl.registry.ManagerFacts`.
+        runs_functions: see `hybridrl.registry.ManagerMetadata`.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings, runs_functions=runs_functions))
+        REWARD_MANAGERS.add(name, cls, ManagerMetadata(settings=settings, runs_functions=runs_functions))
         cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 
@@ -78,13 +78,13 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowScore:
     """One row's score.
 
     Attributes:
-        score: after `RewardManager.adjust`; NaN without a verdict.
+        score: after `RewardManager.adjust`; NaN without a score.
         extra: the row's extra information.
-        outcome: what the reward function returned; without a `no_verdict` where `reward.on_error=zero` made it a 0.
+        outcome: what the reward function returned; not `unscored` where `reward.on_error=zero` made it a 0.
     """
 
     score: float
@@ -126,7 +126,7 @@ class RewardManager:
         Raises:
             RewardError: a key or a value is wrong.
         """
-        from hybridrl.config.own_settings import read_reward_kwargs
+        from hybridrl.config.entry_settings import read_reward_kwargs
 
         settings, faults = read_reward_kwargs(cls.settings_class, cls.__name__, config)
         if faults:
@@ -203,9 +203,9 @@ class RewardManager:
 
         Returns:
             The reward tensor, float32 `[B, T]`: each score on its response's last generated token, NaN there without a
-            verdict, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
+            score, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
             "metrics": {name: float}, "failed": list of B, "missing": list of B}`; `failed` tells the rows that the
-            function failed for (`reward.on_error`), `missing` has a `NoVerdict` for each row without a verdict. The
+            function failed for (`reward.on_error`), `missing` has an `Unscored` for each row without a score. The
             extra information comes from the function's dicts (None where a sample's dict lacks a name), or is the
             score itself, where it returned numbers: `acc`, or `score` if they are not all 0 or 1. Metrics:
             `reward/timeouts`, `reward/errors` and the seconds per sample, `timing_s/reward_sample/mean` and `/max`.
@@ -214,30 +214,33 @@ class RewardManager:
             RewardError: see `RewardPool.run`; the sample is named by data source, uid and prompt. With
                 `reward.on_error` zero, drop or refill, only if more fail than `reward.max_error_rate` allows.
         """
-        lengths = response_lengths(batch)
-        samples = self.samples(batch, lengths)
-        given = given_rewards(batch)
-        asked = [number for number, reward in enumerate(given) if reward is None]
-        self._check([samples[number] for number in asked])
-        found = self.score_batch(
-            [samples[number] for number in asked], lambda number: describe(batch, samples[asked[number]], asked[number])
-        )
-        outcomes = [_given(reward) for reward in given]
-        for number, outcome in zip(asked, found, strict=True):
-            outcomes[number] = outcome
-        rows = zip(outcomes, samples, lengths.tolist(), _is_part(batch, given), strict=True)
-        scored = [_as_given(outcome) if part else self._scored(outcome, *row) for outcome, *row, part in rows]
-        result = self.collect(batch, scored)
+        responses = batch_responses(batch)
+        samples = self.samples(responses)
+        open_rows = self._open_rows(responses, samples)
+        outcomes = [_given(response.own_reward) for response in responses]
+        scored_outcomes = self.score_batch([samples[row] for row in open_rows], _names(responses, samples, open_rows))
+        for row, outcome in zip(open_rows, scored_outcomes, strict=True):
+            outcomes[row] = outcome
+        rows = zip(outcomes, samples, responses, strict=True)
+        result = self.collect(batch, [self._row_score(*row) for row in rows])
         return result if return_dict else result["reward_tensor"]
 
-    def submit(self, batch: DataProto) -> list[Future[Scored]]:
-        """Score rows as soon as processes are free, for example the trajectories of a session that has just ended.
+    def submit(self, batch: DataProto) -> list[Future[RowScore]]:
+        """Score rows as soon as processes are free; see `submit_responses`.
 
         Args:
             batch: as `__call__` takes it; any number of rows, but whole sessions.
+        """
+        return self.submit_responses(batch_responses(batch))
+
+    def submit_responses(self, responses: Sequence[ResponseRow]) -> list[Future[RowScore]]:
+        """Score responses as soon as processes are free, for example those of a session that has just ended.
+
+        Args:
+            responses: any number of them, but whole sessions.
 
         Returns:
-            One future per row, for `collect`. It raises `RewardError` as `RewardPool.submit` says.
+            One future per response, for `collect`. It raises `RewardError` as `RewardPool.submit` says.
 
         Raises:
             RewardError: the manager scores whole batches, or a row cannot be scored by the built-in functions.
@@ -247,31 +250,37 @@ class RewardManager:
                 f"the reward manager {type(self).__name__} defines score_batch, so it scores whole batches and cannot "
                 "score single samples as they finish"
             )
-        lengths = response_lengths(batch)
-        samples = self.samples(batch, lengths)
-        given = given_rewards(batch)
-        asked = [number for number, reward in enumerate(given) if reward is None]
-        self._check([samples[number] for number in asked])
-        submitted = self.pool.submit_all(
-            [samples[number] for number in asked], lambda number: describe(batch, samples[asked[number]], asked[number])
-        )
-        of_asked = dict(zip(asked, submitted, strict=True))
-        outcomes = [of_asked.get(number) or _known(_given(reward)) for number, reward in enumerate(given)]
-        rows = zip(outcomes, samples, lengths.tolist(), _is_part(batch, given), strict=True)
-        return [
-            _then(outcome, _as_given if part else partial(self._scored, sample=sample, length=length))
-            for outcome, sample, length, part in rows
-        ]
+        samples = self.samples(responses)
+        open_rows = self._open_rows(responses, samples)
+        submitted = self.pool.submit_all([samples[row] for row in open_rows], _names(responses, samples, open_rows))
+        outcome_of = dict(zip(open_rows, submitted, strict=True))
+        scores = []
+        for row, (sample, response) in enumerate(zip(samples, responses, strict=True)):
+            outcome = outcome_of.get(row) or _known(_given(response.own_reward))
+            scores.append(_then(outcome, partial(self._row_score, sample=sample, response=response)))
+        return scores
 
-    def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
+    def _open_rows(self, responses: Sequence[ResponseRow], samples: Sequence[Sample]) -> list[int]:
+        """Return the rows that brought no reward along, which the reward function has to score."""
+        rows = [row for row, response in enumerate(responses) if response.own_reward is None]
+        self._check([samples[row] for row in rows])
+        return rows
+
+    def _row_score(self, outcome: Outcome, sample: Sample, response: ResponseRow) -> RowScore:
+        if response.adds:
+            return RowScore(outcome.score, extra_of(outcome), outcome)
+        return self._scored(outcome, sample, len(response.token_ids))
+
+    def collect(self, batch: DataProto, scored: Sequence[RowScore]) -> dict[str, Any]:
         """What `__call__` returns with `return_dict`, of rows that are scored.
 
         Args:
             batch: the rows.
             scored: one per row.
         """
-        outcomes = [one.outcome for one in scored]
-        asked = [one for one, reward in zip(outcomes, given_rewards(batch), strict=True) if reward is None]
+        outcomes = [score.outcome for score in scored]
+        rewards = own_rewards(batch.non_tensor_batch, len(batch))
+        asked = [outcome for outcome, reward in zip(outcomes, rewards, strict=True) if reward is None]
         self.metrics = _metrics(asked)
         failed = [one.error is not None for one in outcomes]
         self._report_failures([one.error for one in asked], batch.meta_info.get(ATTEMPT, 0) == 0)
@@ -281,9 +290,9 @@ class RewardManager:
         extras, told = [dict(one.extra) for one in scored], outcomes
         if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
             tensor += of_turns
-            told = _whole_scores(extras, outcomes, given_rewards(batch), of_turns.sum(-1).tolist())
+            told = _whole_scores(extras, outcomes, rewards, of_turns.sum(-1).tolist())
         info = _with_given(self._columns(extras, told), batch)
-        missing = [one.no_verdict for one in outcomes]
+        missing = [one.unscored for one in outcomes]
         metrics = self.metrics
         return {
             "reward_tensor": tensor,
@@ -313,30 +322,27 @@ class RewardManager:
         chosen = reward.on_error or self.config.algorithm.missing.infra
         notify(f"{what}; {_THEN[chosen]} ({key}={chosen}). The first: {failures[0]}", "warning")
 
-    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
-        if outcome.no_verdict is not None:
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
+        if outcome.unscored is not None:
             if not (self._scores_zero and (outcome.timed_out or outcome.error is not None)):
-                return Scored(math.nan, extra_of(outcome), outcome)
-            outcome = replace(outcome, score=0.0, no_verdict=None)
+                return RowScore(math.nan, extra_of(outcome), outcome)
+            outcome = replace(outcome, score=0.0, unscored=None)
         score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
-        return Scored(score, extra, outcome)
+        return RowScore(score, extra, outcome)
 
     def _check(self, samples: list[Sample]) -> None:
         if self.pool.built_in:
             check_built_in(samples, self.config.data.reward_fn_key)
 
-    def samples(self, batch: DataProto, lengths: torch.Tensor) -> list[Sample]:
-        """The reward function's arguments, one `Sample` per response."""
-        responses = tensors_of(batch)["responses"]
+    def samples(self, responses: Sequence[ResponseRow]) -> list[Sample]:
+        """Return the reward function's arguments, one `Sample` per response."""
         texts = self.tokenizer.batch_decode(
-            [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)],
-            skip_special_tokens=True,
+            [list(response.token_ids) for response in responses], skip_special_tokens=True
         )
-        columns = batch.non_tensor_batch
-        named = for_rewards(columns)
+        named = for_rewards(responses[0].columns) if responses else []
         samples = []
-        for number, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
-            row = {name: column[number] for name, column in columns.items()}
+        for text, response in zip(texts, responses, strict=True):
+            row = response.columns
             info = row.get("extra_info")
             samples.append(
                 Sample(
@@ -345,7 +351,7 @@ class RewardManager:
                     ground_truth=ground_truth_of(row),
                     extra_info=(dict(info) if isinstance(info, Mapping) else {}) | _of_rollout(row),
                     prompt=_prompt_of(row, isinstance(row.get(self.config.data.prompt_key), str)),
-                    token_ids=responses[number, :length].tolist(),
+                    token_ids=list(response.token_ids),
                     columns={name: row[name] for name in named},
                 )
             )
@@ -422,36 +428,16 @@ class DAPORewardManager(RewardManager):
         return score + penalty, extra
 
 
-def given_rewards(batch: DataProto) -> list[float | NoVerdict | None]:
-    """What each row brought along (column `trajectory_reward`); None leaves it to the reward function."""
-    column = batch.non_tensor_batch.get(TRAJECTORY_REWARD)
-    if column is None:
-        return [None] * len(batch)
-    return [one if one is None or isinstance(one, NoVerdict) else float(one) for one in column]
-
-
-def _given(reward: float | NoVerdict | None) -> Outcome:
+def _given(reward: float | Unscored | None) -> Outcome:
     """The outcome of a row that is not asked for."""
-    if isinstance(reward, NoVerdict):
+    if isinstance(reward, Unscored):
         return without_score(reward, 0.0)
     return Outcome(0.0 if reward is None else reward, None, 0.0, given=True)
 
 
-def _as_given(outcome: Outcome) -> Scored:
-    """A row that keeps what it brought along."""
-    return Scored(outcome.score, extra_of(outcome), outcome)
-
-
-def _is_part(batch: DataProto, given: Sequence[float | NoVerdict | None]) -> list[bool]:
-    """Whether each row is a part of a session before its last, and brought a reward along: it adds that and no more."""
-    sessions = split_sessions(batch.non_tensor_batch, len(batch))
-    last = set(range(len(batch)) if sessions is None else sessions.last.tolist())
-    return [row not in last and reward is not None for row, reward in enumerate(given)]
-
-
 def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, list[Any]]:
-    """Columns of extra information with the values that rows brought along with their rewards (`Verdict.extra`)."""
-    given, of_data = given_rewards(batch), batch.meta_info.get(DATA_COLUMNS, ())
+    """Columns of extra information with the values that rows brought along with their rewards (`Scored.extra`)."""
+    given, of_data = own_rewards(batch.non_tensor_batch, len(batch)), batch.meta_info.get(DATA_COLUMNS, ())
     for name in (columns.keys() & batch.non_tensor_batch.keys()) - set(of_data):
         own = batch.non_tensor_batch[name]
         for row, reward in enumerate(given):
@@ -463,7 +449,7 @@ def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, li
 def _whole_scores(
     extras: list[dict[str, Any]],
     outcomes: Sequence[Outcome],
-    given: Sequence[float | NoVerdict | None],
+    given: Sequence[float | Unscored | None],
     of_turns: Sequence[float],
 ) -> list[Outcome]:
     """The outcomes of rows that brought a score along with the rewards of their turns in it, and `acc` likewise."""
@@ -491,15 +477,19 @@ def check_built_in(samples: list[Sample], key: str) -> None:
         check_ground_truth(sample.ground_truth, sample.data_source)
 
 
-def describe(batch: DataProto, sample: Sample, number: int) -> str:
-    """A sample's name in messages: its row, data source, uid and the beginning of its prompt."""
-    columns = batch.non_tensor_batch
+def _names(responses: Sequence[ResponseRow], samples: Sequence[Sample], rows: Sequence[int]) -> Callable[[int], str]:
+    """Return the function that names the i-th of some rows in messages."""
+    return lambda number: describe(responses[rows[number]].columns, samples[rows[number]], rows[number])
+
+
+def describe(columns: Mapping[str, Any], sample: Sample, number: int) -> str:
+    """Name a sample in messages: its row, data source, uid and the beginning of its prompt."""
     parts = [f"data source {sample.data_source!r}"]
     if "uid" in columns:
-        parts.append(f"uid {columns['uid'][number]!r}")
+        parts.append(f"uid {columns['uid']!r}")
     prompt = ""
     if "raw_prompt" in columns:
-        prompt = str(columns["raw_prompt"][number][-1].get("content"))
+        prompt = str(columns["raw_prompt"][-1].get("content"))
     if prompt:
         parts.append(f"prompt {prompt[:80]!r}{'...' if len(prompt) > 80 else ''}")
     return f"sample {number} ({', '.join(parts)})"
@@ -528,9 +518,9 @@ def _known(outcome: Outcome) -> Future[Outcome]:
     return future
 
 
-def _then(outcome: Future[Outcome], function: Callable[[Outcome], Scored]) -> Future[Scored]:
+def _then(outcome: Future[Outcome], function: Callable[[Outcome], RowScore]) -> Future[RowScore]:
     """A future of what `function` makes of another future's result."""
-    result: Future[Scored] = Future()
+    result: Future[RowScore] = Future()
     result.set_running_or_notify_cancel()
 
     def done(finished: Future[Outcome]) -> None:

@@ -14,7 +14,7 @@ from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import RewardCall, Sample
-from hybridrl.verdict import NoVerdict, Reason
+from hybridrl.scored import Reason, Unscored
 
 
 class WeightedPools:
@@ -125,12 +125,12 @@ class WeightedPools:
     def _sum(self, parts: Mapping[str, Outcome], name: str) -> Outcome:
         seconds, timed_out = max(one.seconds for one in parts.values()), any(one.timed_out for one in parts.values())
         error = next((one.error for one in parts.values() if one.error is not None), None)
-        missing = next((one.no_verdict for one in parts.values() if one.no_verdict is not None), None)
+        missing = next((one.unscored for one in parts.values() if one.unscored is not None), None)
         if missing is None and not any(one.applies for one in parts.values()):
             error = f"none of the reward functions {', '.join(parts)} applies to {name}: each returned None"
             if Reason.GRADING not in self.tolerates:
                 raise ScoreError(error)
-            missing = NoVerdict(Reason.GRADING, error)
+            missing = Unscored(Reason.GRADING, error)
         if missing is not None:  # a sum without one of its parts would be another reward
             return without_score(missing, seconds, timed_out=timed_out, error=error)
         score = math.fsum(self.weights[part] * one.score for part, one in parts.items() if one.applies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -10,13 +11,14 @@ import numpy as np
 from hybridrl.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from hybridrl.rollout.images import PromptImages
+    from hybridrl.rollout.request_images import PromptImages
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: the parts of an engine's memory that can be released and resumed
 MEMORY_TAGS = ("weights", "kv_cache")
 #: training comes before the clients of the HTTP server
 TRAINING_PRIORITY, CLIENT_PRIORITY = 0, 1
+_numbers = itertools.count()
 
 
 #: what an engine is started for: responses, one score per prompt, or log-probabilities of given tokens
@@ -64,7 +66,7 @@ class Request:
         session: requests of one session share a prefix and go to the same replica.
         priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
-        reading: the values to compute in place of a response; None: a response is generated.
+        prefill: the values to compute in place of a response; None: a response is generated.
         images: of the prompt, for a vision-language model.
         routing: whether to return the experts of its tokens; needs an engine with `EngineSpec.records_routing`.
     """
@@ -74,7 +76,7 @@ class Request:
     sampling: SamplingParams
     session: str = ""
     priority: int = TRAINING_PRIORITY
-    reading: PrefillRequest | None = None
+    prefill: PrefillRequest | None = None
     images: PromptImages | None = None
     routing: bool = False
 
@@ -92,7 +94,7 @@ class Completion:
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-        found: what was read, of a request with a `PrefillRequest`; it has no tokens.
+        prompt_logprobs: the result of a request with a `PrefillRequest`; it has no tokens.
         image_digest: fingerprint of the images that the engine was given; "" for none.
         routed_experts: integers [t, L, K], the K experts that the first t tokens of prompt and response used in the L
             layers with experts: all but the last, which is sampled and not computed. Of a request that was aborted
@@ -106,6 +108,11 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     cached_tokens: int = 0
-    found: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     image_digest: str = ""
     routed_experts: np.ndarray | None = None
+
+
+def request_number() -> int:
+    """A number that no other request of this process has."""
+    return next(_numbers)

@@ -18,7 +18,8 @@ from typing import Any, get_args
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.info import tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
@@ -85,7 +86,7 @@ class ServerProcess:
         self._in_flight: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
         self._tasks: set[asyncio.Task[None]] = set()
-        self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
+        self.images: dict[int, ImageTensors] = {}  # by the number that the process calls them
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +113,7 @@ class ServerProcess:
         self._stopping = True
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the thread ends by itself
-                self._loop.call_soon_threadsafe(self._tell_to_close)
+                self._loop.call_soon_threadsafe(self._request_close)
             self._thread.join(2 * STOP_S + 5)
         self.listener.close()
 
@@ -180,10 +181,10 @@ class ServerProcess:
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(pickle.dumps(self._setup))
-        self._images = {}  # the numbers are those of another process
+        self.images = {}  # the numbers are those of another process
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         if self._stopping:
-            self._tell_to_close()
+            self._request_close()
         try:
             while True:
                 self._take(await wire.receive(reader))
@@ -205,10 +206,10 @@ class ServerProcess:
             self._ready.set()
             return
         if method == "image":
-            self._images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
+            self.images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
             return
         if method == "forget":
-            self._images.pop(int(message["number"]), None)
+            self.images.pop(int(message["number"]), None)
             return
         answers: dict[str, Callable[[Any], Any]] = {
             "generate": self._generate,
@@ -238,7 +239,7 @@ class ServerProcess:
         images = None
         if argument.get("images") is not None:
             config, ids = config_of(self._setup.model), argument["prompt_ids"]
-            images = wire.images_from_plain(argument["images"], ids, self._images, config)
+            images = wire.images_from_plain(argument["images"], ids, self.images, config)
         request = wire.request_from_plain(argument, images)
         self._in_flight.add(request.id)
         try:
@@ -263,7 +264,7 @@ class ServerProcess:
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 
-    def _tell_to_close(self) -> None:
+    def _request_close(self) -> None:
         if self._writer is not None and self._ready.is_set():
             wire.send(self._writer, {"close": True})
         elif self.process is not None:

@@ -1,4 +1,4 @@
-"""What processes inherit from Ray's: exit codes that are discarded, and signals that ask the whole job to stop."""
+"""Defaults that processes inherit from Ray's: exit codes are discarded, and signals ask the whole job to stop."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.forecast import LiveBytes
 from hybridrl.engine.fsdp import activations
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.errors import ModelError
+from hybridrl.forecast.meta_tensors import LiveBytes
 
 FIELDS = make_fields()
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -100,7 +100,7 @@ def test_selective_checkpointing_knows_kernels_by_their_names(name: str, kept: b
         def name(self) -> str:
             return name
 
-    assert (activations._policy(None, Operation()) == CheckpointPolicy.MUST_SAVE) is kept
+    assert (activations.recompute_policy(None, Operation()) == CheckpointPolicy.MUST_SAVE) is kept
 
 
 def test_an_mlp_gets_a_tile_at_a_time(micro_model: Path) -> None:

@@ -23,17 +23,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the entry of an unset key
     "agents/agents.py": ("single_turn_agent", "tool_agent"),
     "algorithms/rollout_correction/apply.py": ("bypass_mode", "vanilla", "reinforce"),
-    "serve/api.py": ("hermes",),
+    "serve/openai_api.py": ("hermes",),
     # which of the built-in losses read a clip range; a user's own counts as one that reads every setting
     "config/schema/actor.py": ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
     # verl's settings, values and strings of the same name
     "algorithms/policy_losses/bypass.py": ("reinforce",),
     "algorithms/rollout_correction/presets.py": ("bypass_mode",),
-    "config/schema/names.py": ("hf", "mlflow", "reinforce", *KL),
+    "config/schema/choices.py": ("hf", "mlflow", "reinforce", *KL),
     "config/schema/root.py": ("megatron",),
     "config/schema/trainer.py": ("critic",),
     "observe/figures.py": ("critic",),
-    "workers/actor_rollout_ref.py": ("actor_rollout", "ref", "teacher"),
+    "workers/actor_rollout_ref.py": ("actor_rollout", "ref"),
     # verl's column of training data
     **{f"data/preprocess/{name}.py": COLUMN for name in ("calculator", "colours", "geo3k", "gsm8k", "math")},
     **{f"data/preprocess/{name}.py": COLUMN for name in ("search_r1", "sort", "verifiers")},
@@ -46,20 +46,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # kinds of models
     "config/checks/supervised.py": ("reward_model",),
     "engine/fsdp/engine.py": ("reward_model",),
-    "engine/micro_batched.py": ("reward_model",),
     "models/kinds.py": ("reward_model",),
     # architectures of transformers whose FLOPs are counted
     "models/work.py": (
         *("gemma", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
         *("deepseek_v2", "deepseek_v3"),
     ),
-    # the table itself; a role's own checks, worker and forecast
-    "config/checks/algorithm.py": ("ref",),
-    "config/checks/distillation.py": ("actor_rollout", "teacher"),
-    "config/checks/run.py": ("reward_model",),
-    "config/roles.py": ("prime", "ref", "reward_model", "teacher"),
-    "trainer/ppo/teachers.py": ("teacher",),
-    "workers/forecast.py": ("prime",),
+    # the table itself; a role's own checks and worker
+    "config/checks/check_run.py": ("reward_model",),
+    "config/roles.py": ("actor_rollout", "prime", "ref", "reward_model", "teacher"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
     "__init__.py": ("grpo",),
     "agents/environments/gymnasium.py": ("gymnasium",),

@@ -20,8 +20,8 @@ from sandbox_tools import started_server
 
 from hybridrl.sandbox import Limits, LocalSandbox, Program, RemoteSandbox, SandboxError, Slots
 from hybridrl.sandbox.server import main
+from hybridrl.scored import Reason
 from hybridrl.utils import clock
-from hybridrl.verdict import Reason
 
 
 @pytest.fixture(scope="module")
@@ -271,10 +271,10 @@ def test_a_failure_is_tried_again(first) -> None:
         ((200, {"status": "Failed", "run_result": {"status": "Error", "return_code": None}}), 1),
     ],
 )
-def test_a_server_that_fails_gives_no_verdict(answer, asked) -> None:
+def test_a_server_that_fails_gives_unscored(answer, asked) -> None:
     with scripted(answer) as (server, sandbox), pytest.raises(SandboxError) as error:
         sandbox.run(Program(""))
-    assert server.asked == asked and error.value.verdict.reason is Reason.INFRA
+    assert server.asked == asked and error.value.unscored.reason is Reason.INFRA
 
 
 def test_nobody_listens() -> None:
@@ -298,7 +298,7 @@ def test_places_are_shared_by_processes(name) -> None:
     """Another process holds the only place: a program waits for it, without its clock; a killed holder frees it."""
     code = (
         "import sys\nfrom hybridrl.sandbox import Slots\n"
-        f"with Slots(1, {name!r}).taken():\n    print('held', flush=True)\n    sys.stdin.read()"
+        f"with Slots(1, {name!r}).acquired():\n    print('held', flush=True)\n    sys.stdin.read()"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -325,17 +325,19 @@ def test_places_are_shared_by_processes(name) -> None:
 
 
 def test_threads_that_wait_for_a_place_of_their_own_process_do_not_look_at_the_files(name, monkeypatch) -> None:
-    looked, look = [], Slots._free
-    monkeypatch.setattr(Slots, "_free", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder))
+    looked, look = [], Slots.free_place
+    monkeypatch.setattr(
+        Slots, "free_place", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder)
+    )
 
     def run(_) -> None:
         begun.wait()
-        with Slots(1, name).taken():
+        with Slots(1, name).acquired():
             pass
 
     begun = threading.Barrier(5)
     with ThreadPoolExecutor(4) as threads:
-        with Slots(1, name).taken():
+        with Slots(1, name).acquired():
             waiting = threads.map(run, range(4))
             begun.wait()
             time.sleep(0.2)
@@ -348,7 +350,7 @@ def test_never_more_at_once_than_allowed(name) -> None:
     slots, events, lock = Slots(2, name), [], threading.Lock()
 
     def run(_) -> None:
-        with slots.taken():
+        with slots.acquired():
             with lock:
                 events.append(1)
             time.sleep(0.02)

@@ -13,10 +13,10 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 
 from hybridrl.checkpoint import verify
 from hybridrl.config import load_config
+from hybridrl.config.dotted import set_key
 from hybridrl.config.roles import ROLES, part_of
 from hybridrl.config.teachers import teachers_of
 from hybridrl.errors import MicroBatchError, WorkerUserError
-from hybridrl.trainer.forecast import set_key
 from hybridrl.trainer.ppo.run_ppo import run_ppo
 from hybridrl.trainer.repeating import settings_to_repeat
 from hybridrl.trainer.run import TrainingRun
@@ -43,13 +43,13 @@ initialize = FSDPEngine.initialize
 
 def planted(self):
     initialize(self)
-    if distributed.get_rank() == 1 and self.optimizer is not None:
+    if distributed.get_rank() == 1 and self.model_state.optimizer is not None:
         self.module.model.layers[-1].register_full_backward_hook(lambda *_: fail(self))
 
 
 def fail(engine):
     left = sorted(Path(__file__).parent.glob("fail_*"))
-    if engine.schedule.last_epoch == AFTER and left:
+    if engine.model_state.schedule.last_epoch == AFTER and left:
         left[0].unlink()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import python_of
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
+from hybridrl.scored import Scored, Unscored
 from hybridrl.serve.schema import TOO_LONG
 from hybridrl.utils import clock
 from hybridrl.utils.agent_host import AgentJob, Result
-from hybridrl.verdict import NoVerdict, Verdict
 
 #: the column with a task of verifiers as JSON; `hybridrl.data.preprocess.verifiers` writes it
 TASK = "verifiers_task"
@@ -33,7 +33,7 @@ class VerifiersServer:
         packages: further packages of the environment, as pip takes them.
         python: the Python of an environment that is there already; None: one is made on first use.
         workers: processes that verifiers may start.
-        start_timeout_s: seconds until it must answer.
+        start_timeout_s: seconds until it must answer; None: it has time as long as something moves.
         serves: False: it is read for its tasks only.
 
     Raises:
@@ -48,7 +48,7 @@ class VerifiersServer:
         packages: Sequence[str] = (),
         python: str | None = None,
         workers: int = 1,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float | None = None,
         serves: bool = True,
     ) -> None:
         if env is None and address is None:
@@ -58,7 +58,7 @@ class VerifiersServer:
         self._server: EnvironmentServer | None = None
         self._settings = {"env": env, "address": address, "workers": int(workers), "serve": serves}
         self._folder, self._packages, self._python = Path(folder).expanduser(), packages, python
-        self._start_timeout_s = float(start_timeout_s)
+        self._start_timeout_s = None if start_timeout_s is None else float(start_timeout_s)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], serves: bool = True) -> "VerifiersServer":
@@ -133,10 +133,10 @@ class VerifiersServer:
         except httpx.HTTPError as error:
             raise AgentFailed(f"the server of the environment failed: {type(error).__name__}: {error}") from error
         if "failed" not in answer:
-            return Verdict(float(answer["score"]), answer["extra"])
+            return Scored(float(answer["score"]), answer["extra"])
         if answer["failed"] == "infra":
             raise AgentFailed(answer["detail"], by_itself=TOO_LONG in answer["detail"])
-        return NoVerdict(answer["failed"], answer["detail"])
+        return Unscored(answer["failed"], answer["detail"])
 
     def close(self) -> None:
         """End it."""

@@ -6,14 +6,14 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hybridrl.agents.side import in_thread
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.agents.session_executor import in_thread
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.errors import RolloutError
-from hybridrl.registry import TOOLS, Facts
+from hybridrl.registry import TOOLS, EntryMetadata
 from hybridrl.reward.score.gsm8k import compute_score
+from hybridrl.scored import UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
-from hybridrl.verdict import NoVerdictError
 
 T = TypeVar("T", bound="type[BaseTool]")
 
@@ -50,7 +50,7 @@ def register_tool(name: str) -> Callable[[T], T]:
     """Class decorator: `class_name: NAME` in `multi_turn.tool_config_path` is this tool."""
 
     def add(tool: T) -> T:
-        TOOLS.add(name, tool, Facts())
+        TOOLS.add(name, tool, EntryMetadata())
         return tool
 
     return add
@@ -123,6 +123,8 @@ def _schema(name: str, description: str, **properties: Mapping[str, Any]) -> dic
 class Calculator(BaseTool):
     """Computes an arithmetic expression; see `evaluate`."""
 
+    config_names = ()
+
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
         what = {"type": "string", "description": "an arithmetic expression such as (3 + 4) * 2"}
@@ -147,6 +149,8 @@ class Gsm8kAnswer(BaseTool):
     The ground truth is `create_kwargs.ground_truth` of the row. A call that repeats an answer, or makes a right one
     wrong, costs `config.penalty` (0.05). `calc_reward` is the score of the last answer.
     """
+
+    config_names = ("penalty",)
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -197,9 +201,11 @@ class HttpSearch(BaseTool):
     one list per query. Further fields of a document are left out.
 
     Config: `retrieval_service_url`, `topk` (3), `timeout` (30 s), `attempts` (4). A request that fails is sent again. A
-    session whose search fails has no verdict: that the server is down or busy is no answer to the model. That it
+    session whose search fails has no score: that the server is down or busy is no answer to the model. That it
     refuses the queries (HTTP 400, 422) is one. The time of a search does not count against `tool_timeout_s`.
     """
+
+    config_names = ("retrieval_service_url", "topk", "timeout", "attempts")
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -235,7 +241,7 @@ class HttpSearch(BaseTool):
         except ServiceError as error:
             if error.status in _BAD_REQUEST:  # the model may ask otherwise
                 raise ValueError(f"search {error}") from error
-            raise NoVerdictError(error.reason, f"search {error}") from error
+            raise UnscoredError(error.reason, f"search {error}") from error
         return list(answer["result"])
 
 

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.mappings import Unchecked
-from hybridrl.config.schema.needs import (
+from hybridrl.config.schema.conditions import (
     SESSIONS,
     TRAINS,
     Condition,
     Explained,
     FactNeed,
+    LoopNeed,
     Need,
     above,
     any_of,
@@ -22,6 +22,7 @@ from hybridrl.config.schema.needs import (
     off,
     on,
 )
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES, is_endpoint
 
@@ -29,14 +30,17 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 _LOOP = f"{_AGENT}.default_agent_loop"
 
 
-def _loops(because: str, remedy: str, needs: FactNeed) -> Explained:
+def _loops(because: str, remedy: str, needs: FactNeed) -> LoopNeed:
     """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
-    chosen = Explained((is_set(_LOOP), needs), "")
+    by_setting = Explained((is_set(_LOOP), needs), "")
     also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
     if "environments" not in needs.values and "gateway" not in needs.values:
         also = (*also, Explained((is_not_set(_LOOP), on("actor_rollout_ref.rollout.multi_turn.enable")), ""))
-    return Explained(
-        any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", f"set {_LOOP}={remedy}"
+    return LoopNeed(
+        any_of(by_setting, also=also),
+        f"{because}, unless rows name one in the column agent_name",
+        f"set {_LOOP}={remedy}",
+        fact=needs,
     )
 
 
@@ -230,12 +234,15 @@ class MultiTurnConfig(ConfigNode):
         ),
     )
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS, needs=_MANY_TURNS)
-    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file")
+    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file", read_by="tool-file")
     function_tool_path: str | None = key(
         None, "Python file or module with functions marked @function_tool; null: none", place="code"
     )
     interaction_config_path: str | None = key(
-        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none", place="file"
+        None,
+        "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none",
+        place="file",
+        read_by="user-file",
     )
     turn_rewards: bool = key(
         False,
@@ -267,7 +274,7 @@ class MultiTurnConfig(ConfigNode):
     tool_timeout_s: float = key(
         60.0,
         "seconds that a tool or a simulated user may take for a call; then the model gets an error, or the session has "
-        "no verdict",
+        "no score",
         gt=0,
         needs=_WITH_TOOLS,
     )
@@ -293,6 +300,7 @@ class AgentConfig(ConfigNode):
         None,
         "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none",
         place="file",
+        read_by="loop-file",
     )
     num_workers: int | None = key(
         None,
@@ -319,10 +327,11 @@ class AgentConfig(ConfigNode):
         "YAML file with environments, {environments: [{name, class_name, config}]}; null: none",
         needs=_ENVIRONMENT,
         place="file",
+        read_by="environment-file",
     )
     environment_timeout_s: float = key(
         60.0,
-        "seconds that reset or step of an environment may take; then its session has no verdict",
+        "seconds that reset or step of an environment may take; then its session has no score",
         gt=0,
         needs=_ENVIRONMENT,
     )
@@ -420,7 +429,7 @@ class RolloutConfig(ConfigNode):
         "generation engine; auto: the fastest that is installed and supports the model",
         choices=("auto",),
         registry=INFERENCE_ENGINES,
-        later=names.ROLLOUTS_LATER,
+        later=choices.ROLLOUTS_LATER,
     )
     n: int = key(1, "samples per prompt", gt=0)
     temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution; above 0", ge=0)
@@ -441,8 +450,8 @@ class RolloutConfig(ConfigNode):
     dtype: str = key(
         "auto",
         "dtype of generation; auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=(*names.DTYPES, "float16"),
-        synonyms=names.DTYPE_SYNONYMS,
+        choices=(*choices.DTYPES, "float16"),
+        synonyms=choices.DTYPE_SYNONYMS,
         needs=_OWN_MODEL,
     )
     seed: int = key(42, "seed of sampling", ge=0)
@@ -483,8 +492,8 @@ class RolloutConfig(ConfigNode):
     load_format: str = key(
         "dummy",
         "engines: dummy: start without weights, which come from the trainer; auto: load the checkpoint first",
-        choices=names.LOAD_FORMATS,
-        synonyms=names.LOAD_FORMAT_SYNONYMS,
+        choices=choices.LOAD_FORMATS,
+        synonyms=choices.LOAD_FORMAT_SYNONYMS,
         needs=_REPLICAS,
     )
     lora_transfer: str = key(

@@ -30,11 +30,11 @@ from hybridrl.reward.function import LoadedFunction, RewardFunction, load
 from hybridrl.reward.processes.messages import Failed, JobResults, PoolConnection, Ready
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import RewardCall, Sample
+from hybridrl.scored import Unscored, UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.forked import default_in_children
 from hybridrl.utils.plain_results import Result
 from hybridrl.utils.supervisor import split_off
-from hybridrl.verdict import NoVerdict, NoVerdictError
 
 CELL = struct.Struct("<qd")
 IDLE = -1
@@ -155,16 +155,16 @@ def _checked(value: Any, how: RewardCall) -> Result:
         return Result("bad", text=str(error))
 
 
-def _result(found: Score | NoVerdict) -> Result:
-    if isinstance(found, NoVerdict):
+def _result(found: Score | Unscored) -> Result:
+    if isinstance(found, Unscored):
         return Result("missing", text=found.detail, reason=found.reason.value)
     return Result("score", *found)
 
 
 def _raised(error: BaseException) -> Result:
-    """The traceback from the user's function on; a `NoVerdictError` is a verdict that is missing."""
-    if isinstance(error, NoVerdictError):
-        return _result(error.verdict)
+    """The traceback from the user's function on; an `UnscoredError` is a score that is missing."""
+    if isinstance(error, UnscoredError):
+        return _result(error.unscored)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, LoadedFunction.__module__):
         trace = trace.tb_next

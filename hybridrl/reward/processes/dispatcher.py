@@ -20,8 +20,8 @@ from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.handle import ChildProcess, RewardJob
 from hybridrl.reward.processes.messages import Failed, JobResults, Ready, ready_channels
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils.plain_results import Result
-from hybridrl.verdict import NoVerdict, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class Dispatcher:
         if result.kind == "raised":
             return ScoreError(f"{label} raised an exception for {job.name}:\n{result.text}")
         if result.kind == "missing":
-            return without_score(NoVerdict(Reason(result.reason), result.text), seconds)
+            return without_score(Unscored(Reason(result.reason), result.text), seconds)
         if result.kind != "score":
             return ScoreError(f"{label} {result.text}. It was called for {job.name}.")
         return Outcome(result.score or 0.0, result.extra, seconds, applies=result.score is not None)
@@ -309,7 +309,7 @@ class Dispatcher:
                 )
         what = f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds"
         notify(f"{what}. Raise the limit if the function needs the time.", "warning")
-        return without_score(NoVerdict(Reason.TIMEOUT, what), seconds, timed_out=True)
+        return without_score(Unscored(Reason.TIMEOUT, what), seconds, timed_out=True)
 
     # ------------------------------------------------------------------ limits and ends
 
@@ -412,4 +412,4 @@ class _LoadError(Exception):
 
 
 def _tolerated(error: ScoreError) -> Outcome:
-    return without_score(NoVerdict(error.reason, str(error)), 0.0, error=str(error))
+    return without_score(Unscored(error.reason, str(error)), 0.0, error=str(error))

@@ -16,8 +16,8 @@ from hybridrl.reward.processes.dispatcher import Dispatcher
 from hybridrl.reward.processes.handle import RewardJob
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.signature import RewardCall, Sample
+from hybridrl.scored import Reason
 from hybridrl.utils.cores import available_cores
-from hybridrl.verdict import Reason
 
 
 class RewardPool:
@@ -83,7 +83,7 @@ class RewardPool:
         Returns:
             A future that raises `ScoreError` where the function raises, returns no finite number or ends its process,
             unless the pool tolerates it; and `RewardError` where it cannot be loaded, takes a whole batch, or hangs on
-            the very first samples that it is given, twice in every process. Later timeouts have no verdict.
+            the very first samples that it is given, twice in every process. Later timeouts have no score.
         """
         return self.submit_all([sample], lambda _: name)[0]
 

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.rollout.sglang import wire
 
 if TYPE_CHECKING:
+    from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
-    from hybridrl.rollout.routing import RecordedLayers
+    from hybridrl.rollout.returned_experts import RecordedLayers
     from hybridrl.rollout.sglang.compat import PartialOutput, Server
     from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
     from hybridrl.rollout.stop_strings import StopStrings
-    from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _STATUS_S = 0.25
 _ABORT_AGAIN_S = 0.05
@@ -50,7 +50,7 @@ class _Running:
     aborted: bool = False
 
 
-class Host:
+class HostedEngine:
     """Answers the replica's calls."""
 
     def __init__(self, spec: "EngineSpec", server: "Server") -> None:
@@ -135,7 +135,7 @@ class Host:
 
     @functools.cached_property
     def _routing(self) -> "RecordedLayers":
-        from hybridrl.rollout.routing import RecordedLayers
+        from hybridrl.rollout.returned_experts import RecordedLayers
 
         return RecordedLayers(self.spec.model)
 
@@ -143,7 +143,7 @@ class Host:
         """See `InferenceEngine.read`."""
         from hybridrl.rollout.request import Completion
 
-        assert request.reading is not None
+        assert request.prefill is not None
         scored = self.spec.task == "score"
         if why := self._unfit(request.prompt_ids, self.spec.max_model_len - (not scored)):
             return Completion(request.id, [], [], "error", error=why)
@@ -153,11 +153,11 @@ class Host:
                 if scored:
                     output = await self.server.score(name, ids, priority)
                 else:
-                    output = await self.server.read(name, ids, request.reading, priority)
+                    output = await self.server.read(name, ids, request.prefill, priority)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
         if output.prompt_logprobs is not None:
-            return Completion(request.id, [], [], "stop", found=output.prompt_logprobs)
+            return Completion(request.id, [], [], "stop", prompt_logprobs=output.prompt_logprobs)
         why = output.message or "it was aborted"
         return Completion(request.id, [], [], "abort" if running.aborted else "error", error=why)
 
@@ -221,8 +221,8 @@ class Host:
     async def begin_update(self) -> None:
         await self.server.begin_update()
 
-    async def requirements(self, checkpoint: "Checkpoint") -> "list[Requirement]":
-        """See `InferenceEngine.requirements`."""
+    async def required_slices(self, checkpoint: "Checkpoint") -> "list[RequiredSlices]":
+        """See `InferenceEngine.required_slices`."""
         from hybridrl.rollout.sglang.weights import Question
 
         with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +290,7 @@ def main() -> None:
     server = Server(spec)
     leftovers += server.leftovers
     try:
-        server.loop.run_until_complete(Host(spec, server).serve(connection))
+        server.loop.run_until_complete(HostedEngine(spec, server).serve(connection))
     finally:
         server.close()
 

