@@ -14,6 +14,7 @@ class _Request:
     done: "asyncio.Future[None]"
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    replica: "_SimulatedReplica | None" = None
 
 
 @dataclass(eq=False)
@@ -101,7 +102,7 @@ class SimulatedPool:
         for request in replica.running:
             self._stop(request)
             self.lost_s += request.seconds - request.remaining
-            request.remaining = request.seconds
+            request.remaining, request.replica = request.seconds, None
         self._queue.extendleft(reversed(replica.running))
         replica.running = []
         self._dispatch()
@@ -118,7 +119,8 @@ class SimulatedPool:
             if not free:
                 return
             request = self._queue.popleft()
-            min(free, key=lambda replica: len(replica.running)).running.append(request)
+            request.replica = min(free, key=lambda replica: len(replica.running))
+            request.replica.running.append(request)
             self._run(request)
 
     def _run(self, request: _Request) -> None:
@@ -143,9 +145,9 @@ class SimulatedPool:
 
     def _remove(self, request: _Request) -> None:
         self._stop(request)
-        if request in self._queue:
+        if request.replica is not None:
+            request.replica.running.remove(request)
+            request.replica = None
+            self._dispatch()
+        elif not request.done.done() or request.done.cancelled():
             self._queue.remove(request)
-        for replica in self._replicas:
-            if request in replica.running:
-                replica.running.remove(request)
-        self._dispatch()

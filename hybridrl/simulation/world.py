@@ -57,7 +57,7 @@ class Checkpoint:
 
     ledger: dict[str, Any]
     lots: list[tuple[list[str], list[int]]]
-    rows: dict[int, float]
+    rows: dict[int, tuple[float, ...]]
     reports: dict[int, Any]
     trained: list[list[int]]
     drawn: int
@@ -71,6 +71,7 @@ class SimulatedRun:
         trained: the `seq` of the groups of each step.
         ages: versions between admission and training, of each group.
         generated_s: generation time of all groups that were trained on.
+        longest_s: the longest response of each step, added up.
         seconds, busy_s, lost_s, learn_s: simulated time of the run, and of its places and its training.
         voided: reasons of void groups.
     """
@@ -78,6 +79,7 @@ class SimulatedRun:
     trained: list[list[int]] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     generated_s: float = 0.0
+    longest_s: float = 0.0
     seconds: float = 0.0
     busy_s: float = 0.0
     lost_s: float = 0.0
@@ -100,7 +102,7 @@ class Simulation:
         self.results = SimulatedRun()
         self.pool = self.new_pool()
         self.drawn = 0
-        self.feeder: Feeder[list[str], float]
+        self.feeder: Feeder[list[str], tuple[float, ...]]
 
     def new_pool(self) -> SimulatedPool:
         """Return the pool of replicas."""
@@ -122,23 +124,24 @@ class Simulation:
 
     # ------------------------------------------------------------------ a lot
 
-    async def answer(self, lot: Lot[list[str]]) -> LotResult[float]:
-        """Generate and score the samples of a lot. The rows of a group are its seconds of generation here."""
+    async def answer(self, lot: Lot[list[str]]) -> LotResult[tuple[float, ...]]:
+        """Generate and score the samples of a lot. The rows of a group are the seconds of its samples here."""
         groups = await asyncio.gather(*(self._group(group) for group in lot.groups))
         rows = {group.uid: seconds for group, (seconds, reason) in zip(lot.groups, groups, strict=True) if not reason}
         voided = {group.uid: reason for group, (_, reason) in zip(lot.groups, groups, strict=True) if reason}
         return LotResult(rows, voided, lot.first_seq)
 
-    async def _group(self, group: Group) -> tuple[float, str]:
+    async def _group(self, group: Group) -> tuple[tuple[float, ...], str]:
         world = self.world
         # A group has its own random numbers: what it does is a function of the prompt, and not of the order of events.
         random = Random(f"{self.seed} {group.uid} {group.key}")
         uniform = random.random() < world.uniform
         samples = [Random(random.random()) for _ in range(world.samples)]
         seconds = await asyncio.gather(*(self._sample(sample) for sample in samples))
-        if any(value is None for value in seconds):
-            return 0.0, "unscored"
-        return sum(value or 0.0 for value in seconds), "uniform" if uniform else ""
+        scored = tuple(value for value in seconds if value is not None)
+        if len(scored) < len(seconds):
+            return (), "unscored"
+        return scored, "uniform" if uniform else ""
 
     async def _sample(self, random: Random) -> float | None:
         """Generate and score a sample; return its seconds of generation, None where it stays without a score."""
@@ -189,7 +192,8 @@ class Simulation:
         world, results, feeder = self.world, self.results, self.feeder
         taken = await feeder.take()
         results.ages += [feeder.ledger.version - group.admitted for group in taken.groups]
-        results.generated_s += sum(taken.rows)
+        results.generated_s += sum(map(sum, taken.rows))
+        results.longest_s += max(map(max, taken.rows))
         if world.shared:
             self.pool.pause()
         self.pool.weights_will_change()
@@ -248,7 +252,7 @@ class Simulation:
         assert inflight + len(self.feeder.ready_rows()) == len(live), "a live group has neither a lot nor rows"
 
 
-def ideal_step_s(world: World, response_s: float, longest_s: float) -> float:
+def ideal_step_s(world: World, generation_s: float, longest_s: float) -> float:
     """Return the shortest possible mean seconds of a step.
 
     `T* = max(G / C + u, L + u, (d + L + u) / (S + 1))` with own devices: G the seconds of generation of a step's
@@ -256,13 +260,12 @@ def ideal_step_s(world: World, response_s: float, longest_s: float) -> float:
     With shared devices the phases add up: `G / C + L + u`.
 
     Args:
-        response_s: mean seconds of a response.
-        longest_s: mean over steps of the longest response.
+        generation_s: G, mean of the steps.
+        longest_s: the longest response of a step, mean of the steps.
     """
-    schedule = world.schedule
-    generation = schedule.prompts * world.samples * response_s / (world.replicas * world.places)
+    generation = generation_s / (world.replicas * world.places)
     learn, publish = world.learn_s, world.publish_s
     if world.shared:
         return generation + learn + publish
-    chain = (longest_s + world.reward_s + learn + publish) / (math.floor(schedule.staleness) + 1)
+    chain = (longest_s + world.reward_s + learn + publish) / (math.floor(world.schedule.staleness) + 1)
     return max(generation + publish, learn + publish, chain)
