@@ -51,7 +51,7 @@ def started_trainer(
     validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
     if depends_on_model(config):
-        from hybridrl.trainer.ppo.build import check_models
+        from hybridrl.trainer.ppo.prepare_ppo import check_models
 
         check_models(config)
     settle_folder(config)
