@@ -14,9 +14,9 @@ from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.errors import ModelError, UserError
 from hybridrl.notify import notify
 from hybridrl.observe.events import beginning
+from hybridrl.processes.inherited import block_stop_signals
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.single_controller.ray import ResourcePoolManager, init_ray, shutdown_ray
-from hybridrl.utils.child_processes import block_stop_signals
 from hybridrl.utils.files import check_writable
 
 Groups = TypeVar("Groups")

@@ -159,7 +159,7 @@ def test_idle_connections_use_no_descriptors_of_the_run_and_end_by_themselves(ru
 
 def _connections(run: Run) -> int:
     assert run.server.process is not None
-    found = psutil.Process(run.server.process.pid).net_connections("tcp")
+    found = psutil.Process(run.server.pid).net_connections("tcp")
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in found)
 
 
@@ -178,7 +178,7 @@ def test_connections_beyond_the_limit_are_told_so(run: Run) -> None:
 def test_a_body_without_token_is_not_read(run: Run) -> None:
     served(run)
     assert run.server.process is not None
-    here, there = resident(os.getpid()), resident(run.server.process.pid)
+    here, there = resident(os.getpid()), resident(run.server.pid)
     sent = 0
     with socket.create_connection(("127.0.0.1", run.server.listener.port), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
@@ -187,7 +187,7 @@ def test_a_body_without_token_is_not_read(run: Run) -> None:
                 sent += connection.send(b" " * 2**16)
     assert sent < 10**8, "the server has closed the connection"
     run.trains()
-    assert resident(run.server.process.pid) - there < 64 * 2**20
+    assert resident(run.server.pid) - there < 64 * 2**20
     assert resident(os.getpid()) - here < 64 * 2**20
     served(run)
 
@@ -355,7 +355,7 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!
 from pathlib import Path
 from test_rollout_server_attacks import Run
 run = Run(Path({str(micro_model)!r}), Path({str(tmp_path / "log")!r}))
-print(run.server.process.pid, flush=True)
+print(run.server.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
     output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True).stdout

@@ -11,7 +11,7 @@ from typing import Any
 
 #: what a literal may stand in, as in `assert set(f(x)) == set([1, 2])`
 _BUILT_IN: Mapping[str, Callable[[Any], Any]] = {
-    one.__name__: one for one in (set, frozenset, tuple, list, dict, sorted)
+    kind.__name__: kind for kind in (set, frozenset, tuple, list, dict, sorted)
 }
 #: Python of the program's process: `encoded` makes JSON of a value that `decoded` reads
 ENCODER = """

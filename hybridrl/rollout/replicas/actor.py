@@ -17,13 +17,13 @@ import torch
 from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
+from hybridrl.processes.inherited import keep_exit_codes
 from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, InferenceEngines
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
-from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 #: completions are returned together, because a Ray call costs milliseconds: this part of the requests in flight, or
