@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_END_S = 10.0
+
 
 class BackgroundCall:
     """Runs `work` in a thread that starts at once. The process does not end before the thread does.
@@ -69,7 +71,7 @@ class BackgroundLoop:
         self.is_closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_END_S)  # a coroutine may go on in spite of its cancellation
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
