@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import MicroBatching, TrainEngines
+from hybridrl.engine import MicroBatching, create_train_engine, train_engine_class
 from hybridrl.engine.forecast import Workload
 from hybridrl.models.work import training_flops, work_of
 from hybridrl.protocol import DataProto
@@ -122,7 +122,7 @@ def our_forecast(folder: Path, rows: dict[str, torch.Tensor], way: str, settings
     prompt, response = (rows[name].shape[1] for name in ("prompts", "responses"))
     micro = MicroBatching(max_tokens=max(settings.micro_tokens, prompt + response))
     work = Workload(prompt, response, len(rows["prompts"]), micro, None, entropy=False)
-    engine = TrainEngines.get("language_model", "fsdp2")
+    engine = train_engine_class("language_model", "fsdp2")
     found = engine.forecast("language_model", *our_settings(folder, way, settings), OptimConfig(lr=1e-6), 1, work)
     return 0.0 if found is None else found.update / device.GIB
 
@@ -130,7 +130,7 @@ def our_forecast(folder: Path, rows: dict[str, torch.Tensor], way: str, settings
 def our_step(folder: Path, rows: dict[str, torch.Tensor], way: str, settings: argparse.Namespace) -> Callable[[], Any]:
     model, settings_of_engine = our_settings(folder, way, settings)
     optim = OptimConfig(lr=1e-6)
-    engine = TrainEngines.create("language_model", "fsdp2", model=model, engine=settings_of_engine, optim=optim)
+    engine = create_train_engine("language_model", "fsdp2", model=model, engine=settings_of_engine, optim=optim)
     engine.initialize()
     ids = torch.cat([rows["prompts"], rows["responses"]], 1)
     mask = torch.ones_like(rows["responses"])

@@ -6,7 +6,7 @@
 Every process holds its training shard (Megatron-core's cuts with tp = all processes, or FSDP2's rows) and the
 parameters of its part of a vLLM engine with `--generation-tp`. Four ways lead from the one to the other:
 
-    plan        the library's: in rounds, each process receives what it lacks (`hybridrl.hybrid_engine.transfer`)
+    plan        the library's: in rounds, each process receives what it lacks (`hybridrl.hybrid_engine.exchange`)
     everything  every process gathers the whole model, then copies its part (DeepSpeed-Chat)
     streaming   every process gathers one whole parameter after another (`rollout.checkpoint_engine.method=streamed`)
     resident    no transfer: each process copies its part of whole tensors that it already has
@@ -31,15 +31,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import Qwen3Config
 
-from hybridrl.hybrid_engine.counter import ReceivedBytes
-from hybridrl.hybrid_engine.model_tensors import model_tensors
-from hybridrl.hybrid_engine.plan import plan, plan_boxes
+from hybridrl.hybrid_engine.exchange import Exchange, Shards, assemble
+from hybridrl.hybrid_engine.plan import plan, plan_slices
 from hybridrl.hybrid_engine.schedule import Round, schedule
-from hybridrl.hybrid_engine.shards import Box, Boxes, boxes_of, whole
-from hybridrl.hybrid_engine.topology import GenerationLayout, Layout, MegatronLayout, ShardedLayout
-from hybridrl.hybrid_engine.transfer import Exchange, Shards, assemble
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.slices import TensorSlice, TensorSlices, slices_of, whole
+from hybridrl.layouts.topology import GenerationLayout, Layout, MegatronLayout, ShardedLayout
+from hybridrl_testing.counters import ReceivedBytes
 
-Parts = dict[str, list[tuple[Box, torch.Tensor]]]
+Parts = dict[str, list[tuple[TensorSlice, torch.Tensor]]]
 CPU = torch.device("cpu")
 
 
@@ -49,8 +49,8 @@ class Setting:
 
     rank: int
     shapes: dict[str, tuple[int, ...]]
-    held: list[dict[str, Boxes]]
-    needed: list[dict[str, Boxes]]
+    held: list[dict[str, TensorSlices]]
+    needed: list[dict[str, TensorSlices]]
     shards: Parts
     target: Parts
     rounds: list[Round]
@@ -58,22 +58,22 @@ class Setting:
 
     def place(self, name: str, value: torch.Tensor) -> None:
         """Copy this process's part of a whole tensor."""
-        for box, memory in self.target.get(name, ()):
-            memory.copy_(value[box.within(whole(self.shapes[name]))])
+        for tensor_slice, memory in self.target.get(name, ()):
+            memory.copy_(value[tensor_slice.within(whole(self.shapes[name]))])
 
     def gather(self, name: str) -> torch.Tensor:
         """The whole tensor: every process that holds a part of it sends that to all."""
         value = torch.empty(self.shapes[name])
-        seen: set[Box] = set()
+        seen: set[TensorSlice] = set()
         for rank, held in enumerate(self.held):
-            for box in held.get(name, ()):
-                if box in seen:
+            for tensor_slice in held.get(name, ()):
+                if tensor_slice in seen:
                     continue  # a copy of what another process sent
-                seen.add(box)
-                index = box.within(whole(self.shapes[name]))
-                part = torch.empty(box.extents)
+                seen.add(tensor_slice)
+                index = tensor_slice.within(whole(self.shapes[name]))
+                part = torch.empty(tensor_slice.extents)
                 if rank == self.rank:
-                    part.copy_(next(tensor for at, tensor in self.shards[name] if at == box))
+                    part.copy_(next(tensor for at, tensor in self.shards[name] if at == tensor_slice))
                 dist.broadcast(part, rank)
                 value[index] = part
         return value
@@ -82,17 +82,19 @@ class Setting:
 def by_plan(setting: Setting) -> None:
     """The library's rounds."""
     exchange = Exchange(setting.rank, CPU)
-    shards = Shards((name, box, tensor) for name, parts in setting.shards.items() for box, tensor in parts)
+    shards = Shards(
+        (name, tensor_slice, tensor) for name, parts in setting.shards.items() for tensor_slice, tensor in parts
+    )
     bucket = torch.empty(max(now.bucket for now in setting.rounds), dtype=torch.uint8)
     for now in setting.rounds:
         exchange.run(now, shards, bucket)
         arrived: Parts = {}
         for message in now.received_by(setting.rank):
             for piece in message.pieces:
-                arrived.setdefault(piece.name, []).append((piece.box, piece.view(bucket)))
+                arrived.setdefault(piece.name, []).append((piece.slice, piece.view(bucket)))
         for name, parts in arrived.items():
-            for box, memory in setting.target[name]:
-                assemble(memory, box, parts, name)
+            for tensor_slice, memory in setting.target[name]:
+                assemble(memory, tensor_slice, parts, name)
         sent = sum(message.size for message in now.sent_by(setting.rank))
         setting.extra = max(setting.extra, bucket.nbytes + sent)
 
@@ -134,25 +136,30 @@ def run(rank: int, port: int, arguments: argparse.Namespace, processes: int) -> 
     generation = GenerationLayout(tp=tp, replicas=processes // tp)
     slots = plan(specs, training, generation, layers).slots
 
-    def boxes(layout: Layout, index: int) -> dict[str, Boxes]:
+    def slices(layout: Layout, index: int) -> dict[str, TensorSlices]:
         at = layout.coordinates(index)
-        return {spec.name: found for spec in specs if (found := boxes_of(spec, layout, at, layers))}
+        return {spec.name: found for spec in specs if (found := slices_of(spec, layout, at, layers))}
 
     shapes = {spec.name: spec.shape for spec in specs}
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    held = [boxes(training, device) for device in range(processes)]
-    needed = [boxes(generation, slot) for slot in slots]
+    held = [slices(training, device) for device in range(processes)]
+    needed = [slices(generation, slot) for slot in slots]
 
-    def part(name: str, box: Box) -> torch.Tensor:
-        return state[name][box.within(whole(shapes[name]))].clone()
+    def part(name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        return state[name][tensor_slice.within(whole(shapes[name]))].clone()
 
-    shards = {name: [(box, part(name, box)) for box in found] for name, found in held[rank].items()}
-    target = {name: [(box, torch.empty(box.extents)) for box in found] for name, found in needed[rank].items()}
+    shards = {
+        name: [(tensor_slice, part(name, tensor_slice)) for tensor_slice in found] for name, found in held[rank].items()
+    }
+    target = {
+        name: [(tensor_slice, torch.empty(tensor_slice.extents)) for tensor_slice in found]
+        for name, found in needed[rank].items()
+    }
     size = sum(value.nbytes for value in state.values())
     started = time.perf_counter()
     rounds = schedule(
-        plan_boxes(shapes, held, needed), held, needed, dict.fromkeys(shapes, torch.float32), size // 8, [rank]
+        plan_slices(shapes, held, needed), held, needed, dict.fromkeys(shapes, torch.float32), size // 8, [rank]
     )
     planned = time.perf_counter() - started
     setting = Setting(rank, shapes, held, needed, shards, target, rounds)
@@ -181,8 +188,8 @@ def run(rank: int, port: int, arguments: argparse.Namespace, processes: int) -> 
         with ReceivedBytes() as counter:
             way(setting)
         for name, memories in target.items():
-            for box, memory in memories:
-                assert torch.equal(memory, state[name][box.within(whole(shapes[name]))]), (title, name)
+            for tensor_slice, memory in memories:
+                assert torch.equal(memory, state[name][tensor_slice.within(whole(shapes[name]))]), (title, name)
         most = torch.tensor([counter.total, setting.extra])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if rank == 0:

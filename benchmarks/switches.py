@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
-from hybridrl.engine import Engine, MicroBatching, TrainEngines
+from hybridrl.engine import Engine, MicroBatching, create_train_engine, train_engine_class
 from hybridrl.engine.forecast import Forecast, Workload, peak_of
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
@@ -131,7 +131,7 @@ def example() -> DataProto:
 
 def engine_of(folder: Path, line: Line) -> Engine:
     model = ModelConfig(path=str(folder), **{"share_prefixes": False, **line.model})
-    engine = TrainEngines.create(
+    engine = create_train_engine(
         "language_model",
         "fsdp2",
         model=model,
@@ -151,7 +151,7 @@ def forecast(folder: Path, line: Line, ranks: int) -> Forecast:
     work = Workload(PROMPT, LIMIT, PROMPTS * SAMPLES, line.micro, None)
     model = ModelConfig(path=str(folder), **{"share_prefixes": False, **line.model})
     optim = OptimConfig(lr=1e-6, **line.optim)
-    engine = TrainEngines.get("language_model", "fsdp2")
+    engine = train_engine_class("language_model", "fsdp2")
     found: Forecast = engine.forecast("language_model", model, FSDPConfig(**line.engine), optim, ranks, work)
     return found
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow.parquet
 
 from hybridrl.data.preprocess.colours import write_colours
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.models.tiny_vision import build_tiny_vision_model
 from hybridrl.models.vision import FAMILIES
 

@@ -3,7 +3,7 @@ holds.
 
     python benchmarks/weight_update.py            # 1 GB in float32
 
-Ours: a process that holds the weights sends them as a trainer does (`hybridrl.weight_sync.send`: buckets in shared
+Ours: a process that holds the weights sends them as a trainer does (`hybridrl.hybrid_engine.stream`: buckets in shared
 memory on a CPU, CUDA IPC on a GPU) to the engine's process. The other side: the same tensors are already in the
 engine's process and are loaded by the same calls of vLLM, so the difference is the transfer between the processes.
 Both have the same threads and alternate. The time of one memcpy of the same bytes is printed too. The last line is
@@ -20,9 +20,10 @@ from typing import Any
 import ray
 import torch
 
+from hybridrl.hybrid_engine.stream import stream
+from hybridrl.hybrid_engine.transports import UpdateTarget, transports_to
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.worker import WeightReceiverExtension
-from hybridrl.weight_sync.send import UpdateTarget, stream, transports_to
 
 LIMIT = 1.5
 

@@ -20,7 +20,7 @@ from typing import Any
 from hybridrl.config import load_config
 from hybridrl.errors import UserError
 from hybridrl.trainer.ppo.run_ppo import started_trainer
-from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.trainer.ppo.sampler import ScoredBatch
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 SETTINGS = ["algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token"]
@@ -37,7 +37,7 @@ def fit(trainer: RayPPOTrainer, staleness: int) -> list[dict[str, Any]]:
         )
     turns = threading.Lock() if trainer.rollout.in_place else nullcontext()
 
-    def sample() -> Sampled:
+    def sample() -> ScoredBatch:
         with turns:
             return sampler.next()
 

@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
-from hybridrl.reward.manager import response_lengths
+from hybridrl.reward.positions import response_lengths
 
 MARK = "####"
 

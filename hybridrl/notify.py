@@ -38,7 +38,7 @@ def redirect_lost_output() -> bool:
     for number in (1, 2):
         waiting = select.poll()
         waiting.register(number, select.POLLOUT)
-        if any(found & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, found in waiting.poll(0)):
+        if any(events & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, events in waiting.poll(0)):
             file = os.open(_fallback, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             if file != number:  # it is, if the descriptor was closed
                 os.dup2(file, number)

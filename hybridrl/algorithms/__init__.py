@@ -9,8 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.algorithms.advantages import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.advantages import __all__ as _advantages
-from hybridrl.algorithms.advantages.outcome import outcome_estimator
+from hybridrl.algorithms.advantages.outcome_rewards import outcome_estimator
 from hybridrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, global_counts
+from hybridrl.algorithms.algorithm_registry import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+    call_policy_loss,
+    check_adv_inputs,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    get_policy_loss_prepare_fn,
+    named_inputs,
+    register_adv_est,
+    register_policy_loss,
+    required_inputs,
+)
 from hybridrl.algorithms.config_access import with_global_batch_info
 from hybridrl.algorithms.diagnostics import explained_variance, group_health, length_reward_correlation
 from hybridrl.algorithms.functional import (
@@ -39,24 +54,9 @@ from hybridrl.algorithms.pf_ppo import PF_PPO_METHODS, compute_pf_ppo_reweight_d
 from hybridrl.algorithms.policy_losses import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.policy_losses import __all__ as _policy_losses
 from hybridrl.algorithms.policy_losses.tokens import Tokens, policy_loss
-from hybridrl.algorithms.registry import (
-    ADV_ESTIMATOR_REGISTRY,
-    POLICY_LOSS_REGISTRY,
-    AdvantageEstimator,
-    call_policy_loss,
-    check_adv_inputs,
-    estimate_advantages,
-    get_adv_estimator_fn,
-    get_policy_loss_fn,
-    get_policy_loss_prepare_fn,
-    named_inputs,
-    register_adv_est,
-    register_policy_loss,
-    required_inputs,
-)
 from hybridrl.algorithms.rollout_correction import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.rollout_correction import __all__ as _rollout_correction
-from hybridrl.algorithms.value import compute_value_loss
+from hybridrl.algorithms.value_loss import compute_value_loss
 from hybridrl.errors import AlgorithmError
 
 __all__ = [

@@ -96,7 +96,7 @@ def agg_loss(
         tokens = _denominator(batch_num_tokens, loss_mask.bool().sum(), dp_size, "batch_num_tokens", loss_agg_mode)
         return keep(loss_mat, loss_mask).sum() / tokens * dp_size
     if loss_agg_mode not in LOSS_AGG_MODES:
-        raise AlgorithmError(f"loss_agg_mode is {loss_agg_mode!r}; known are {', '.join(LOSS_AGG_MODES)}.")
+        raise AlgorithmError(f"loss_agg_mode is {loss_agg_mode!r}; choose from {', '.join(LOSS_AGG_MODES)}.")
     lengths = loss_mask.bool().sum(dim=-1)
     if sequence_lengths is not None and global_batch_size is None:
         raise AlgorithmError(

@@ -166,7 +166,7 @@ def checked_counts(counts: Mapping[str, Any]) -> dict[str, Any]:
         AlgorithmError: a name is unknown.
     """
     if unknown := sorted(set(counts) - set(COUNTS)):
-        raise AlgorithmError(f"global counts have unknown entries {unknown}; known are {sorted(COUNTS)}.")
+        raise AlgorithmError(f"global counts have unknown entries {unknown}; choose from {sorted(COUNTS)}.")
     return dict(counts)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from hybridrl.algorithms.functional import log_softmax_of, rows_at_a_time, working_dtype
 from hybridrl.algorithms.kl import kl_penalty_forward
 from hybridrl.errors import AlgorithmError
-from hybridrl.registry import DISTILLATION_LOSSES, DistillationFacts
+from hybridrl.registry import DISTILLATION_LOSSES, DistillationMetadata
 
 DistillationFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,11 +45,11 @@ def register_distillation_loss(
 
     Args:
         name: value of `distillation.distillation_loss.loss_mode`.
-        reads, direct: see `hybridrl.registry.DistillationFacts`.
+        reads, direct: see `hybridrl.registry.DistillationMetadata`.
     """
 
     def decorate(fn: DistillationFn) -> DistillationFn:
-        DISTILLATION_LOSSES.add(name, fn, DistillationFacts(reads=reads, direct=direct))
+        DISTILLATION_LOSSES.add(name, fn, DistillationMetadata(reads=reads, direct=direct))
         return fn
 
     return decorate
@@ -78,7 +78,7 @@ def distillation_losses(
     Raises:
         AlgorithmError: the name is unknown, the shapes differ, or the loss returns another shape.
     """
-    fn, reads = get_distillation_loss_fn(name), DISTILLATION_LOSSES.facts(name).reads
+    fn, reads = get_distillation_loss_fn(name), DISTILLATION_LOSSES.metadata(name).reads
     if log_prob.shape != teacher_log_prob.shape:
         raise AlgorithmError(
             f"distillation loss {name}: log-probabilities of the policy have shape {tuple(log_prob.shape)} and those "

@@ -22,7 +22,7 @@ EPS = 1e-8
 # exp of it is exactly 0 in float64 too, so it can replace a log-probability of -inf in products with the probability.
 LOWEST_LOG_P = -1e4
 # Elements per float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 # Elements per block of rows in masked statistics, so that temporaries stay in a CPU's cache.
 _BLOCK_ELEMENTS = 1 << 17
 # Below this many elements the log-probabilities are kept for the backward pass instead of being computed again.
@@ -170,7 +170,7 @@ def rows_at_a_time(device_type: str, rows: int, vocabulary: int, most: int | Non
     Args:
         most: a limit of it; None for none.
     """
-    fast = rows if rows * vocabulary <= _SMALL else _CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary
+    fast = rows if rows * vocabulary <= _SMALL else CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary
     return max(1, fast if most is None else min(fast, most))
 
 

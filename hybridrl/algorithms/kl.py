@@ -56,7 +56,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
         return full_kl_from_logits(logprob, ref_logprob)
     names = ", ".join(KL_PENALTIES)
     raise AlgorithmError(
-        f"KL form is {kl_penalty!r}; known are {names}, and each with a '+' after it for the "
+        f"KL form is {kl_penalty!r}; choose from {names}, and each with a '+' after it for the "
         "straight-through gradient of k2 (algorithm.kl_penalty, actor.kl_loss_type)."
     )
 
@@ -191,4 +191,4 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
         return AdaptiveKLController(
             coef, number(kl_ctrl, "target_kl", who=who, root=root), number(kl_ctrl, "horizon", who=who, root=root)
         )
-    raise AlgorithmError(f"algorithm.kl_ctrl.type is {kind!r}; known are fixed and adaptive.")
+    raise AlgorithmError(f"algorithm.kl_ctrl.type is {kind!r}; choose from fixed and adaptive.")

@@ -21,7 +21,7 @@ from hybridrl.errors import AlgorithmError
 
 #: least logits of a chunk: enough tokens for an efficient matrix product. On a CPU in float32 they are the 32 MiB from
 #: which glibc maps memory and returns it; buffers just below that size stay in the heap, in pieces, chunk after chunk.
-_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 #: both sides of a tile are a multiple of it, unless they are smaller
 _SIDE = 128
 
@@ -331,7 +331,7 @@ def chunks(tokens: int, rows: int) -> list[slice]:
 
 def rows_at_a_time(device_type: str, vocabulary: int, most: int | None = None) -> int:
     """Number of tokens that pass through the layer at a time on this kind of device, at most `most`."""
-    fast = -(-_CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary)
+    fast = -(-CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary)
     return fast if most is None else min(fast, most)
 
 

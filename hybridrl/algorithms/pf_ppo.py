@@ -35,7 +35,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: flo
         weights = torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
     else:
         raise AlgorithmError(
-            f"algorithm.pf_ppo.reweight_method is {reweight_method!r}; known are {', '.join(PF_PPO_METHODS)}."
+            f"algorithm.pf_ppo.reweight_method is {reweight_method!r}; choose from {', '.join(PF_PPO_METHODS)}."
         )
     return (weights + 1e-8).clamp(min=1e-8)
 

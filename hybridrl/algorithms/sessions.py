@@ -11,8 +11,8 @@ too (`sequence_lengths` of `agg_loss`), and losses with a value per sequence rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,18 @@ from hybridrl.errors import AlgorithmError
 
 SESSION_KEY = "session_id"
 ORDER_KEY = "trajectory_index"
+_T = TypeVar("_T")
+
+
+class BatchWithColumns(Protocol):
+    """A batch, such as `hybridrl.protocol.DataProto`."""
+
+    non_tensor_batch: dict[str, np.ndarray]
+
+    def __len__(self) -> int: ...
+
+    def cached(self, name: str, columns: Sequence[str], make: Callable[[], _T]) -> _T:
+        """Return the value of `make`, which the batch keeps as long as it has the columns."""
 
 
 class Sessions:
@@ -85,3 +97,9 @@ def split_sessions(non_tensors: Mapping[str, Any], rows: int) -> Sessions | None
         return None
     sessions = Sessions(non_tensors, rows)
     return sessions if sessions.longest > 1 else None
+
+
+def sessions_of(batch: BatchWithColumns) -> Sessions | None:
+    """Return the sessions of a batch, which keeps them; None if each row is a session of its own."""
+    columns = batch.non_tensor_batch
+    return batch.cached("sessions", (SESSION_KEY, ORDER_KEY, "uid"), lambda: split_sessions(columns, len(batch)))

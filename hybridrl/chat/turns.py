@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hybridrl.chat.images import images_in
 from hybridrl.chat.log import without_pixels
-from hybridrl.chat.parsers.base import FunctionCall
+from hybridrl.chat.parsers.tool_parser import FunctionCall
+from hybridrl.chat.session_images import images_in
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message, encode
 from hybridrl.models.rendering import rendered

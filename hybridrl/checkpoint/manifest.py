@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.files import digest, in_threads, load_json, save_json, sha256, walk
+from hybridrl.checkpoint.checkpoint_files import digest, in_threads, load_json, save_json, sha256, walk
 from hybridrl.errors import CheckpointError
 from hybridrl.utils.files import sync_file, sync_folder
 from hybridrl.version import __version__

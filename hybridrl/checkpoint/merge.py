@@ -28,11 +28,12 @@ from hybridrl.config.roles import POLICY, ROLES, RoleSpec
 from hybridrl.engine import saved_parts
 from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
-from hybridrl.engine.saved_boxes import SavedBoxes, ScatteredBoxes
+from hybridrl.engine.saved_slices import SavedSlices, ScatteredSlices
 from hybridrl.errors import CheckpointError, ModelError, UserError
-from hybridrl.hybrid_engine.shards import whole
+from hybridrl.layouts.slices import whole
 from hybridrl.models import four_bit, loading, lora, value
 from hybridrl.models.kinds import KINDS
+from hybridrl.models.model_config import load_model_config
 from hybridrl.registry import import_external_lib
 
 #: folder and settings of the model of supervised training, which has no roles
@@ -74,12 +75,12 @@ def merge(
     if any(match for pattern in loading.WEIGHT_PATTERNS for match in out.glob(pattern)):
         raise CheckpointError(f"{out} holds weights already; name another folder with --out")
     origin = _base_of(folder, model, trust_remote_code) if is_adapter else _origin(folder, model, trust_remote_code)
-    config = loading.load_model_config(
+    config = load_model_config(
         origin.hf_config_path or origin.path, origin.trust_remote_code, override=origin.override_config
     )
     target_dtype = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
     files = ModelFiles(out)
-    with VerlShards(folder) if is_verl_checkpoint(folder) else SavedBoxes(folder / "model") as saved:
+    with VerlShards(folder) if is_verl_checkpoint(folder) else SavedSlices(folder / "model") as saved:
         kind = _kind(frozenset(name.removeprefix(lora.PREFIX) for name in saved.names))
         has_head = kind != "language_model"
         if is_adapter:
@@ -186,7 +187,7 @@ def _base_of(folder: Path, model: str | None, trust_remote_code: bool) -> Origin
 
 
 def _with_adapter(
-    saved: ScatteredBoxes, part: Path, origin: Origin, config: PreTrainedConfig, kind: str, out: Path
+    saved: ScatteredSlices, part: Path, origin: Origin, config: PreTrainedConfig, kind: str, out: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Write the adapter by itself into a folder of `out`, and yield the tensors of the base with it merged."""
     own = dict(saved.whole_tensors())
@@ -217,7 +218,7 @@ def _with_adapter(
 
 
 def _checkpoint_tensors(
-    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, has_head: bool
+    saved: ScatteredSlices, config: PreTrainedConfig, trust_remote_code: bool, has_head: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole tensors under the names of Hugging Face checkpoints.
 

@@ -18,7 +18,7 @@ from typing import Any
 from hybridrl.checkpoint import lock
 from hybridrl.checkpoint.disk_failure import disk_failure
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
-from hybridrl.config.schema.names import RESUME_MODES
+from hybridrl.config.schema.choices import RESUME_MODES
 from hybridrl.errors import CheckpointError
 from hybridrl.notify import notify
 from hybridrl.utils.files import check_writable, remedy_for_full_disk, sync_folder, write_text

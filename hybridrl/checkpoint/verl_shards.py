@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hybridrl.engine.saved_boxes import ScatteredBoxes
+from hybridrl.engine.saved_slices import ScatteredSlices
 from hybridrl.errors import CheckpointError
-from hybridrl.hybrid_engine.shards import Box, whole
+from hybridrl.layouts.slices import TensorSlice, whole
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -25,7 +25,7 @@ def is_verl_checkpoint(folder: Path) -> bool:
     return folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir())
 
 
-class VerlShards(ScatteredBoxes):
+class VerlShards(ScatteredSlices):
     """The weights of a model in a folder such as `global_step_10/actor`.
 
     Raises:
@@ -47,9 +47,9 @@ class VerlShards(ScatteredBoxes):
                 if not isinstance(tensor, DTensor):
                     self._add(name, tuple(tensor.shape), whole(tuple(tensor.shape)), _Tensors(state), name)
                     continue
-                box, shape = _checked_box(tensor, rank, f"{name} in {path}"), tuple(tensor.shape)
-                if box.elements or not shape:
-                    self._add(name, shape, box, _Tensors(state), name)
+                tensor_slice, shape = _checked_slice(tensor, rank, f"{name} in {path}"), tuple(tensor.shape)
+                if tensor_slice.elements or not shape:
+                    self._add(name, shape, tensor_slice, _Tensors(state), name)
 
 
 class _Tensors:
@@ -78,10 +78,10 @@ def _files(folder: Path) -> list[Path]:
     return [path for _, (_, path) in sorted(by_rank.items())]
 
 
-def _checked_box(tensor: DTensor, rank: int, where: str) -> Box:
-    """`_box`, or a `CheckpointError` for a tensor that this version of torch reads but does not understand."""
+def _checked_slice(tensor: DTensor, rank: int, where: str) -> TensorSlice:
+    """`_slice`, or a `CheckpointError` for a tensor that this version of torch reads but does not understand."""
     try:
-        return _box(tensor, rank, where)
+        return _slice(tensor, rank, where)
     except CheckpointError:
         raise
     except Exception as error:  # attributes of torch's classes differ between its versions
@@ -97,7 +97,7 @@ def _mesh(tensor: DTensor) -> torch.Tensor:
     return tensor.device_mesh.mesh if stored is None else stored
 
 
-def _box(tensor: DTensor, rank: int, where: str) -> Box:
+def _slice(tensor: DTensor, rank: int, where: str) -> TensorSlice:
     """The elements of a tensor that a rank holds, each dimension cut as `torch.chunk` does."""
     mesh = _mesh(tensor)
     at = (mesh == rank).nonzero().tolist()
@@ -113,9 +113,9 @@ def _box(tensor: DTensor, rank: int, where: str) -> Box:
         size = -(-(stop[dim] - start[dim]) // parts)
         begin = start[dim]
         start[dim], stop[dim] = (min(begin + n * size, stop[dim]) for n in (index, index + 1))
-    box = Box(tuple(start), tuple(stop))
-    if tuple(tensor._local_tensor.shape) != box.extents:
+    tensor_slice = TensorSlice(tuple(start), tuple(stop))
+    if tuple(tensor._local_tensor.shape) != tensor_slice.extents:
         raise CheckpointError(
-            f"{where}: a shard of shape {list(tensor._local_tensor.shape)} should have {list(box.extents)}"
+            f"{where}: a shard of shape {list(tensor._local_tensor.shape)} should have {list(tensor_slice.extents)}"
         )
-    return box
+    return tensor_slice

@@ -70,7 +70,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.settings import key
 
 if TYPE_CHECKING:
-    from hybridrl.config.checks.run import validate
+    from hybridrl.config.checks.check_run import validate
     from hybridrl.config.command import cli
     from hybridrl.config.compose import load_config
     from hybridrl.config.output import as_dict, to_yaml
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 _LATER = {
     "cli": "command",
     "load_config": "compose",
-    "validate": "checks.run",
+    "validate": "checks.check_run",
     "as_dict": "output",
     "to_yaml": "output",
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybridrl.config.checks.run import validate
+from hybridrl.config.checks.check_run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
@@ -77,7 +77,7 @@ def cli(
     """
     launch = leave_torchrun(os.environ)
     if launch is not None and launch.rank > 0:
-        print_notices([said] if (said := launch.farewell()) else [])
+        print_notices([farewell] if (farewell := launch.farewell()) else [])
         return
     words = read_words(name, sys.argv[1:] if argv is None else argv, command)
     try:
@@ -196,21 +196,21 @@ def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
 
 
 def _shown(composed: Composed, package: str | None, resolve: bool) -> str:
-    """What `--cfg job` prints: the tree with interpolations, or resolved."""
+    """Return the text that `--cfg job` prints: the tree with interpolations, or resolved."""
     tree = OmegaConf.create(to_yaml(composed.config) if resolve else composed.tree)
     if package is None:
         return OmegaConf.to_yaml(tree)
     part: Any = OmegaConf.to_container(tree, resolve=False)
     for name in package.split("."):
         if not isinstance(part, dict) or name not in part:
-            known = list(part) if isinstance(part, dict) else []
-            raise ConfigError(f"--package {package}: there is no {name}{nearest(name, known)}")
+            names = list(part) if isinstance(part, dict) else []
+            raise ConfigError(f"--package {package}: unknown group {name}{nearest(name, names)}")
         part = part[name]
     return OmegaConf.to_yaml(OmegaConf.create(part)) if isinstance(part, dict | list) else f"{part}\n"
 
 
 def _info(name: str, folder: str | None, file: str | None) -> str:
-    """What `--info` prints."""
+    """Return the text that `--info` prints."""
     shipped = configs_folder()
     groups = sorted({path.parent.relative_to(shipped).as_posix() for path in shipped.glob("*/**/*.yaml")})
     lines = [f"base: {shipped / name}.yaml"]

@@ -104,7 +104,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    parser, groups, found = OverridesParser.create(), _groups(folders), Overrides()
+    parser, groups, overrides = OverridesParser.create(), _groups(folders), Overrides()
     for word in words:
         try:
             override = parser.parse_override(_quoted(word))
@@ -117,9 +117,11 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             continue
         if name.split(".")[0].split("/")[0] == "hydra":
             if name == "hydra.searchpath":
-                found.choices.append(word)
+                overrides.choices.append(word)
             else:
-                found.notices.append(f"{word} has no effect: no hydra folder is written; see trainer.default_local_dir")
+                overrides.notices.append(
+                    f"{word} has no effect: no hydra folder is written; see trainer.default_local_dir"
+                )
             continue
         if override.is_sweep_override():
             faults.append(f"{word}: several values are a sweep, which is not supported; a list is written {name}=[a,b]")
@@ -131,7 +133,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
                 continue
             if value in choice.means:
                 settings = choice.means[value].items()
-                found.assignments.extend(Assignment(key, setting, COMMAND_LINE) for key, setting in settings)
+                overrides.assignments.extend(Assignment(key, setting, COMMAND_LINE) for key, setting in settings)
                 continue
             if value in choice.why:
                 faults.append(f"{word}: not supported yet: {choice.why[value]}. {choice.instead}")
@@ -142,16 +144,16 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
         if name in groups and (delete or value is None or isinstance(value, str)):
             fault = _check_choice(word, name, value, folders)
             faults.extend(fault)
-            found.choices.extend([] if fault else [word])
+            overrides.choices.extend([] if fault else [word])
             continue
         origin = COMMAND_LINE
         if isinstance(value, Mapping) and not delete:
             nested: dict[str, Any] = {}
             put(nested, name, dict(value))
-            found.assignments.extend(Assignment(item.key, item.value, origin) for item in book.flatten(nested, {}))
+            overrides.assignments.extend(Assignment(item.key, item.value, origin) for item in book.flatten(nested, {}))
         else:
-            found.assignments.append(Assignment(name, value, origin, delete))
-    return found
+            overrides.assignments.append(Assignment(name, value, origin, delete))
+    return overrides
 
 
 def _choice(root: str, group: str) -> Choice | None:
@@ -174,7 +176,7 @@ def _unreadable(word: str, reason: str) -> str:
         return f"{word!r}: not an override; write key=value, e.g. trainer.total_epochs=3"
     name, _, value = word.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[\w@/-]+(\.[\w@/-]+)*", name):
-        return f"{word!r}: {name!r} is no key; write group.key=value, e.g. trainer.total_epochs=3"
+        return f"{word!r}: {name!r} is not a key; write group.key=value, e.g. trainer.total_epochs=3"
     return f"{word!r}: cannot be read ({reason}); quote the value for Hydra: \"{name}='{value}'\""
 
 
@@ -205,16 +207,16 @@ def _reset(tree: dict[str, Any], defaults: dict[str, Any], name: str) -> None:
         tree.pop(last, None)
 
 
-def _hydra_compose(root: str, given: Overrides, folders: Sequence[Path], user: UserFile | None) -> dict[str, Any]:
+def _hydra_compose(root: str, overrides: Overrides, folders: Sequence[Path], user: UserFile | None) -> dict[str, Any]:
     """Let Hydra compose the groups, with the user's file over them; interpolations stay unresolved."""
     if user is None:
-        return copy.deepcopy(_compose_base(root, tuple(given.choices), folders[0]))
+        return copy.deepcopy(_compose_base(root, tuple(overrides.choices), folders[0]))
     from hydra.core.config_store import ConfigStore
 
     _store_schemas(root)
     ConfigStore.instance().store(name=_USER_CONFIG, node={"defaults": user.defaults, **user.tree})
     searched = [f"file://{folder}" for folder in folders[1:]] + user.searchpath
-    words = list(given.choices)
+    words = list(overrides.choices)
     if not any(word.lstrip("+").startswith("hydra.searchpath") for word in words):
         words.append("hydra.searchpath=[" + ",".join(f"'{path}'" for path in searched) + "]")
     try:
@@ -311,11 +313,11 @@ def compose_config(
             faults.extend(error.faults)  # the words are checked all the same, against the shipped base
     if user is not None:
         folders.append(user.path.parent)
-    given = parse_overrides([*base_choices(root, config_dir, config_name), *overrides], book, folders, faults)
-    set_by_words = book.rewrite([*given.assignments, *book.flatten(settings or {}, {})])
+    parsed = parse_overrides([*base_choices(root, config_dir, config_name), *overrides], book, folders, faults)
+    set_by_words = book.rewrite([*parsed.assignments, *book.flatten(settings or {}, {})])
 
     try:
-        composed_tree = _hydra_compose(root, given, folders, user)
+        composed_tree = _hydra_compose(root, parsed, folders, user)
     except ConfigError as error:
         earlier = [*faults, *(user.outcome.faults if user else []), *set_by_words.faults]
         raise ConfigError([*earlier, *error.faults]) from error.__cause__
@@ -328,14 +330,14 @@ def compose_config(
             _reset(tree, shipped, item.key)
         else:
             put(tree, item.key, item.value)
-    _set_twins(book, tree, origins, given.notices)
-    asked = {key: value for key, value in (launched or {}).items() if key in book.fields}
+    _set_twins(book, tree, origins, parsed.notices)
+    from_torchrun = {key: value for key, value in (launched or {}).items() if key in book.fields}
     taken_back = {item.key for item in set_by_words.assignments if item.delete}
-    for key, value in {**(defaults or {}), **asked}.items():
+    for key, value in {**(defaults or {}), **from_torchrun}.items():
         if (key not in origins or key in taken_back) and _found(tree, key) == _found(shipped, key):
             put(tree, key, value)
 
-    everything = RewriteResult(renamed=given.notices, wrong=faults)
+    everything = RewriteResult(renamed=parsed.notices, wrong=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
     config = _typed(root, tree, everything, origins, book.suggest)
@@ -344,11 +346,11 @@ def compose_config(
         choice = unread_by(config, key) if key in book.fields or book.free_parent(key) else None
         if choice is not None and (key not in book.fields or value_at(config, key) != default_at(config, key)):
             everything.unread.setdefault(choice, []).append(f"{key}{origins[key]}")
-    for key, value in asked.items():
-        if (found := functools.reduce(getattr, key.split("."), config)) != value:
+    for key, value in from_torchrun.items():
+        if (configured := functools.reduce(getattr, key.split("."), config)) != value:
             everything.wrong.append(
-                f"{key}={found}{origins.get(key, '')}: torchrun was asked for {value}; give both the same number, or "
-                f"leave out {key}"
+                f"{key}={configured}{origins.get(key, '')}: torchrun was asked for {value}; give both the same number, "
+                f"or leave out {key}"
             )
     if faults := everything.faults:
         raise ConfigError(list(dict.fromkeys(faults)))
@@ -381,7 +383,7 @@ def _typed(
     """
     register_resolvers()
     try:
-        plain = OmegaConf.to_container(_nodes_of(root, tree), resolve=True)
+        plain = OmegaConf.to_container(nodes_of(root, tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         wrong = _wrong_types(root, tree, origins) or [" ".join(str(error).split())]
         raise ConfigError([*so_far.faults, *wrong]) from error
@@ -396,12 +398,12 @@ def _typed(
     return config
 
 
-def _nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
+def nodes_of(root: str, tree: Mapping[str, Any]) -> DictConfig:
     """`OmegaConf.create(tree)`, out of the defaults' nodes: to make all of them takes most of a composition's time."""
     pickled, defaults = _default_nodes(root)
-    found: DictConfig = pickle.loads(pickled)
-    _set_where_different(found, tree, defaults)
-    return found
+    nodes: DictConfig = pickle.loads(pickled)
+    _set_where_different(nodes, tree, defaults)
+    return nodes
 
 
 @functools.cache

@@ -29,9 +29,9 @@ def show(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-def nearest(name: str, known: Sequence[str], count: int = 3) -> str:
+def nearest(name: str, candidates: Sequence[str], count: int = 3) -> str:
     """Return `; nearest: a, b` with the known names most similar to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(name, candidates, n=count, cutoff=0.5)
     return f"; nearest: {', '.join(close)}" if close else ""
 
 
@@ -80,8 +80,8 @@ def build(
             continue
         try:
             limits = field.metadata.get("limits", ValueLimits())
-            value = next((meant for given, meant in limits.means if value is given), value)
-            values[field.name] = _checked(_fit(value, types_of[field.name]), limits)
+            value = next((meaning for spelling, meaning in limits.means if value is spelling), value)
+            values[field.name] = within_limits(fit_type(value, types_of[field.name]), limits)
         except _Fault as fault:
             empty = "no value; it " if value == "" else ""
             faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {empty}{fault}"
@@ -90,12 +90,12 @@ def build(
     return cls(**values)
 
 
-def _checked(value: Any, limits: ValueLimits) -> Any:
+def within_limits(value: Any, limits: ValueLimits) -> Any:
     """Return the value in its canonical spelling, or raise a fault if it is outside the limits."""
     if isinstance(value, list):
-        return [_checked(element, limits) for element in value]
+        return [within_limits(element, limits) for element in value]
     if isinstance(value, dict):
-        return {name: _checked(element, limits) for name, element in value.items()}
+        return {name: within_limits(element, limits) for name, element in value.items()}
     if isinstance(value, str):
         value = limits.synonyms.get(value, value)
     if (limits.choices or limits.registry) and isinstance(value, str):
@@ -122,32 +122,32 @@ def _one_of(choices: Sequence[Any]) -> str:
     return str(choices[0]) if len(choices) == 1 else "one of " + ", ".join(map(str, choices))
 
 
-def _fit(value: Any, wanted: Any) -> Any:
+def fit_type(value: Any, expected: Any) -> Any:
     """Convert a value to a type if the conversion is lossless, else raise `_Fault`."""
-    origin = typing.get_origin(wanted)
-    if wanted is Any:
+    origin = typing.get_origin(expected)
+    if expected is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _fit_union(value, typing.get_args(wanted))
+        return _fit_union(value, typing.get_args(expected))
     if value is None and origin in (list, dict):  # none of them
         value = origin()
     if origin is list:
-        (element,) = typing.get_args(wanted)
+        (element,) = typing.get_args(expected)
         if isinstance(value, str):
             value = _listed(value) if value else []
         if not isinstance(value, list | tuple):
             raise _Fault(f"must be a list of {_words(element)}")
-        return [_fit(item, element) for item in value]
+        return [fit_type(item, element) for item in value]
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _Fault("must be a mapping, {name: value, ...}")
-        return {str(name): _fit(item, typing.get_args(wanted)[1]) for name, item in value.items()}
+        return {str(name): fit_type(item, typing.get_args(expected)[1]) for name, item in value.items()}
     scalars = {bool: _fit_bool, int: _fit_int, float: _fit_float, str: _fit_str}
-    if wanted not in scalars:  # from a user's dataclass; the schema has no other types
-        raise _Fault(f"is declared as {wanted}; a setting is a bool, int, float, str, or a list or dict of these")
-    fitted = scalars[wanted](value)
+    if expected not in scalars:  # from a user's dataclass; the schema has no other types
+        raise _Fault(f"is declared as {expected}; a setting is a bool, int, float, str, or a list or dict of these")
+    fitted = scalars[expected](value)
     if fitted is None:
-        raise _Fault(f"must be {_words(wanted)}")
+        raise _Fault(f"must be {_words(expected)}")
     return fitted
 
 
@@ -167,7 +167,7 @@ def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
         raise _Fault(f"must be {' or '.join(_words(member) for member in plain)}, not null")
     for member in plain:
         try:
-            return _fit(value, member)
+            return fit_type(value, member)
         except _Fault as fault:
             if len(plain) == 1:
                 raise _Fault(f"{fault}, or null") from None
@@ -207,8 +207,8 @@ def _fit_str(value: Any) -> str | None:
     return None
 
 
-def _words(wanted: Any) -> str:
+def _words(expected: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    if typing.get_origin(wanted) is list:
-        return f"a list of {_words(typing.get_args(wanted)[0])}"
-    return names.get(wanted, str(wanted))
+    if typing.get_origin(expected) is list:
+        return f"a list of {_words(typing.get_args(expected)[0])}"
+    return names.get(expected, str(expected))

@@ -1,4 +1,4 @@
-"""What an entry of `data.train_files`, `data.val_files` or `data.path` names: a file, a glob, or a data set of the hub.
+"""The entries of `data.train_files`, `data.val_files` and `data.path`: a file, a glob, or a data set of the hub.
 
 Imported by the configuration's checks, so it reads nothing but folder listings.
 """
@@ -63,12 +63,12 @@ def dataset_name(entry: str) -> DatasetName | None:
         return DatasetName(str(path), None, None)
     if path.exists() or "://" in entry:
         return None
-    found = _DATASET.fullmatch(entry)
-    if found is None:
+    match = _DATASET.fullmatch(entry)
+    if match is None:
         return None
-    name, folder = found["name"], Path(found["name"]).expanduser()
-    is_qualified = bool(found["split"] or found["config"])
+    name, folder = match["name"], Path(match["name"]).expanduser()
+    is_qualified = bool(match["split"] or match["config"])
     is_hub_id = _HUB_ID.fullmatch(name) is not None and format_of(folder) not in FORMATS
     if not (is_hub_id and (is_qualified or not folder.parent.is_dir())) and not (is_qualified and folder.is_dir()):
         return None
-    return DatasetName(str(folder) if folder.is_dir() else name, found["config"], found["split"])
+    return DatasetName(str(folder) if folder.is_dir() else name, match["config"], match["split"])

@@ -39,10 +39,10 @@ def differences(config: Mapping[str, Any]) -> list[Difference]:
     settings = set(fields)
     defaults = dict(leaves(default_tree(root), settings))
     values = OmegaConf.create(dict(config))
-    found = []
+    changed = []
     for key, value in leaves(config, settings):
         if key not in defaults:
-            found.append(Difference(key, value, None, is_own=True))
+            changed.append(Difference(key, value, None, is_own=True))
             continue
         default = defaults[key]
         if "${" in str(default):
@@ -50,8 +50,8 @@ def differences(config: Mapping[str, Any]) -> list[Difference]:
             if isinstance(default, str):  # what it follows may be a synonym; the value is in canonical spelling
                 default = fields[key].metadata["limits"].synonyms.get(default, default)
         if not same_place(default, value):
-            found.append(Difference(key, value, default))
-    return found
+            changed.append(Difference(key, value, default))
+    return changed
 
 
 def leaves(tree: Mapping[str, Any], settings: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -68,8 +68,8 @@ def _resolved(values: Any, key: str, default: Any, value: Any) -> Any:
     """Return the value that an interpolation at `key` has among the other values."""
     OmegaConf.update(values, key, default, merge=False)
     try:
-        found = OmegaConf.select(values, key)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        selected = OmegaConf.select(values, key)
+        return OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
     except OmegaConfBaseException:
         return default
     finally:

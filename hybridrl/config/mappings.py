@@ -1,4 +1,4 @@
-"""What readers of mappings get, and how they are registered; see `hybridrl.config.schema.mappings`.
+"""The context that readers of mappings get, and their registration; see `hybridrl.config.schema.mappings`.
 
 A reader lives next to the code that takes the entries, in a module `mappings` of its package, and imports it only when
 there are entries to check.
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hybridrl.config.convert import nearest
-from hybridrl.config.schema.needs import Lookup, read
-from hybridrl.registry import MAPPING_READERS, Facts
+from hybridrl.config.schema.conditions import Lookup, read
+from hybridrl.registry import MAPPING_READERS, EntryMetadata
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Entries:
 
     def unknown(self, names: Iterable[str], taker: str) -> list[str]:
         """A sentence for each entry whose name is not among `names`, those that `taker` takes."""
-        known = sorted(names)
+        valid = sorted(names)
         return [
-            f"{self.key}.{name}={value}: {taker} has no such entry{nearest(name, known) or _listed(known)}; remove it, "
+            f"{self.key}.{name}={value}: {taker} has no such entry{nearest(name, valid) or _listed(valid)}; remove it, "
             "or correct its name"
             for name, value in self.values.items()
-            if name not in known
+            if name not in valid
         ]
 
 
@@ -56,7 +56,7 @@ def reads_mapping(name: str) -> Callable[[R], R]:
     """Function decorator: `key(..., read_by=NAME)` is checked by this function, which yields a sentence per fault."""
 
     def add(reader: R) -> R:
-        MAPPING_READERS.add(name, reader, Facts())
+        MAPPING_READERS.add(name, reader, EntryMetadata())
         return reader
 
     return add

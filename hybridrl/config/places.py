@@ -1,4 +1,4 @@
-"""What settings name outside the configuration: models, data, code, other files, and folders that are written.
+"""Places that settings name outside the configuration: models, data, code, other files, and output folders.
 
 A setting says so itself (`key(..., place=...)`). `config.yaml` in a run's folder has absolute places, so that it means
 the same from another folder.

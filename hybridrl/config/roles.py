@@ -93,7 +93,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a role scores finished responses before groups are chosen: a call of the worker group for each batch.
+    """A role's scoring of finished responses before groups are chosen: a call of the worker group for each batch.
 
     With a weight w, w times the score is added to the reward at the last generated token of each response.
 
@@ -121,7 +121,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Update:
-    """How a role learns from a batch. Its settings have `ppo_epochs`, `ppo_mini_batch_size`, `shuffle` and
+    """A role's update from a batch. Its settings have `ppo_epochs`, `ppo_mini_batch_size`, `shuffle` and
     `data_loader_seed`.
 
     Attributes:
@@ -299,11 +299,11 @@ def register_role(spec: RoleSpec) -> RoleSpec:
     return spec
 
 
-def _same_lines(one: Any, other: Any) -> bool:
+def _same_lines(first: Any, second: Any) -> bool:
     """Whether two functions come from the same lines of a file that was loaded twice."""
-    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    codes = [getattr(function, "__code__", None) for function in (first, second)]
     places = [None if code is None else (os.path.realpath(code.co_filename), code.co_firstlineno) for code in codes]
-    return one is not other and places[0] is not None and places[0] == places[1]
+    return first is not second and places[0] is not None and places[0] == places[1]
 
 
 register_role(
@@ -465,7 +465,7 @@ register_role(
         name="prime",
         worker=_imported("hybridrl.workers.prime", "PrimeWorker"),
         settings=PrimeConfig,
-        needed=lambda config: "process_rewards" in ADV_ESTIMATORS.facts(config.algorithm.adv_estimator).needs,
+        needed=lambda config: "process_rewards" in ADV_ESTIMATORS.metadata(config.algorithm.adv_estimator).needs,
         placement=("prime", "actor_rollout_ref"),
         mesh="prime",
         copy=lambda settings: ("ref_path", settings.frozen),
@@ -495,7 +495,9 @@ register_role(
 
 def phases_per_token() -> tuple[str, ...]:
     """Return the phases that process every token of prompts and responses. Their time per token is reported."""
-    passes = dict.fromkeys(one.phase for spec in ROLES.values() for one in spec.passes if one.per_token)
+    passes = dict.fromkeys(
+        forward_pass.phase for spec in ROLES.values() for forward_pass in spec.passes if forward_pass.per_token
+    )
     return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 

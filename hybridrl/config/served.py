@@ -16,7 +16,7 @@ _SHARED = ("start_timeout_s", "stuck_timeout_s", "max_restarts", "seed")
 #: tokens that another tokenizer or chat template may need more than the policy's, for a reward model
 _LONGER, _MORE_TOKENS = 2, 256
 #: characters of the question that a judge is asked without a template of the user's
-_QUESTION = 400
+QUESTION_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def served_judge(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
 def _text_of(template: str | None) -> str:
     """The text of a template, as far as it can be read: what cannot be is refused elsewhere."""
     try:
-        return _QUESTION * " " if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+        return (
+            QUESTION_CHARACTERS * " " if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return ""
 
@@ -96,13 +98,13 @@ def served_teachers(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
     Raises:
         ConfigError: a setting of a teacher is unknown or does not fit.
     """
-    distillation, found = config.distillation, []
+    distillation, models = config.distillation, []
     for teacher in teachers_of(config).teachers:
         inference = teacher.settings.inference
         if inference.name is None:
             return ()  # checked: all of them or none
         needs = max(inference.max_model_len or 0, _tokens(config) + 1)  # an engine generates a token more
-        found.append(
+        models.append(
             ServedModel(
                 where=f"{teacher.where}.inference",
                 engine=inference.name,
@@ -116,7 +118,7 @@ def served_teachers(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
                 arguments=inference.engine_kwargs,
             )
         )
-    return tuple(found)
+    return tuple(models)
 
 
 def divide(
@@ -131,7 +133,7 @@ def divide(
         nodes: devices of the pool on each node.
         shared: whether another role has them too.
     """
-    found: list[tuple[int, int]] = []
+    shares: list[tuple[int, int]] = []
     faults: list[str] = []
     total, first = sum(nodes), 0
     share = total if shared else total // max(len(models), 1)
@@ -150,14 +152,14 @@ def divide(
                 f"{model.where}: its replicas of {size} devices would begin at device {begin} of the pool; name models "
                 "with larger replicas first"
             )
-        found.append((begin, count))
+        shares.append((begin, count))
         first += count * size
     if not shared and first < total and not faults:
         faults.append(
             f"{', '.join(model.where for model in models)}: {total - first} of the pool's {total} devices would be "
             "idle; change the number of replicas (num_replicas), or the pool"
         )
-    return found, faults
+    return shares, faults
 
 
 def _tokens(config: PPOTrainerConfig) -> int:
@@ -168,7 +170,7 @@ def _tokens(config: PPOTrainerConfig) -> int:
 def _rollout(serving: ServingConfig, config: PPOTrainerConfig, longest: int | None) -> RolloutConfig:
     values = {name: getattr(config.actor_rollout_ref.rollout, name) for name in _SHARED}
     values |= {name: getattr(serving, name) for name in ServingConfig().keys()}
-    given = {name: dict(serving.engine_kwargs.get(name) or {}) for name in EngineKwargsConfig().keys()}
-    values |= {"engine_kwargs": EngineKwargsConfig(**given), "load_format": "auto"}
+    engine_arguments = {name: dict(serving.engine_kwargs.get(name) or {}) for name in EngineKwargsConfig().keys()}
+    values |= {"engine_kwargs": EngineKwargsConfig(**engine_arguments), "load_format": "auto"}
     values |= {"dtype": serving.dtype or "auto", "max_model_len": longest}
     return RolloutConfig(**values)

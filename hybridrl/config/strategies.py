@@ -21,7 +21,7 @@ _PLACES = (
 
 
 def group_type(settings: type | None) -> type[EngineConfig]:
-    """The group that holds settings of this class (`settings` of `TrainEngines.register`)."""
+    """The group that holds settings of this class (`settings` of `register_train_engine`)."""
     bases = () if settings is None else settings.__mro__
     return next((base for base in bases if base in ENGINE_GROUPS), ENGINE_GROUPS[0])
 

@@ -45,7 +45,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Teachers:
-    """What the worker of the teachers is made of.
+    """The teachers of a run, of which their worker is made.
 
     Attributes:
         distillation: the settings that the teachers share.
@@ -70,22 +70,22 @@ def teachers_of(config: PPOTrainerConfig) -> Teachers:
     Raises:
         ConfigError: a setting of a teacher is unknown or does not fit.
     """
-    found, faults = [], []
-    for name, given in config.distillation.teacher_models.items():
-        settings, own = _settings_of(name, given, config)
+    teachers, faults = [], []
+    for name, raw in config.distillation.teacher_models.items():
+        settings, own = _settings_of(name, raw, config)
         faults += own
         if settings is not None:
-            found.append(Teacher(name, _model_of(settings, config), settings))
+            teachers.append(Teacher(name, _model_of(settings, config), settings))
     if faults:
         raise ConfigError(faults)
-    return Teachers(config.distillation, tuple(found), config.actor_rollout_ref.model.external_lib)
+    return Teachers(config.distillation, tuple(teachers), config.actor_rollout_ref.model.external_lib)
 
 
-def _settings_of(name: str, given: Any, config: PPOTrainerConfig) -> tuple[TeacherModelConfig | None, list[str]]:
+def _settings_of(name: str, raw: Any, config: PPOTrainerConfig) -> tuple[TeacherModelConfig | None, list[str]]:
     where = f"{_WHERE}.{name}"
-    if not isinstance(given, Mapping):
-        return None, [f"{where}={given!r}: must be settings of a teacher, such as {where}.model_path=..."]
-    values = dict(given)
+    if not isinstance(raw, Mapping):
+        return None, [f"{where}={raw!r}: must be settings of a teacher, such as {where}.model_path=..."]
+    values = dict(raw)
     inference = values.get("inference")
     if isinstance(inference, Mapping):
         values["inference"] = {key: value for key, value in inference.items() if key not in INFERENCE_ENGINE_KEYS}
@@ -110,9 +110,9 @@ def _model_of(settings: TeacherModelConfig, config: PPOTrainerConfig) -> ModelCo
 
 def unread_keys(config: PPOTrainerConfig) -> Iterator[str]:
     """Yield the keys of verl's teachers that are set and have no effect in any run."""
-    for name, given in config.distillation.teacher_models.items():
-        if not isinstance(given, Mapping):
+    for name, raw in config.distillation.teacher_models.items():
+        if not isinstance(raw, Mapping):
             continue
-        inference = given.get("inference") or {}
+        inference = raw.get("inference") or {}
         if isinstance(inference, Mapping):
             yield from (f"{_WHERE}.{name}.inference.{key}" for key in inference if key in INFERENCE_ENGINE_KEYS)

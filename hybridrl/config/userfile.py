@@ -73,25 +73,25 @@ def read_user_file(
     outcome = book.rewrite(book.flatten(plain, origins))
     for item in outcome.assignments:
         origins[item.key] = item.origin
-    kept: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for item in outcome.assignments:
-        put(kept, item.key, item.value)
+        put(settings, item.key, item.value)
     entries = _with_base(root, defaults, path, shipped)
-    return UserFile(path, kept, entries, searchpath, origins, outcome)
+    return UserFile(path, settings, entries, searchpath, origins, outcome)
 
 
 def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, shipped: Path) -> Path | None:
-    given = os.fspath(folder) if folder is not None else None
-    if given is not None and given.startswith("pkg://"):
-        raise ConfigError(f"--config-path {given}: packages are not searched; give a folder")
-    place = shipped if given is None else Path(given.removeprefix("file://")).expanduser().absolute()
+    location = os.fspath(folder) if folder is not None else None
+    if location is not None and location.startswith("pkg://"):
+        raise ConfigError(f"--config-path {location}: packages are not searched; give a folder")
+    place = shipped if location is None else Path(location.removeprefix("file://")).expanduser().absolute()
     stem = (name or root).removesuffix(".yaml")
     if place == shipped and stem == root:
         return None
     if _is_base_of_verl(root, stem, place):
         return None
     if not place.is_dir():
-        raise ConfigError(f"--config-path {given}: no such folder (looked for {place})")
+        raise ConfigError(f"--config-path {location}: no such folder (looked for {place})")
     path = place / f"{stem}.yaml"
     if not path.is_file():
         there = sorted(file.stem for file in place.glob("*.yaml"))
@@ -132,15 +132,15 @@ def _with_base(root: str, defaults: Any, path: Path, shipped: Path) -> list[Any]
     others = [entry for entry in defaults if isinstance(entry, str) and _is_other_base(root, entry, path)]
     entries = [entry for entry in defaults if entry not in others]
     entries += [] if "_self_" in entries else ["_self_"]
-    made = [
+    overrides = [
         {f"override {group}": option} for entry in others for group, option in bases()[_stem(entry)].choices.items()
     ]
     if _reaches(root, entries, path.parent, {path}):
-        return [*entries, *made]
+        return [*entries, *overrides]
     # a choice of a group that the base also chooses replaces the base's; Hydra expects such entries at the end
-    chosen = [entry for entry in entries if isinstance(entry, dict) and _is_shipped_choice(entry, shipped)]
-    overridden = [{f"override {group}": option for group, option in entry.items()} for entry in chosen]
-    return [root, *(entry for entry in entries if entry not in chosen), *made, *overridden]
+    choices = [entry for entry in entries if isinstance(entry, dict) and _is_shipped_choice(entry, shipped)]
+    overridden = [{f"override {group}": option for group, option in entry.items()} for entry in choices]
+    return [root, *(entry for entry in entries if entry not in choices), *overrides, *overridden]
 
 
 def _is_other_base(root: str, entry: str, path: Path) -> bool:
@@ -166,7 +166,7 @@ def _is_shipped_choice(entry: dict[Any, Any], shipped: Path) -> bool:
     return all((shipped / str(group).split("@")[0]).is_dir() for group in entry)
 
 
-def _reaches(root: str, entries: list[Any], folder: Path, seen: set[Path]) -> bool:
+def _reaches(root: str, entries: list[Any], folder: Path, visited: set[Path]) -> bool:
     """Whether a defaults list names the base, directly or through other files of the folder."""
     for entry in entries:
         if not isinstance(entry, str) or entry == "_self_":
@@ -174,20 +174,20 @@ def _reaches(root: str, entries: list[Any], folder: Path, seen: set[Path]) -> bo
         if entry.lstrip("/") == root:
             return True
         path = folder / f"{entry.removesuffix('.yaml')}.yaml"
-        if path.is_file() and path not in seen:
+        if path.is_file() and path not in visited:
             inner = OmegaConf.to_container(OmegaConf.load(path))
             below = inner.get("defaults") if isinstance(inner, dict) else None
-            if isinstance(below, list) and _reaches(root, below, folder, seen | {path}):
+            if isinstance(below, list) and _reaches(root, below, folder, visited | {path}):
                 return True
     return False
 
 
 def _lines(node: "yaml.Node | None", prefix: str = "") -> dict[str, int]:
     """Line numbers, from 1, of every dotted key of a YAML document."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             path = f"{prefix}{name.value}"
-            found[path] = name.start_mark.line + 1
-            found.update(_lines(value, f"{path}."))
-    return found
+            lines[path] = name.start_mark.line + 1
+            lines.update(_lines(value, f"{path}."))
+    return lines

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
-    from hybridrl.data.factory import (
+    from hybridrl.data.dataset_factory import (
         create_pair_loader,
         create_preference_dataset,
         create_rl_dataset,
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
         create_val_loader,
     )
     from hybridrl.data.loader import PairLoader, PromptLoader, SFTLoader, StatefulLoader
-    from hybridrl.data.memory import save_rows
+    from hybridrl.data.memory_files import save_rows
     from hybridrl.data.preference_dataset import PreferenceDataset
     from hybridrl.data.rl_dataset import RLHFDataset
-    from hybridrl.data.sampler import EpochSampler
+    from hybridrl.data.samplers import EpochSampler
     from hybridrl.data.sft_dataset import SFTDataset
 
 _HOMES = {
-    "EpochSampler": "sampler",
+    "EpochSampler": "samplers",
     "PairLoader": "loader",
     "PreferenceDataset": "preference_dataset",
     "PromptLoader": "loader",
@@ -37,15 +37,15 @@ _HOMES = {
     "SFTDataset": "sft_dataset",
     "SFTLoader": "loader",
     "StatefulLoader": "loader",
-    "create_pair_loader": "factory",
-    "create_preference_dataset": "factory",
-    "create_rl_dataset": "factory",
-    "create_sampler": "factory",
-    "create_sft_dataset": "factory",
-    "create_sft_loader": "factory",
-    "create_train_loader": "factory",
-    "create_val_loader": "factory",
-    "save_rows": "memory",
+    "create_pair_loader": "dataset_factory",
+    "create_preference_dataset": "dataset_factory",
+    "create_rl_dataset": "dataset_factory",
+    "create_sampler": "dataset_factory",
+    "create_sft_dataset": "dataset_factory",
+    "create_sft_loader": "dataset_factory",
+    "create_train_loader": "dataset_factory",
+    "create_val_loader": "dataset_factory",
+    "save_rows": "memory_files",
 }
 
 __all__ = [

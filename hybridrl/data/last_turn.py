@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.data.table import REWARD_MODEL, Table
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, fault_in_prompt
+from hybridrl.models.chat import Message, as_messages, check_prompt
 
 if TYPE_CHECKING:
     from hybridrl.config import PromptConfig
@@ -48,7 +48,7 @@ def split_last_turn(messages: Sequence[Message], setting: str, where: str) -> tu
         )
     if all(message["role"] in ("system", "developer") for message in messages[:-1]):
         raise DataError(
-            f"{where}: data.last_assistant_turn={setting}, but there is no message of the user before the answer, "
+            f"{where}: data.last_assistant_turn={setting}, but no message of the user comes before the answer, "
             "so nothing is left of the prompt. Leave the row out."
         )
     return (list(messages), None) if setting == CONTINUE else (list(messages[:-1]), content)
@@ -71,14 +71,16 @@ def table_with_answers(table: Table, config: PromptConfig) -> Table:
     answers = []
     for index, value in enumerate(table.column(config.prompt_key)):
         where = f"{table.locate(index)}: column {config.prompt_key!r}"
-        if fault := fault_in_prompt(value, ("text", "image", "video")):
-            raise DataError(f"{where} cannot be used as a prompt: {fault}.")
+        try:
+            check_prompt(value, ("text", "image", "video"))
+        except ValueError as error:
+            raise DataError(f"{where} cannot be used as a prompt: {error}.") from None
         answers.append(split_last_turn(as_messages(value), GROUND_TRUTH, where)[1])
     return table.with_answers(answers)
 
 
 def prompt_hint(table: Table) -> str:
-    """What to do where the column of the prompt is missing; empty: nothing special."""
+    """Return the remedy for a missing prompt column; empty: nothing special."""
     if "messages" not in table.columns:
         return ""
     return (

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hybridrl.data.sampler import EpochSampler
+from hybridrl.data.samplers import EpochSampler
 from hybridrl.errors import DataError
 from hybridrl.notify import notify
 from hybridrl.protocol import object_array
@@ -269,11 +269,11 @@ class PromptLoader(StatefulLoader):
 
     def finish(self, collated: Collated, epoch: int) -> DataProto:
         tensors, objects = collated
-        seen: dict[str, int] = {}
+        repeats: dict[str, int] = {}
         uids = []
         for index in objects["index"]:
             uid = f"{epoch}-{index}"
-            again = seen[uid] = seen.get(uid, -1) + 1
+            again = repeats[uid] = repeats.get(uid, -1) + 1
             uids.append(f"{uid}-{again}" if again else uid)  # a row drawn twice is two prompts, two groups
         return super().finish((tensors, {**objects, "uid": uids}), epoch)
 
@@ -311,13 +311,13 @@ class PromptCollator:
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
         for row in rows:
             if not isinstance(row, dict) or "input_ids" not in row or "index" not in row:
-                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                contents = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise DataError(
                     "the data set class must return dicts with 'input_ids' (unpadded token ids) and 'index' (row "
-                    f"number); found: {found}. "
+                    f"number); found: {contents}. "
                     "Derive it from hybridrl.data.RLHFDataset, or add them in its __getitem__."
                 )
-        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=True)
+        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, on_left=True)
         tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(rows, mask)}
         names = dict.fromkeys(name for row in rows for name in row if name not in ("input_ids", "position_ids"))
         foreign = foreign_items(names)
@@ -350,23 +350,23 @@ class PaddedCollator(ABC):
         Raises:
             DataError: says what rows have to hold.
         """
-        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        contents = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"the data set class must return dicts with {self.needs}; found: {found}. Derive it from "
+            f"the data set class must return dicts with {self.needs}; found: {contents}. Derive it from "
             f"hybridrl.data.{base}, or add them in its __getitem__."
         )
 
     def padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The tensors of conversations."""
-        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=False)
-        loss_mask, _ = pad([row["loss_mask"] for row in rows], 0, left=False)
-        positions = _positions(rows, mask, left=False)
+        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, on_left=False)
+        loss_mask, _ = pad([row["loss_mask"] for row in rows], 0, on_left=False)
+        positions = _positions(rows, mask, on_left=False)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "loss_mask": loss_mask}
 
     def media(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         """The images of conversations, if there are any."""
-        given = any(MULTI_MODAL_INPUTS in row for row in rows)
-        return {MULTI_MODAL_INPUTS: [row.get(MULTI_MODAL_INPUTS, {}) for row in rows]} if given else {}
+        has_images = any(MULTI_MODAL_INPUTS in row for row in rows)
+        return {MULTI_MODAL_INPUTS: [row.get(MULTI_MODAL_INPUTS, {}) for row in rows]} if has_images else {}
 
 
 class SFTCollator(PaddedCollator):
@@ -381,7 +381,7 @@ class SFTCollator(PaddedCollator):
         tensors = self.padded(rows)
         if any("loss_weight" in row for row in rows):
             weights = [row.get("loss_weight", row["loss_mask"]) for row in rows]
-            tensors["loss_weight"] = pad(weights, 0, left=False, dtype=np.float32)[0]
+            tensors["loss_weight"] = pad(weights, 0, on_left=False, dtype=np.float32)[0]
         return tensors, {"index": [row["index"] for row in rows], **self.media(rows)}
 
 
@@ -423,14 +423,14 @@ class PairLoader(PaddedLoader):
 
 
 def pad(
-    sequences: Sequence[Sequence[float]], value: int, left: bool, dtype: type[np.generic] = np.int64
+    sequences: Sequence[Sequence[float]], value: int, on_left: bool, dtype: type[np.generic] = np.int64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad ragged ids to a matrix as wide as the longest, and return it with the mask of the real tokens."""
     width = max(len(ids) for ids in sequences)
     ids = np.full((len(sequences), width), value, dtype=dtype)
     mask = np.zeros((len(sequences), width), dtype=np.int64)
     for row, sequence in enumerate(sequences):
-        place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        place = slice(width - len(sequence), width) if on_left else slice(0, len(sequence))
         ids[row, place] = np.asarray(sequence, dtype=dtype)
         mask[row, place] = 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
@@ -441,26 +441,31 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor, left: bool = True) -> torch.Tensor:
+def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor, on_left: bool = True) -> torch.Tensor:
     """The positions of padded rows: `[B, S]`, or `[B, k, S]` of rows that have k of their own per token."""
     own = [row.get("position_ids") for row in rows]
-    if all(one is None for one in own):
+    if all(positions is None for positions in own):
         return position_ids(mask)
-    if any(one is None or one.shape[-1] != len(row["input_ids"]) for one, row in zip(own, rows, strict=True)):
+    if any(
+        positions is None or positions.shape[-1] != len(row["input_ids"])
+        for positions, row in zip(own, rows, strict=True)
+    ):
         raise DataError(
             "the data set class must return 'position_ids' [k, number of input_ids] for every row, or for none of them."
         )
     width = mask.shape[1]
-    room = [(width - one.shape[-1], one) for one in own if one is not None]
-    return torch.stack([torch.nn.functional.pad(one, (free, 0) if left else (0, free)) for free, one in room])
+    room = [(width - positions.shape[-1], positions) for positions in own if positions is not None]
+    return torch.stack(
+        [torch.nn.functional.pad(positions, (free, 0) if on_left else (0, free)) for free, positions in room]
+    )
 
 
 def _is_stateful(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def _pad_id(dataset: RowDataset, given: int | None) -> int:
-    value = getattr(dataset, "pad_token_id", None) if given is None else given
+def _pad_id(dataset: RowDataset, pad_token_id: int | None) -> int:
+    value = getattr(dataset, "pad_token_id", None) if pad_token_id is None else pad_token_id
     if value is None:
         raise DataError(
             f"the data set {type(dataset).__name__} has no pad_token_id. Give it one, or pass pad_token_id to the "

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.conversation_dataset import ConversationDataset
 from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
     Message,
     Tokens,
     as_messages,
+    check_messages,
+    check_prompt,
     encode,
     encode_with_offsets,
     exceeds,
-    fault_in_messages,
-    fault_in_prompt,
     first_part,
 )
 from hybridrl.notify import notify
@@ -141,21 +141,21 @@ class PreferenceDataset(ConversationDataset):
         self._refused: list[tuple[int, _UnusablePair]] = []
         self._cut, self._repeating = 0, 0
         self._sides: list[tuple[_Side, _Side]] = []
-        kept: list[int] = []
+        rows: list[int] = []
         for start in range(0, len(self._rows), _CHUNK):
-            kept += self._add(range(start, min(start + _CHUNK, len(self._rows))))
+            rows += self._add(range(start, min(start + _CHUNK, len(self._rows))))
         self._raise_refused()
-        self._fields.tell()
-        self._tell(total=len(self._rows))
-        self._rows = self._rows[kept]
+        self._fields.warn()
+        self._report_counts(total=len(self._rows))
+        self._rows = self._rows[rows]
         self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         sides = self._sides[item]
         media: list[dict[str, Any]] = [{}, {}]
         if self._images is not None:
-            media = self.media(item, [(one.ids, own) for one, own in zip(sides, self._pair(item), strict=True)])
-        chosen, rejected = ({**one.item(), **own} for one, own in zip(sides, media, strict=True))
+            media = self.media(item, [(side.ids, own) for side, own in zip(sides, self._pair(item), strict=True)])
+        chosen, rejected = ({**side.item(), **own} for side, own in zip(sides, media, strict=True))
         row: dict[str, Any] = {"chosen": chosen, "rejected": rejected, "index": int(self._rows[item])}
         return row if self._margins is None else {**row, "margin": self._margins[item]}
 
@@ -163,7 +163,7 @@ class PreferenceDataset(ConversationDataset):
 
     def _add(self, items: Sequence[int]) -> list[int]:
         """Tokenise some items, and return those that are kept."""
-        chosen: list[int] = []
+        usable: list[int] = []
         conversations: list[Conversation] = []
         for item in items:
             try:
@@ -171,24 +171,24 @@ class PreferenceDataset(ConversationDataset):
             except _UnusablePair as error:
                 self._refuse(item, error)
                 continue
-            chosen.append(item)
-        if not chosen:
+            usable.append(item)
+        if not usable:
             return []
         for conversation in conversations[::2]:
             self._fields.add(conversation)
-        owners = [item for item in chosen for _ in range(2)]
-        found = self.tokenize(conversations, owners, lambda i: [len(conversations[i]) - 1])
-        kept = []
-        for number, item in enumerate(chosen):
+        owners = [item for item in usable for _ in range(2)]
+        tokenized = self.tokenize(conversations, owners, lambda i: [len(conversations[i]) - 1])
+        rows = []
+        for number, item in enumerate(usable):
             try:
-                sides = [self._side(*found[2 * number + side]) for side in range(2)]
+                sides = [self._side(*tokenized[2 * number + side]) for side in range(2)]
                 _check_difference(*sides)
                 self._sides.append(self._within_limit(item, conversations[2 * number], *sides))
             except _UnusablePair as error:
                 self._refuse(item, error)
                 continue
-            kept.append(item)
-        return kept
+            rows.append(item)
+        return rows
 
     def _refuse(self, item: int, error: _UnusablePair) -> None:
         if not self.config.filter_pairs:
@@ -231,8 +231,8 @@ class PreferenceDataset(ConversationDataset):
             shared = min(len(chosen), len(rejected)) - 1
             at = next((n for n in range(shared) if chosen[n] != rejected[n]), shared)
             raise DataError(
-                f"{self.table.locate(index)}: columns {config.chosen_key!r} and {config.rejected_key!r} are no answers "
-                f"to one prompt: the conversations differ from message {at} on, and have {len(chosen)} and "
+                f"{self.table.locate(index)}: columns {config.chosen_key!r} and {config.rejected_key!r} do not answer "
+                f"one prompt: the conversations differ from message {at} on, and have {len(chosen)} and "
                 f"{len(rejected)} messages. They may differ in their last message alone; cut both after the first "
                 "message in which they differ."
             )
@@ -262,21 +262,31 @@ class PreferenceDataset(ConversationDataset):
             )
         return chosen, rejected
 
+    def _answer(self, index: int, value: Any) -> Conversation:
+        """The messages of a column with answers: an answer alone, or a conversation that ends with it.
+
+        Raises:
+            ValueError: they are none; the text is a clause about the value.
+        """
+        if isinstance(value, str):
+            answer: Conversation = [{"role": "assistant", "content": value}]
+            check_messages(answer)
+            return answer
+        check_messages(value, self.kinds)
+        answer = as_messages(value, has_padding=self.table.has_padding(index))
+        if answer[-1]["role"] != "assistant":
+            raise ValueError(f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'")
+        return answer
+
     def _conversation(self, index: int, column: str, value: Any) -> Conversation:
         """The prompt and one of its answers as messages."""
         where = self.table.locate(index)
         if value is None:
             raise DataError(f"{where}: column {column!r} has no answer; fill it in, or remove the row.")
-        if isinstance(value, str):
-            answer: Conversation = [{"role": "assistant", "content": value}]
-            fault = fault_in_messages(answer)
-        else:
-            fault = fault_in_messages(value, self.kinds)
-            answer = [] if fault else as_messages(value, has_padding=self.table.has_padding(index))
-            if not fault and answer[-1]["role"] != "assistant":
-                fault = f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'"
-        if fault:
-            raise DataError(f"{where}: column {column!r} cannot be used as an answer: {fault}.")
+        try:
+            answer = self._answer(index, value)
+        except ValueError as error:
+            raise DataError(f"{where}: column {column!r} cannot be used as an answer: {error}.") from None
         if answer[0]["role"] != "assistant":
             return as_messages(answer, self.config.system_prompt)
         if len(answer) > 1 and self.config.prompt_key not in self._columns:
@@ -294,11 +304,12 @@ class PreferenceDataset(ConversationDataset):
             f"or write whole conversations into {column!r}.",
         )
         prompt = self._columns[name][index]
-        fault = fault_in_prompt(prompt, self.kinds)
-        if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            fault = "its last message is of the assistant, and the answer would follow it"
-        if fault:
-            raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {fault}.")
+        try:
+            check_prompt(prompt, self.kinds)
+            if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+                raise ValueError("its last message is of the assistant, and the answer would follow it")
+        except ValueError as error:
+            raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {error}.") from None
         padded = self.table.has_padding(index)
         return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), *answer]
 
@@ -328,17 +339,17 @@ class PreferenceDataset(ConversationDataset):
         """
         if self.config.truncation != "left":
             return super().encoded(texts, items, has_images)
-        limit, found = self.config.max_length, []
+        limit, tokens = self.config.max_length, []
         for n in range(0, len(texts), 2):
             pair = texts[n : n + 2]
             is_long = not has_images[n] and any(exceeds(self.tokenizer, text, limit) for text in pair)
             start = self._start(*pair) if is_long else 0
             if not start:
-                found += super().encoded(pair, items[n : n + 2], has_images[n : n + 2])
+                tokens += super().encoded(pair, items[n : n + 2], has_images[n : n + 2])
                 continue
             for ids, offsets in encode_with_offsets(self.tokenizer, [text[start:] for text in pair]):
-                found.append((ids, [(first + start, last + start) for first, last in offsets]))
-        return found
+                tokens.append((ids, [(first + start, last + start) for first, last in offsets]))
+        return tokens
 
     def _start(self, chosen: str, rejected: str) -> int:
         """The character of two conversations' prompt before which nothing is left of it; 0: an answer is too long.
@@ -380,8 +391,8 @@ class PreferenceDataset(ConversationDataset):
             )
             raise _UnusablePair("too many tokens", f"{too_long}; raise data.max_length, or {instead}")
         start = longest - limit if side == "left" else 0
-        first, second = (one.cut(start, limit) for one in (chosen, rejected))
-        if any(one.first < 1 or one.first >= one.end for one in (first, second)):
+        first, second = (conversation.cut(start, limit) for conversation in (chosen, rejected))
+        if any(conversation.first < 1 or conversation.first >= conversation.end for conversation in (first, second)):
             what = "the whole prompt" if side == "left" else "a whole answer"
             raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {what} away")
         if first.has_answer_of(second):
@@ -389,7 +400,7 @@ class PreferenceDataset(ConversationDataset):
         self._cut += 1
         return first, second
 
-    def _tell(self, total: int) -> None:
+    def _report_counts(self, total: int) -> None:
         """Say how many pairs were left out or cut.
 
         Raises:

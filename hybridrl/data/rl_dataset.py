@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.config.schema.names import TRUNCATIONS
-from hybridrl.data.chat import FieldNotice, check_chat_template, render, truncate
-from hybridrl.data.files import read_table
+from hybridrl.config.schema.choices import TRUNCATIONS
+from hybridrl.data.data_files import read_table
+from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
-from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table, table_of
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
@@ -26,9 +26,9 @@ from hybridrl.models.chat import (
     TEXT_AND_IMAGES,
     Message,
     as_messages,
+    check_messages,
+    check_prompt,
     encode,
-    fault_in_messages,
-    fault_in_prompt,
 )
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import left_out
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PromptConfig
-    from hybridrl.data.images import RowImages
+    from hybridrl.data.row_images import RowImages
     from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
@@ -69,10 +69,10 @@ class RLHFDataset(Dataset):
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
     With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
-    (`hybridrl.data.images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`, `{}`
-    for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images
-    is never truncated. With the attribute
-    `keeps_image_files`, which gateway agents set, an item has the files as `image_files`.
+    (`hybridrl.data.row_images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`,
+    `{}` for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with
+    images is never truncated. With the attribute `keeps_image_files`, which gateway agents set, an item has the
+    files as `image_files`.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
@@ -137,32 +137,33 @@ class RLHFDataset(Dataset):
         if settings.ground_truth_key is not None:
             self.table = self.table.with_ground_truth(settings.ground_truth_key)
         self.left_out = left_out(self.table.columns)
-        self._taken = list(self.left_out)
-        if self._taken:
+        self._dropped_columns = list(self.left_out)
+        if self._dropped_columns:
             notify(
-                f"{key}: {', '.join(self._taken)}: a batch has columns of these names itself, so it does not "
+                f"{key}: {', '.join(self._dropped_columns)}: a batch has columns of these names itself, so it does not "
                 "carry those of the data; rename them if the reward function or an agent reads them"
             )
         read = (self.image_key, self.video_key)
-        others = [one for one in MEDIA_COLUMNS if one not in read]
+        others = [column for column in MEDIA_COLUMNS if column not in read]
         refuse_media(self.table, key, others if self._images is not None else [*read, *others])
         self._check_extra_info()
         self.table.check_ground_truths()
         if self._images is not None:  # what the model reads of the images travels, not the files
-            self._taken += [one for one in read if one in self.table.columns]
+            self._dropped_columns += [column for column in read if column in self.table.columns]
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
         if self.prompt_key in self.table.columns:
             values = self.column(self.prompt_key) if prompts is None else prompts
             if not any(isinstance(value, str) for value in values):
-                self._taken.append(self.prompt_key)  # messages are in raw_prompt; text stays, for reward functions
+                # messages are in raw_prompt; text stays, for reward functions
+                self._dropped_columns.append(self.prompt_key)
         self._tokens: TokenCache | None = None
         self._fields: FieldNotice | None = FieldNotice(tokenizer, key)
         if settings.filter_overlong_prompts or settings.truncation == "error" or self._images is not None:
             self._tokenize(prompts)
         else:
             self._render_all(prompts)
-        self._fields.tell()
+        self._fields.warn()
         self._fields = None
         if not len(self._rows):
             raise DataError(
@@ -264,11 +265,11 @@ class RLHFDataset(Dataset):
         """The further variables of the template for a row: with tools, all or those of `extra_info.tool_selection`."""
         if not self.tool_schemas:
             return self.apply_chat_template_kwargs
-        from hybridrl.agents.tools.load import selected_tools
+        from hybridrl.agents.tools.load_tools import selected_tools
 
-        schemas = {one["function"]["name"]: one for one in self.tool_schemas}
-        chosen = selected_tools(self.table[index].get("extra_info"), list(schemas))
-        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in chosen]}
+        schemas = {schema["function"]["name"]: schema for schema in self.tool_schemas}
+        selected = selected_tools(self.table[index].get("extra_info"), list(schemas))
+        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in selected]}
 
     # The dataset
 
@@ -280,9 +281,9 @@ class RLHFDataset(Dataset):
         row = self.table[index]
         messages = self._checked(index, row)
         ids = self._tokens.get(item) if self._tokens is not None else None
-        shown, images = self._placed(index, row, messages)
+        template_messages, images = self._placed(index, row, messages)
         if ids is None:
-            ids = self._encoded([shown], [images], [index])[0]
+            ids = self._encoded([template_messages], [images], [index])[0]
         if self.config.truncation != "error" and not images:
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
         more: dict[str, Any] = {}
@@ -290,9 +291,15 @@ class RLHFDataset(Dataset):
             where = self.table.locate(index)
             files = self._images.files(images, where) if self.keeps_image_files else {}
             more = self._images.item(ids, images, where) | files
-        for name in self._taken:
+        for name in self._dropped_columns:
             row.pop(name, None)
-        return {**row, "input_ids": ids, "raw_prompt": _without_images(messages, shown), "index": index, **more}
+        return {
+            **row,
+            "input_ids": ids,
+            "raw_prompt": _without_images(messages, template_messages),
+            "index": index,
+            **more,
+        }
 
     @property
     def pad_token_id(self) -> int:
@@ -302,7 +309,7 @@ class RLHFDataset(Dataset):
     @property
     def columns(self) -> list[str]:
         """The columns that an item keeps. Reward functions receive them by name."""
-        return [name for name in self.table.columns if name not in self._taken]
+        return [name for name in self.table.columns if name not in self._dropped_columns]
 
     @property
     def has_videos(self) -> bool:
@@ -343,7 +350,7 @@ class RLHFDataset(Dataset):
         self.function_tool_path = settings.get("function_tool_path")
         self.tool_schemas = None
         if self.tool_config_path is not None or self.function_tool_path is not None:
-            from hybridrl.agents.tools.load import tool_schemas  # brings Ray, which other data sets do not need
+            from hybridrl.agents.tools.load_tools import tool_schemas  # brings Ray, which other data sets do not need
 
             self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
@@ -353,7 +360,7 @@ class RLHFDataset(Dataset):
 
     def _check_extra_info(self) -> None:
         values = self.table.column("extra_info") if "extra_info" in self.table.columns else []
-        replaced = [name for name in _ADDED_INFO if any(isinstance(one, Mapping) and name in one for one in values)]
+        replaced = [name for name in _ADDED_INFO if any(isinstance(info, Mapping) and name in info for info in values)]
         if replaced:
             notify(
                 f"{self.key}: extra_info has {' and '.join(replaced)}, which reward functions get from the rollout "
@@ -399,19 +406,23 @@ class RLHFDataset(Dataset):
             DataError: it has none, or they have the wrong form; the error names the row.
         """
         if not self._builds_messages():
-            fault = fault_in_prompt(row[self.config.prompt_key], self._kinds)
-            if fault:
-                column = self.config.prompt_key
-                raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
+            column = self.config.prompt_key
+            try:
+                check_prompt(row[column], self._kinds)
+            except ValueError as error:
+                raise DataError(
+                    f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {error}."
+                ) from None
             return self._normal(index, self.build_messages(row))
         who = f"{self.table.locate(index)}: build_messages of {type(self).__name__}"
         try:
             messages = self.build_messages(row)
         except Exception as error:
             raise DataError(f"{who} failed: {type(error).__name__}: {error}") from error
-        fault = fault_in_messages(messages, self._kinds)
-        if fault:
-            raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
+        try:
+            check_messages(messages, self._kinds)
+        except ValueError as error:
+            raise DataError(f"{who} returned what cannot be used as a prompt: {error}.") from None
         return self._normal(index, messages)
 
     def _normal(self, index: int, messages: Sequence[Message]) -> list[Message]:
@@ -433,7 +444,7 @@ class RLHFDataset(Dataset):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """What messages may hold."""
+        """The kinds of content that messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
     def _placed(
@@ -444,7 +455,7 @@ class RLHFDataset(Dataset):
 
     def _encoded(
         self,
-        shown: list[list[Message]],
+        conversations: list[list[Message]],
         images: Sequence[Sequence[Image | Clip]],
         indices: Sequence[int],
         *tokenizer: PreTrainedTokenizerBase,
@@ -453,7 +464,7 @@ class RLHFDataset(Dataset):
 
         A prompt with images whose text is much too long stays as it is. It is left out or refused.
         """
-        encoded = self.encode_prompts(shown, indices, *tokenizer)
+        encoded = self.encode_prompts(conversations, indices, *tokenizer)
         if self._images is None:
             return encoded
         limit = 2 * self.config.max_prompt_length
@@ -466,7 +477,7 @@ class RLHFDataset(Dataset):
     def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt, and drop or refuse those that are too long."""
         limit, dropped = self.config.max_prompt_length, self.config.filter_overlong_prompts
-        cache, kept, overlong = TokenCache(), [], []
+        cache, rows, overlong = TokenCache(), [], []
         refused: list[tuple[int, int]] = []
         for indices, sequences, has_images in self._encoded_chunks(prompts):
             fitting = [number for number, ids in enumerate(sequences) if len(ids) <= limit]
@@ -476,7 +487,7 @@ class RLHFDataset(Dataset):
             if not dropped:
                 fitting = list(range(len(sequences)))
             cache.add([sequences[number] for number in fitting])
-            kept += [indices[number] for number in fitting]
+            rows += [indices[number] for number in fitting]
         if self.config.truncation == "error":
             refused = overlong
         if overlong and dropped:
@@ -488,7 +499,7 @@ class RLHFDataset(Dataset):
             raise self._too_long(refused)
         cache.freeze()
         self._tokens = cache
-        self._rows = np.asarray(kept, dtype=np.int64)
+        self._rows = np.asarray(rows, dtype=np.int64)
 
     def _too_long(self, rows: Sequence[tuple[int, int]]) -> DataError:
         """The error for rows, each with the length of its prompt, that are neither left out nor truncated."""
@@ -527,8 +538,9 @@ class RLHFDataset(Dataset):
             for index in indices:
                 row = self.table[index]
                 placed.append(self._placed(index, row, self._checked(index, row)))
-            shown, images = [one for one, _ in placed], [one for _, one in placed]
-            return indices, self._encoded(shown, images, indices, own.tokenizer), [bool(one) for one in images]
+            conversations, images = [messages for messages, _ in placed], [media for _, media in placed]
+            has_images = [bool(media) for media in images]
+            return indices, self._encoded(conversations, images, indices, own.tokenizer), has_images
 
         workers = self.config.filter_overlong_prompts_workers
         starts = range(0, len(self._rows), _CHUNK)
@@ -554,15 +566,15 @@ def _check_processor(processor: Any) -> None:
 def _row_images(processor: ImageProcessor | None, config: Any) -> RowImages | None:
     if processor is None:
         return None
-    from hybridrl.data.images import RowImages
+    from hybridrl.data.row_images import RowImages
 
     return RowImages(processor, config.image_key, config.video_key)
 
 
-def _without_images(messages: list[Message], shown: list[Message]) -> list[Message]:
+def _without_images(messages: list[Message], template_messages: list[Message]) -> list[Message]:
     """The messages for reward functions: as they are, but those of parts without their images."""
-    pairs = zip(messages, shown, strict=True)
-    return [own if isinstance(own.get("content"), str | None) else one for own, one in pairs]
+    pairs = zip(messages, template_messages, strict=True)
+    return [own if isinstance(own.get("content"), str | None) else stripped for own, stripped in pairs]
 
 
 class _WithDefaults:

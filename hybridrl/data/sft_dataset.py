@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.conversation_dataset import ConversationDataset
 from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, Tokens, as_messages, exceeds, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import Message, Tokens, as_messages, check_messages, check_prompt, exceeds
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SFTDataset(ConversationDataset):
 
     An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length. If
     any turn of the data has a weight other than 0 and 1, it also has `loss_weight: list[float]`. With a `processor`,
-    rows may have images in the column `config.image_key` (`hybridrl.data.images`), and items also have
+    rows may have images in the column `config.image_key` (`hybridrl.data.row_images`), and items also have
     `multi_modal_inputs` and `position_ids` [4, tokens]. No image's token is trained on, and a conversation with images
     is never cut.
 
@@ -67,8 +67,8 @@ class SFTDataset(ConversationDataset):
         if self._images is None:
             self._columns = {}  # messages are read again for their images alone
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
-        self._fields.tell()
-        self._tell_of_cuts()
+        self._fields.warn()
+        self._warn_of_cuts()
         if self._empty:
             notify(
                 f"{key}: {self._empty} of {len(self)} rows have an empty turn of the assistant, of which nothing but "
@@ -118,32 +118,39 @@ class SFTDataset(ConversationDataset):
         if "messages_key" not in self._columns:
             return self._from_prompt_and_response(index)
         value = self._columns["messages_key"][index]
-        fault = fault_in_messages(value, self.kinds)
-        if fault is None and not any(message["role"] == "assistant" for message in value):
-            fault = "it has no message of role 'assistant', so there is nothing to learn"
-        if fault:
+        try:
+            check_messages(value, self.kinds)
+            if not any(message["role"] == "assistant" for message in value):
+                raise ValueError("it has no message of role 'assistant', so there is nothing to learn")
+        except ValueError as error:
             raise DataError(
                 f"{self.table.locate(index)}: column {self.config.messages_key!r} cannot be used as a conversation: "
-                f"{fault}."
-            )
+                f"{error}."
+            ) from None
         return as_messages(value, self.config.system_prompt, has_padding=self.table.has_padding(index))
 
     def _from_prompt_and_response(self, index: int) -> list[Message]:
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
         prompt = self._inside(index, self._columns["prompt_key"][index], prompt_key, "prompt_dict_keys")
         response = self._inside(index, self._columns["response_key"][index], response_key, "response_dict_keys")
-        fault = fault_in_prompt(prompt, self.kinds)
-        if fault:
-            raise DataError(f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {fault}.")
+        try:
+            check_prompt(prompt, self.kinds)
+        except ValueError as error:
+            raise DataError(
+                f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {error}."
+            ) from None
         if not isinstance(response, str) or not response:
             kind = "empty" if response == "" else "missing" if response is None else type(response).__name__
             raise DataError(
                 f"{self.table.locate(index)}: column {response_key!r} must be text that is not empty; it is {kind}."
             )
         answer: Message = {"role": "assistant", "content": response}
-        fault = fault_in_messages([answer])
-        if fault:
-            raise DataError(f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {fault}.")
+        try:
+            check_messages([answer])
+        except ValueError as error:
+            raise DataError(
+                f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {error}."
+            ) from None
         padded = self.table.has_padding(index)
         return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), answer]
 
@@ -151,9 +158,9 @@ class SFTDataset(ConversationDataset):
         """The entry of a column's mappings that `data.<key>` leads to."""
         for name in self.config[key]:
             if not isinstance(value, Mapping) or name not in value:
-                found = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is no mapping"
+                actual = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is not a mapping"
                 raise DataError(
-                    f"{self.table.locate(index)}: data.{key}={self.config[key]}: column {column!r} {found}, and "
+                    f"{self.table.locate(index)}: data.{key}={self.config[key]}: column {column!r} {actual}, and "
                     f"{name!r} is looked for in it."
                 )
             value = value[name]
@@ -162,7 +169,7 @@ class SFTDataset(ConversationDataset):
     def _tokenize(self, conversations: list[list[Message]], start: int) -> None:
         turns: list[list[int]] = []
         weights: list[list[float]] = []
-        shown: list[list[Message]] = []
+        stripped: list[list[Message]] = []
         for number, messages in enumerate(conversations):
             weighted = [(turn, self._weight(message, turn, start + number)) for turn, message in enumerate(messages)]
             turns.append([turn for turn, _ in weighted if messages[turn]["role"] == "assistant"])
@@ -172,16 +179,16 @@ class SFTDataset(ConversationDataset):
                     f"{self.locate(start + number)}: no turn of the assistant is trained on (train is false or "
                     "weight is 0 in all of them), so there is nothing to learn. Leave the row out."
                 )
-            said = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
-            self._empty += any(not str(m.get("content") or "").strip() for m in said)
-            shown.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
-            self._fields.add(shown[-1])
-        items = range(start, start + len(shown))
-        for number, (ids, turn_of) in enumerate(self.tokenize(shown, items, turns.__getitem__)):
+            answers = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
+            self._empty += any(not str(m.get("content") or "").strip() for m in answers)
+            stripped.append([{n: v for n, v in message.items() if n not in TURN_FIELDS} for message in messages])
+            self._fields.add(stripped[-1])
+        items = range(start, start + len(stripped))
+        for number, (ids, turn_of) in enumerate(self.tokenize(stripped, items, turns.__getitem__)):
             self._append(ids, np.asarray(weights[number], dtype=np.float32)[turn_of], start + number)
 
     def _weight(self, message: Message, turn: int, item: int) -> float:
-        """What the loss of a message's tokens is multiplied by.
+        """Return the factor of the loss of a message's tokens.
 
         Raises:
             DataError: the message says something else than a weight.
@@ -247,8 +254,8 @@ class SFTDataset(ConversationDataset):
         self._ids.append(ids)
         self._weights.append(weights)
 
-    def _tell_of_cuts(self) -> None:
-        """Say how many conversations were cut, and how many of them have nothing left to learn.
+    def _warn_of_cuts(self) -> None:
+        """Report how many conversations were cut, and how many of them have nothing left to learn.
 
         Raises:
             DataError: none has anything left to learn.
@@ -257,14 +264,14 @@ class SFTDataset(ConversationDataset):
             return
         idle = sum(not (weights[1:] > 0).any() for weights in self._weights)  # nothing is before the first token
         limit, side = self.config.max_length, self.config.truncation
-        said = (
+        message = (
             f"{self.key}: {self._cut} of {len(self._ids)} conversations are longer than data.max_length={limit} tokens "
             f"and were cut (data.truncation={side})"
         )
         if idle == len(self._ids):
-            raise DataError(f"{said}, and no turn of the assistant is left in any of them. Raise data.max_length.")
-        left = f"; in {idle} of them no turn of the assistant is left, so nothing is learned from these"
-        notify(said + left * bool(idle), "warning" if idle else "notice")
+            raise DataError(f"{message}, and no turn of the assistant is left in any of them. Raise data.max_length.")
+        idle_note = f"; in {idle} of them no turn of the assistant is left, so nothing is learned from these"
+        notify(message + idle_note * bool(idle), "warning" if idle else "notice")
 
     def _check_end_of_turn(self) -> None:
         """Warn once if no assistant turn ends in the EOS token, because a model trained this way may never stop."""
@@ -280,7 +287,7 @@ class SFTDataset(ConversationDataset):
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:
-    """Return the positions of a sequence that survive truncation to `limit`; see `hybridrl.data.chat.truncate`."""
+    """Return the positions that survive truncation to `limit`; see `hybridrl.data.dataset_rendering.truncate`."""
     if side == "left":
         return np.arange(length - limit, length)
     if side == "right":

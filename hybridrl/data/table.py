@@ -71,8 +71,8 @@ class ArrowPart:
 
         style = pyarrow.array(["rule"] * len(truth), pyarrow.string())
         column = pyarrow.StructArray.from_arrays([style, truth], ["style", "ground_truth"])
-        kept = self.table.drop_columns([REWARD_MODEL] if REWARD_MODEL in self.columns else [])
-        return ArrowPart(self.path, kept.append_column(REWARD_MODEL, column))
+        table = self.table.drop_columns([REWARD_MODEL] if REWARD_MODEL in self.columns else [])
+        return ArrowPart(self.path, table.append_column(REWARD_MODEL, column))
 
     def locate(self, index: int) -> str:
         return f"{self.path}, row {index} (counted from 0)"
@@ -230,9 +230,9 @@ class Table:
             DataError: a file lacks it; the error names the file, the columns it has and what to change.
         """
         for part in self.files_without(column):
-            found = ", ".join(part.columns) or "none"
+            present = ", ".join(part.columns) or "none"
             raise DataError(
-                f"{part.path} has no column {column!r} (columns found: {found}). "
+                f"{part.path} has no column {column!r} (columns found: {present}). "
                 f"{hint or f'Add it, or name the right column with {key}=COLUMN.'}"
             )
 
@@ -269,7 +269,7 @@ def table_of(rows: Any, origin: str) -> Table:
             f"dicts, found {_kind(rows)}."
         )
     if len(part) == 0:
-        raise DataError(f"{origin}: there are no rows.")
+        raise DataError(f"{origin}: the data has no rows.")
     return Table([part])
 
 

@@ -1,4 +1,4 @@
-"""How much turns of a conversation count in supervised training, in the spellings of several libraries."""
+"""Weights of a conversation's turns in supervised training, in the spellings of several libraries."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ POSSIBLE_MASK_COLUMNS = ("mask", "weight", "weights", "train", "loss", "loss_sca
 
 
 def turn_weight(message: Mapping[str, Any]) -> float | None:
-    """Return what the loss of a message's tokens is multiplied by, or None where no field says so.
+    """Return the factor of the loss of a message's tokens, or None where no field has one.
 
     Raises:
         ValueError: a field holds something else than a flag or weight; the text is a clause about the message.
     """
-    said = {name: message[name] for name in TURN_FIELDS if message.get(name) is not None}
-    if not said:
+    fields = {name: message[name] for name in TURN_FIELDS if message.get(name) is not None}
+    if not fields:
         return None
-    if len(said) > 1:
-        first, second = sorted(said)[:2]
+    if len(fields) > 1:
+        first, second = sorted(fields)[:2]
         raise ValueError(f"has both {first!r} and {second!r}; give one of them")
-    ((name, value),) = said.items()
+    ((name, value),) = fields.items()
     if name in FLAGS:
         if not isinstance(value, bool | np.bool_ | int | float) or value not in (0, 1):
             raise ValueError(f"has {name}={value!r}; it must be true or false")

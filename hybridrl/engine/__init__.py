@@ -2,7 +2,14 @@
 
 from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace, HasAdapters
 from hybridrl.engine.micro_batched import MicroBatchedEngine
-from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.engine.train_engine import (
+    Engine,
+    Geometry,
+    MicroBatching,
+    NonFiniteError,
+    create_train_engine,
+    register_train_engine,
+)
 
 __all__ = [
     "Engine",
@@ -14,5 +21,6 @@ __all__ = [
     "MicroBatchedEngine",
     "MicroBatching",
     "NonFiniteError",
-    "TrainEngines",
+    "create_train_engine",
+    "register_train_engine",
 ]

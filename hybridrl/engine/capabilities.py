@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.topology import Layout
+from hybridrl.layouts.topology import Layout
 
 if TYPE_CHECKING:
     from hybridrl.engine.logits_functions import LogitsFunction

@@ -43,7 +43,7 @@ USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -i
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputRequest:
     """Request of a forward pass: the outputs for each of the N response tokens of a micro-batch.
 
     Attributes:
@@ -94,13 +94,13 @@ class MicroBatchedEngine(Engine):
 
     @abstractmethod
     def forward_only(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest
     ) -> Sequence[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, `[N]`, without gradients; None on ranks that compute no outputs."""
 
     @abstractmethod
     def forward_backward(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest, share_of_loss: ShareOfLoss
     ) -> None:
         """Add the gradients of every micro-batch's share of the loss.
 
@@ -147,11 +147,11 @@ class MicroBatchedEngine(Engine):
     ) -> dict[str, torch.Tensor]:
         self._check_outputs(outputs)
         function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
-        request = Wanted(tuple(outputs), temperature, function)
+        request = OutputRequest(tuple(outputs), temperature, function)
 
         def compute(plan: BatchPlan) -> tuple[Sequence[dict[str, torch.Tensor]] | None, dict[str, Metric]]:
             layouts = self._layouts(plan, function)
-            return self.forward_only(layouts, request), _savings(plan, layouts)
+            return self.forward_only(layouts, request), prefix_savings(plan, layouts)
 
         tree = self._may_be_tree(batch, micro, request)
         plan, (computed, savings) = self._within_memory("infer", batch, micro, compute, tree)
@@ -187,14 +187,14 @@ class MicroBatchedEngine(Engine):
         if self.model_type == "language_model":
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
             outputs += self._function.outputs if self._function is not None else ()
-        request = Wanted(outputs, temperature, self._function)
+        request = OutputRequest(outputs, temperature, self._function)
 
         def add_gradients(plan: BatchPlan) -> _LossShares:
             shares = _LossShares(plan, batch, loss_fn)
             self.discard_gradients()
             layouts = self._layouts(plan, self._function)
             self.forward_backward(layouts, request, shares)
-            shares.metrics.append(_savings(plan, layouts))
+            shares.metrics.append(prefix_savings(plan, layouts))
             return shares
 
         tree = self._may_be_tree(batch, micro, request)
@@ -234,7 +234,7 @@ class MicroBatchedEngine(Engine):
         while True:
             if limit is not None:
                 micro = replace(micro, max_tokens=min(limit, micro.max_tokens or limit))
-            plan = self._plan(batch, micro, tree)
+            plan = self.plan_batch(batch, micro, tree)
             try:
                 return plan, compute(plan)
             except Exception as error:
@@ -255,7 +255,7 @@ class MicroBatchedEngine(Engine):
                 "warning",
             )
 
-    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: Wanted) -> bool:
+    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, request: OutputRequest) -> bool:
         """Whether micro-batches of this call may be prefix trees; the same on every rank.
 
         With `shares_prefixes` None, they are not where something belongs to the tokens of single rows, or another
@@ -283,7 +283,7 @@ class MicroBatchedEngine(Engine):
         computed, rows = torch.stack(distributed.all_gather(own, self.geometry.dp_group)).sum(0).tolist()
         return computed < (1 - WORTHWHILE_SHARE) * rows
 
-    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+    def plan_batch(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
         """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each.
 
         Args:
@@ -377,7 +377,7 @@ class _LossShares:
         return loss
 
 
-def _savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
+def prefix_savings(plan: BatchPlan, layouts: Sequence[MicroBatchLayout]) -> dict[str, Metric]:
     """Return how much a call saved by computing shared tokens once; empty if its micro-batches are no prefix trees.
 
     FLOPs are left out where those of the model's family are not known.

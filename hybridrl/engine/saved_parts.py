@@ -2,7 +2,7 @@
 
 The folder of a checkpoint:
 
-    model/      float32 master weights and saved buffers, as boxes of Hugging Face tensors (`saved_boxes`)
+    model/      float32 master weights and saved buffers, as slices of Hugging Face tensors (`saved_slices`)
     optimizer/  the optimizer's tensors, in the same way, named `<tensor>/<state>`
     extra/      schedule.json, and rng_<rank>.json of every rank
     hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
-from hybridrl.config.schema.names import CHECKPOINT_CONTENTS
+from hybridrl.config.schema.choices import CHECKPOINT_CONTENTS
 from hybridrl.engine.optim.optimizer import set_rate
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied, write_boxes
+from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, copied, write_slices
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import copy_processor, is_vision_model
 from hybridrl.notify import notify
@@ -60,19 +60,34 @@ def _part(folder: Path, name: str) -> Path:
     return part
 
 
+@dataclass(frozen=True, slots=True)
+class HFModel:
+    """Names a model, for files that Hugging Face reads.
+
+    Attributes:
+        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
+        settings: a `ModelConfig`.
+        config: its Hugging Face configuration.
+    """
+
+    model_type: str
+    settings: Any
+    config: Any
+
+
 @dataclass
 class State:
     """State that one rank writes into the folder of a checkpoint.
 
     Attributes:
-        boxes: of the parts `model` and `optimizer`; iterated once.
+        slices: of the parts `model` and `optimizer`; iterated once.
         texts: content of the files of `extra`, by name.
         notes: content of files of the part `model` that say what it is, by name.
         write_hf: writes the part `hf_model` into a folder; None on ranks that write none of it.
         rank: whose state it is.
     """
 
-    boxes: dict[str, Iterable[SavedBox]] = field(default_factory=dict)
+    slices: dict[str, Iterable[SavedSlice]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     write_hf: Callable[[Path], None] | None = None
@@ -81,8 +96,8 @@ class State:
     def write(self, folder: Path) -> None:
         """Write everything. No rank waits for another."""
         folder.mkdir(parents=True, exist_ok=True)
-        for part_name, boxes in self.boxes.items():
-            write_boxes(folder / part_name, self.rank, boxes)
+        for part_name, slices in self.slices.items():
+            write_slices(folder / part_name, self.rank, slices)
         for part_name, texts in (("extra", self.texts), ("model", self.notes)):
             for name, text in texts.items():
                 (folder / part_name).mkdir(exist_ok=True)
@@ -108,10 +123,10 @@ class Parts:
         check_notes: refuses the part `model` in a folder by what its notes say.
     """
 
-    weights: Callable[[], Iterator[SavedBox]]
-    load_weights: Callable[[SavedBoxes], None]
-    optimizer: Callable[[], Iterator[SavedBox]] | None
-    load_optimizer: Callable[[SavedBoxes], None]
+    weights: Callable[[], Iterator[SavedSlice]]
+    load_weights: Callable[[SavedSlices], None]
+    optimizer: Callable[[], Iterator[SavedSlice]] | None
+    load_optimizer: Callable[[SavedSlices], None]
     schedule: LambdaLR | None
     seed: int
     hf_writer: Callable[[bool], Callable[[Path], None] | None]
@@ -127,9 +142,9 @@ class Parts:
         """
         _check_contents(contents)
         state = State()
-        for name, boxes in (("model", self.weights), ("optimizer", self.optimizer)):
-            if name in contents and boxes is not None:
-                state.boxes[name] = copied(boxes()) if copy else boxes()
+        for name, slices in (("model", self.weights), ("optimizer", self.optimizer)):
+            if name in contents and slices is not None:
+                state.slices[name] = copied(slices()) if copy else slices()
         if "model" in contents and distributed.get_rank() == 0:
             state.notes = self.notes
         if "extra" in contents:
@@ -148,10 +163,10 @@ class Parts:
         if "model" in contents:
             if self.check_notes is not None:
                 self.check_notes(_part(folder, "model"))
-            with SavedBoxes(_part(folder, "model")) as saved:
+            with SavedSlices(_part(folder, "model")) as saved:
                 self.load_weights(saved)
         if "optimizer" in contents and self.optimizer is not None:
-            with SavedBoxes(_part(folder, "optimizer")) as saved:
+            with SavedSlices(_part(folder, "optimizer")) as saved:
                 self.load_optimizer(saved)
         if "extra" in contents:
             _load_extra(self.schedule, self.seed, _part(folder, "extra"))
@@ -166,7 +181,7 @@ def _extra(schedule: LambdaLR | None) -> dict[str, str]:
 
 
 def check_same_model(
-    ours: Mapping[str, tuple[int, ...]], saved: SavedBoxes, may_be_missing: Collection[str] = ()
+    ours: Mapping[str, tuple[int, ...]], saved: SavedSlices, may_be_missing: Collection[str] = ()
 ) -> None:
     """Raise `ModelError` for a checkpoint whose tensors are not those of the model.
 

@@ -20,7 +20,7 @@ from hybridrl.engine.capabilities import CopiesState, HasAdapters, KeepsFourBits
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.info import check_files
 from hybridrl.protocol import DataProto
-from hybridrl.registry import TRAIN_ENGINES, TrainFacts, import_external_lib
+from hybridrl.registry import TRAIN_ENGINES, TrainMetadata, import_external_lib
 from hybridrl.utils.metrics import Metric
 
 if TYPE_CHECKING:
@@ -331,74 +331,64 @@ class Engine(ABC):
         """
 
 
-class TrainEngines:
-    """Engines by the strategy (`actor.strategy`, `critic.strategy`, `engine.strategy` of fine-tuning).
+def register_train_engine(
+    name: str,
+    *,
+    model_types: Sequence[str] = ("language_model", "value_model"),
+    settings: type | str | None = None,
+    layout: type | str | None = None,
+) -> Callable[[type[Engine]], type[Engine]]:
+    """Class decorator that adds a training engine; `module:Class` names one that is not registered.
 
-    `module:Class` names one that is not registered.
+    Its constructor takes the keyword arguments `model_type, model, engine, optim`.
+
+    Args:
+        name: value of `strategy`.
+        model_types: the kinds of model that it can train.
+        settings: dataclass of its own settings, or where that is. They are further keys of `fsdp_config`
+            (`critic.fsdp`, `engine`), or of `megatron` if the class derives from `MegatronConfig`, and the
+            engine finds them as attributes of its argument `engine`.
+        layout: class of the layouts in which it holds a model (`ExportsShards.training_layout`), or where that is,
+            for `python -m hybridrl.hybrid_engine.print_plan`.
+
+    Raises:
+        ModelError: another class has the name already.
     """
 
-    @classmethod
-    def register(
-        cls,
-        name: str,
-        *,
-        model_types: Sequence[str] = ("language_model", "value_model"),
-        settings: type | str | None = None,
-        layout: type | str | None = None,
-    ) -> Callable[[type[Engine]], type[Engine]]:
-        """Class decorator. Its constructor takes the keyword arguments `model_type, model, engine, optim`.
+    def add(engine: type[Engine]) -> type[Engine]:
+        TRAIN_ENGINES.add(name, engine, TrainMetadata(model_types=tuple(model_types), settings=settings, layout=layout))
+        return engine
 
-        Args:
-            name: value of `strategy`.
-            model_types: the kinds of model that it can train.
-            settings: dataclass of its own settings, or where that is. They are further keys of `fsdp_config`
-                (`critic.fsdp`, `engine`), or of `megatron` if the class derives from `MegatronConfig`, and the
-                engine finds them as attributes of its argument `engine`.
-            layout: class of the layouts in which it holds a model (`ExportsShards.training_layout`), or where that is,
-                for `python -m hybridrl.hybrid_engine.plan`.
+    return add
 
-        Raises:
-            ModelError: another class has the name already.
-        """
 
-        def add(engine: type[Engine]) -> type[Engine]:
-            TRAIN_ENGINES.add(
-                name, engine, TrainFacts(model_types=tuple(model_types), settings=settings, layout=layout)
-            )
-            return engine
+def train_engine_class(model_type: str, strategy: str) -> type[Engine]:
+    """The class of this kind of engine.
 
-        return add
+    Raises:
+        ModelError: no such engine, or not for this kind of model; the message lists those there are.
+    """
+    engine_class = TRAIN_ENGINES.get(strategy)
+    kinds = TRAIN_ENGINES.metadata(strategy).model_types
+    if model_type not in kinds:
+        raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; it trains {', '.join(kinds)}")
+    if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
+        raise ModelError(f"{TRAIN_ENGINES.key}={strategy}: {engine_class!r} is not derived from hybridrl.engine.Engine")
+    return engine_class
 
-    @classmethod
-    def get(cls, model_type: str, strategy: str) -> type[Engine]:
-        """The class of this kind of engine.
 
-        Raises:
-            ModelError: no such engine, or not for this kind of model; the message lists those there are.
-        """
-        engine_class = TRAIN_ENGINES.get(strategy)
-        kinds = TRAIN_ENGINES.facts(strategy).model_types
-        if model_type not in kinds:
-            raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; it trains {', '.join(kinds)}")
-        if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
-            raise ModelError(
-                f"{TRAIN_ENGINES.key}={strategy}: {engine_class!r} is not derived from hybridrl.engine.Engine"
-            )
-        return engine_class
+def create_train_engine(model_type: str, strategy: str, *, model: Any, engine: Any, optim: Any = None) -> Engine:
+    """Make the engine of this kind. It holds no model until `Engine.initialize`.
 
-    @classmethod
-    def create(cls, model_type: str, strategy: str, *, model: Any, engine: Any, optim: Any = None) -> Engine:
-        """Make the engine of this kind. It holds no model until `Engine.initialize`.
+    Args:
+        model: A `ModelConfig`; the modules that its `external_lib` names are imported first.
+        engine: The settings that this engine reads; see `hybridrl.config.strategies.engine_settings`.
+        optim: An `OptimConfig`, or None for an engine that only computes.
 
-        Args:
-            model: A `ModelConfig`; the modules that its `external_lib` names are imported first.
-            engine: The settings that this engine reads; see `hybridrl.config.strategies.engine_settings`.
-            optim: An `OptimConfig`, or None for an engine that only computes.
-
-        Raises:
-            ModelError: no such engine, or not for this kind of model; the message lists those there are.
-        """
-        import_external_lib(getattr(model, "external_lib", None))
-        engine_class: Any = cls.get(model_type, strategy)
-        created: Engine = engine_class(model_type=model_type, model=model, engine=engine, optim=optim)
-        return created
+    Raises:
+        ModelError: no such engine, or not for this kind of model; the message lists those there are.
+    """
+    import_external_lib(getattr(model, "external_lib", None))
+    engine_class: Any = train_engine_class(model_type, strategy)
+    created: Engine = engine_class(model_type=model_type, model=model, engine=engine, optim=optim)
+    return created

@@ -1,1 +1,1 @@
-"""Turns the training layout of the weights into the generation layout on the same devices (HybridFlow, section 5)."""
+"""Brings the weights from their training layout to their generation layout (HybridFlow, section 5)."""

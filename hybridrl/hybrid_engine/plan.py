@@ -1,8 +1,9 @@
 """The plan: which bytes move between devices so that each of them gets its generation shard, and no others.
 
-A plan is a pure function of two layouts. For every tensor it holds routes: a box, the device that sends it, and the
+A plan is a pure function of two layouts. For every tensor it holds routes: a slice, the device that sends it, and the
 devices that receive it. A device keeps what its training shard and its generation shard share, in place; it receives
-every other element of its generation shard exactly once. `python -m hybridrl.hybrid_engine.plan` prints the bytes.
+every other element of its generation shard exactly once. `python -m hybridrl.hybrid_engine.print_plan` prints the
+bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from math import prod
 import numpy as np
 
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.shards import Box, Boxes, TensorSpec, boxes_of, count, overlap
-from hybridrl.hybrid_engine.topology import Coordinates, GenerationLayout, Layout
+from hybridrl.layouts.slices import TensorSlice, TensorSlices, TensorSpec, count, overlap, slices_of
+from hybridrl.layouts.topology import Coordinates, GenerationLayout, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One box of one tensor: `source` sends it to every device of `targets`."""
+    """One slice of one tensor: `source` sends it to every device of `targets`."""
 
-    box: Box
+    slice: TensorSlice
     source: int
     targets: tuple[int, ...]
 
@@ -36,48 +37,48 @@ class TensorPlan:
 
     Attributes:
         routes: what is sent.
-        held: elements of the training shard.
+        resident: elements of the training shard.
         needed: elements of the generation shard.
-        kept: elements of the generation shard that stay where they are.
-        received: elements that come from other devices; `kept + received == needed`.
+        reused: elements of the generation shard that stay where they are.
+        received: elements that come from other devices; `reused + received == needed`.
         sent: elements that leave the device, counted once per receiver.
     """
 
     routes: tuple[Route, ...]
-    held: np.ndarray
+    resident: np.ndarray
     needed: np.ndarray
-    kept: np.ndarray
+    reused: np.ndarray
     received: np.ndarray
     sent: np.ndarray
 
 
-def _borders(sets: Iterable[Boxes], dims: int) -> list[list[int]]:
+def _borders(sets: Iterable[TensorSlices], dims: int) -> list[list[int]]:
     borders: list[set[int]] = [set() for _ in range(dims)]
-    for boxes in sets:
-        for box in boxes:
+    for slices in sets:
+        for tensor_slice in slices:
             for dim in range(dims):
-                borders[dim].update((box.start[dim], box.stop[dim]))
+                borders[dim].update((tensor_slice.start[dim], tensor_slice.stop[dim]))
     return [sorted(border) for border in borders]
 
 
-def _mask(boxes: Boxes, borders: list[list[int]]) -> np.ndarray:
-    """Return which cells of the grid that the borders span lie in the boxes."""
+def _mask(slices: TensorSlices, borders: list[list[int]]) -> np.ndarray:
+    """Return which cells of the grid that the borders span lie in the slices."""
     mask = np.zeros([max(len(border) - 1, 0) for border in borders], dtype=bool)
-    for box in boxes:
+    for tensor_slice in slices:
         mask[
             tuple(
-                slice(bisect_left(border, box.start[dim]), bisect_left(border, box.stop[dim]))
+                slice(bisect_left(border, tensor_slice.start[dim]), bisect_left(border, tensor_slice.stop[dim]))
                 for dim, border in enumerate(borders)
             )
         ] = True
     return mask
 
 
-def _masks(sets: Sequence[Boxes], borders: list[list[int]]) -> np.ndarray:
-    """Return [devices, cells]; devices with the same boxes share the work."""
-    kinds = {boxes: index for index, boxes in enumerate(dict.fromkeys(sets))}
-    masks = np.stack([_mask(boxes, borders).ravel() for boxes in kinds])
-    return masks[[kinds[boxes] for boxes in sets]]
+def _masks(sets: Sequence[TensorSlices], borders: list[list[int]]) -> np.ndarray:
+    """Return [devices, cells]; devices with the same slices share the work."""
+    kinds = {slices: index for index, slices in enumerate(dict.fromkeys(sets))}
+    masks = np.stack([_mask(slices, borders).ravel() for slices in kinds])
+    return masks[[kinds[slices] for slices in sets]]
 
 
 class _Senders:
@@ -106,14 +107,15 @@ class _Senders:
         return source
 
 
-def _merge(boxes: list[Box]) -> list[Box]:
-    """Join boxes that touch along one dimension and agree in the others."""
-    for dim in reversed(range(len(boxes[0].start))):
-        rest = [other for other in range(len(boxes[0].start)) if other != dim]
+def _merge(slices: list[TensorSlice]) -> list[TensorSlice]:
+    """Join slices that touch along one dimension and agree in the others."""
+    for dim in reversed(range(len(slices[0].start))):
+        rest = [other for other in range(len(slices[0].start)) if other != dim]
         rows: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = defaultdict(list)
-        for box in boxes:
-            rows[tuple((box.start[other], box.stop[other]) for other in rest)].append((box.start[dim], box.stop[dim]))
-        boxes = []
+        for tensor_slice in slices:
+            ends = list(zip(tensor_slice.start, tensor_slice.stop, strict=True))
+            rows[tuple(ends[other] for other in rest)].append(ends[dim])
+        slices = []
         for row, ranges in rows.items():
             ranges.sort()
             joined = [ranges[0]]
@@ -127,23 +129,23 @@ def _merge(boxes: list[Box]) -> list[Box]:
                 for other, (a, b) in zip(rest, row, strict=True):
                     start[other], stop[other] = a, b
                 start[dim], stop[dim] = begin, end
-                boxes.append(Box(tuple(start), tuple(stop)))
-    return boxes
+                slices.append(TensorSlice(tuple(start), tuple(stop)))
+    return slices
 
 
-def _boxes(cells: Iterable[int], borders: list[list[int]]) -> list[Box]:
-    """Return a box per cell of the grid that the borders span."""
+def _cell_slices(cells: Iterable[int], borders: list[list[int]]) -> list[TensorSlice]:
+    """Return a slice per cell of the grid that the borders span."""
     shape = [len(border) - 1 for border in borders]
-    boxes = []
+    slices = []
     for cell in cells:
         index = np.unravel_index(cell, shape)
         start = tuple(border[i] for border, i in zip(borders, index, strict=True))
-        boxes.append(Box(start, tuple(border[i + 1] for border, i in zip(borders, index, strict=True))))
-    return boxes
+        slices.append(TensorSlice(start, tuple(border[i + 1] for border, i in zip(borders, index, strict=True))))
+    return slices
 
 
-def common(ours: Boxes, theirs: Boxes) -> list[Box]:
-    """Return disjoint boxes of the elements that two sets of boxes share; boxes of one set may overlap."""
+def common(ours: TensorSlices, theirs: TensorSlices) -> list[TensorSlice]:
+    """Return disjoint slices of the elements that two sets of slices share; slices of one set may overlap."""
     if len(ours) == len(theirs) == 1:
         both = ours[0].intersect(theirs[0])
         return [] if both is None else [both]
@@ -151,13 +153,13 @@ def common(ours: Boxes, theirs: Boxes) -> list[Box]:
         return []
     borders = _borders([ours, theirs], len(ours[0].start))
     cells = np.flatnonzero(_mask(ours, borders) & _mask(theirs, borders))
-    return _merge(_boxes((int(cell) for cell in cells), borders)) if len(cells) else []
+    return _merge(_cell_slices((int(cell) for cell in cells), borders)) if len(cells) else []
 
 
 def plan_tensor(
     name: str,
-    training_boxes: Sequence[Boxes],
-    generation_boxes: Sequence[Boxes],
+    training_slices: Sequence[TensorSlices],
+    generation_slices: Sequence[TensorSlices],
     copies: Sequence[int],
     per_node: int = 8,
 ) -> TensorPlan:
@@ -165,22 +167,26 @@ def plan_tensor(
 
     Args:
         name: of the tensor, for errors.
-        training_boxes: per device, the disjoint boxes of its training shard.
-        generation_boxes: per device, the disjoint boxes of its generation shard.
+        training_slices: per device, the disjoint slices of its training shard.
+        generation_slices: per device, the disjoint slices of its generation shard.
         copies: per device, the copy of the model that it trains; a receiver prefers senders of its own copy.
         per_node: devices per node; a receiver prefers senders on its own node.
 
     Raises:
         ConfigError: no device holds an element that another needs.
     """
-    devices = len(training_boxes)
-    dims = len(next(box for boxes in generation_boxes for box in boxes).start) if any(generation_boxes) else 0
+    devices = len(training_slices)
+    dims = (
+        len(next(tensor_slice for slices in generation_slices for tensor_slice in slices).start)
+        if any(generation_slices)
+        else 0
+    )
     empty = np.zeros(devices, dtype=np.int64)
     if dims == 0:
-        return TensorPlan((), np.array([count(boxes) for boxes in training_boxes]), empty, empty, empty, empty)
-    borders = _borders([*set(training_boxes), *set(generation_boxes)], dims)
+        return TensorPlan((), np.array([count(slices) for slices in training_slices]), empty, empty, empty, empty)
+    borders = _borders([*set(training_slices), *set(generation_slices)], dims)
     volumes = _volumes(borders)
-    hold, need = _masks(training_boxes, borders), _masks(generation_boxes, borders)
+    hold, need = _masks(training_slices, borders), _masks(generation_slices, borders)
     missing = need & ~hold
     missing_cells = np.flatnonzero(missing.any(axis=0))
     if not hold[:, missing_cells].any(axis=0).all():
@@ -195,12 +201,12 @@ def plan_tensor(
             groups[source, tuple(targets)].append(int(cell))
     routes = []
     for (source, receivers), cells in groups.items():
-        routes += [Route(box, source, receivers) for box in _merge(_boxes(cells, borders))]
+        routes += [Route(tensor_slice, source, receivers) for tensor_slice in _merge(_cell_slices(cells, borders))]
     return TensorPlan(
         routes=tuple(routes),
-        held=hold @ volumes,
+        resident=hold @ volumes,
         needed=need @ volumes,
-        kept=(need & hold) @ volumes,
+        reused=(need & hold) @ volumes,
         received=missing @ volumes,
         sent=senders.sent,
     )
@@ -219,10 +225,10 @@ class Plan:
     """The plan of a model.
 
     Attributes:
-        training, generation: the layouts; None: the plan was made of boxes alone (`plan_boxes`).
+        training, generation: the layouts; None: the plan was made of slices alone (`plan_slices`).
         slots: per device, its place in the generation layout.
         tensors: name and plan of each tensor; tensors that move alike share one `TensorPlan`.
-        held, needed, kept, received, sent: elements per device, over all tensors (see `TensorPlan`).
+        resident, needed, reused, received, sent: elements per device, over all tensors (see `TensorPlan`).
         elements: of the whole model.
     """
 
@@ -230,9 +236,9 @@ class Plan:
     generation: GenerationLayout | None
     slots: tuple[int, ...]
     tensors: tuple[tuple[str, TensorPlan], ...]
-    held: np.ndarray
+    resident: np.ndarray
     needed: np.ndarray
-    kept: np.ndarray
+    reused: np.ndarray
     received: np.ndarray
     sent: np.ndarray
     elements: int
@@ -272,54 +278,54 @@ def plan(
     at_generation = [generation.coordinates(slot) for slot in places]
     copies = [training.copy(device) for device in range(devices)]
 
-    def boxes() -> Iterator[tuple[str, list[Boxes], list[Boxes]]]:
+    def slices() -> Iterator[tuple[str, list[TensorSlices], list[TensorSlices]]]:
         for spec in specs:
-            of_training = {at: boxes_of(spec, training, at, layers) for at in set(at_training)}
-            of_generation = {at: boxes_of(spec, generation, at, layers) for at in set(at_generation)}
+            of_training = {at: slices_of(spec, training, at, layers) for at in set(at_training)}
+            of_generation = {at: slices_of(spec, generation, at, layers) for at in set(at_generation)}
             yield spec.name, [of_training[at] for at in at_training], [of_generation[at] for at in at_generation]
 
-    tensors, (resident, needed, reused, received, sent) = _plan_all(boxes(), copies, per_node)
+    tensors, (resident, needed, reused, received, sent) = _plan_all(slices(), copies, per_node)
     elements = sum(spec.elements for spec in specs)
     return Plan(training, generation, places, tensors, resident, needed, reused, received, sent, elements)
 
 
-def plan_boxes(
+def plan_slices(
     shapes: Mapping[str, tuple[int, ...]],
-    training_boxes: Sequence[Mapping[str, Boxes]],
-    generation_boxes: Sequence[Mapping[str, Boxes]],
+    training_slices: Sequence[Mapping[str, TensorSlices]],
+    generation_slices: Sequence[Mapping[str, TensorSlices]],
     slots: Sequence[int] | None = None,
     copies: Sequence[int] | None = None,
     per_node: int = 8,
 ) -> Plan:
-    """Plan the transition of a model from boxes, e.g. those that engines' own loaders need (`LoadRecorder.required`).
+    """Plan the transition of a model from slices, e.g. those that engines' own loaders need (`LoadRecorder.required`).
 
     Args:
         shapes: name and shape of each tensor.
-        training_boxes: per device, the boxes of each tensor that it has for training. A tensor without a name: none.
-        generation_boxes: per place of the generation layout, the boxes of each tensor that the process there needs.
+        training_slices: per device, the slices of each tensor that it has for training. A tensor without a name: none.
+        generation_slices: per place of the generation layout, the slices of each tensor that the process there needs.
         slots: per device, its place in the generation layout; None: device i has place i.
         copies: per device, the copy of the model that it trains; None: all train one copy.
         per_node: devices per node.
 
     Raises:
-        ConfigError: `training_boxes`, `generation_boxes`, `slots` and `copies` have different lengths, a tensor has no
-            shape or no dimensions, a box lies outside its tensor, or no device holds an element that another needs.
+        ConfigError: `training_slices`, `generation_slices`, `slots` and `copies` have different lengths, a tensor has
+            no shape or no dimensions, a slice lies outside its tensor, or no device holds an element that is needed.
     """
-    devices = len(training_boxes)
+    devices = len(training_slices)
     places = tuple(range(devices)) if slots is None else tuple(slots)
     of_copies = [0] * devices if copies is None else list(copies)
-    if len(generation_boxes) != devices or len(of_copies) != devices:
+    if len(generation_slices) != devices or len(of_copies) != devices:
         raise ConfigError(
-            f"boxes are held by {devices} devices, needed by {len(generation_boxes)}; copies: {len(of_copies)}"
+            f"slices are held by {devices} devices, needed by {len(generation_slices)}; copies: {len(of_copies)}"
         )
     if sorted(places) != list(range(devices)):
         raise ConfigError(f"slots must name each place of the generation layout once, from 0 to {devices - 1}")
-    for of_device in (*training_boxes, *generation_boxes):
-        for name, boxes in of_device.items():
-            _check_boxes(name, boxes, shapes)
-    in_places = [generation_boxes[slot] for slot in places]
+    for of_device in (*training_slices, *generation_slices):
+        for name, slices in of_device.items():
+            _check_slices(name, slices, shapes)
+    in_places = [generation_slices[slot] for slot in places]
     named = (
-        (name, [tuple(of.get(name, ())) for of in training_boxes], [tuple(of.get(name, ())) for of in in_places])
+        (name, [tuple(of.get(name, ())) for of in training_slices], [tuple(of.get(name, ())) for of in in_places])
         for name in shapes
     )
     tensors, (resident, needed, reused, received, sent) = _plan_all(named, of_copies, per_node)
@@ -327,34 +333,36 @@ def plan_boxes(
     return Plan(None, None, places, tensors, resident, needed, reused, received, sent, elements)
 
 
-def _check_boxes(name: str, boxes: Boxes, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_slices(name: str, slices: TensorSlices, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if name not in shapes:
-        raise ConfigError(f"{name}: boxes of it are given and no shape")
+        raise ConfigError(f"{name}: slices of it are given and no shape")
     if not shapes[name]:
         raise ConfigError(f"{name}: a tensor without dimensions cannot be planned; give it the shape (1,)")
-    for box in boxes:
-        if len(box.stop) != len(shapes[name]) or any(a > b for a, b in zip(box.stop, shapes[name], strict=True)):
-            raise ConfigError(f"{name}: {box} lies outside its shape {shapes[name]}")
+    for tensor_slice in slices:
+        if len(tensor_slice.stop) != len(shapes[name]) or any(
+            a > b for a, b in zip(tensor_slice.stop, shapes[name], strict=True)
+        ):
+            raise ConfigError(f"{name}: {tensor_slice} lies outside its shape {shapes[name]}")
 
 
 def _plan_all(
-    tensors: Iterable[tuple[str, Sequence[Boxes], Sequence[Boxes]]], copies: Sequence[int], per_node: int
+    tensors: Iterable[tuple[str, Sequence[TensorSlices], Sequence[TensorSlices]]], copies: Sequence[int], per_node: int
 ) -> tuple[tuple[tuple[str, TensorPlan], ...], np.ndarray]:
-    """Plan tensors, given with the boxes that each device holds and needs; those with equal boxes share a plan.
+    """Plan tensors, given with the slices that each device holds and needs; those with equal slices share a plan.
 
     Returns:
-        Name and plan of each tensor, and the elements [5, devices] that are held, needed, kept, received and sent.
+        Name and plan of each tensor, and the elements [5, devices]: resident, needed, reused, received and sent.
     """
-    plan_by_boxes: dict[object, TensorPlan] = {}
+    plan_by_slices: dict[object, TensorPlan] = {}
     plans = []
     totals = np.zeros((5, len(copies)), dtype=np.int64)
-    for name, training_boxes, generation_boxes in tensors:
-        key = (tuple(training_boxes), tuple(generation_boxes))
-        if key not in plan_by_boxes:
-            plan_by_boxes[key] = plan_tensor(name, training_boxes, generation_boxes, copies, per_node)
-        moved = plan_by_boxes[key]
+    for name, training_slices, generation_slices in tensors:
+        key = (tuple(training_slices), tuple(generation_slices))
+        if key not in plan_by_slices:
+            plan_by_slices[key] = plan_tensor(name, training_slices, generation_slices, copies, per_node)
+        moved = plan_by_slices[key]
         plans.append((name, moved))
-        totals += np.stack([moved.held, moved.needed, moved.kept, moved.received, moved.sent])
+        totals += np.stack([moved.resident, moved.needed, moved.reused, moved.received, moved.sent])
     return tuple(plans), totals
 
 
@@ -366,17 +374,17 @@ def _overlaps(
 ) -> np.ndarray:
     """Return [training kinds, generation kinds]: the elements that both parts of the model share."""
     shared = np.zeros((len(kinds[0]), len(kinds[1])), dtype=np.int64)
-    shared_by_boxes: dict[object, np.ndarray] = {}
+    shared_by_slices: dict[object, np.ndarray] = {}
     for spec in specs:
-        ours = tuple(boxes_of(spec, layouts[0], at, layers) for at in kinds[0])
-        theirs = tuple(boxes_of(spec, layouts[1], at, layers) for at in kinds[1])
+        ours = tuple(slices_of(spec, layouts[0], at, layers) for at in kinds[0])
+        theirs = tuple(slices_of(spec, layouts[1], at, layers) for at in kinds[1])
         key = (ours, theirs)
-        if key not in shared_by_boxes:
-            pairs: dict[tuple[Boxes, Boxes], int] = {}
+        if key not in shared_by_slices:
+            pairs: dict[tuple[TensorSlices, TensorSlices], int] = {}
             for pair in product(dict.fromkeys(ours), dict.fromkeys(theirs)):
                 pairs[pair] = overlap(*pair)
-            shared_by_boxes[key] = np.array([[pairs[a, b] for b in theirs] for a in ours], dtype=np.int64)
-        shared += shared_by_boxes[key]
+            shared_by_slices[key] = np.array([[pairs[a, b] for b in theirs] for a in ours], dtype=np.int64)
+        shared += shared_by_slices[key]
     return shared
 
 
@@ -477,15 +485,17 @@ def compared(transition: Plan) -> dict[str, Volume]:
     `gather in the training group` starts from the training shards of the plan and collects one copy (HybridFlow-V).
     Both hold the training shard in memory of its own.
     """
-    devices = len(transition.held)
+    devices = len(transition.resident)
     part = -(-transition.elements // devices)
     return {
         "gather everything": Volume(transition.elements - part, transition.elements, part),
         "gather in the training group": Volume(
-            int((transition.elements - transition.held).max()), transition.elements, int(transition.held.max())
+            int((transition.elements - transition.resident).max()), transition.elements, int(transition.resident.max())
         ),
         "this plan": Volume(
-            int(transition.received.max()), int(transition.needed.max()), int((transition.held - transition.kept).max())
+            int(transition.received.max()),
+            int(transition.needed.max()),
+            int((transition.resident - transition.reused).max()),
         ),
     }
 
@@ -500,11 +510,3 @@ def paper_fraction(tp: int, generation_tp: int) -> float:
         generation_tp: t_g * p_g, that of generation.
     """
     return (tp - generation_tp) / (generation_tp * tp)
-
-
-if __name__ == "__main__":
-    import sys
-
-    from hybridrl.hybrid_engine.print_plan import main
-
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The command `python -m hybridrl.hybrid_engine.plan`: the bytes and memory of a transition, computed, not measured."""
+"""`python -m hybridrl.hybrid_engine.print_plan`: the bytes and memory of a transition, computed and not measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import Plan, compared, plan
-from hybridrl.hybrid_engine.topology import GenerationLayout, Layout, parse_layout
-from hybridrl.models.loading import load_model_config
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.topology import GenerationLayout, Layout, parse_layout
+from hybridrl.models.model_config import load_model_config
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.utils.user_code import load_object
 
@@ -26,7 +26,9 @@ def parse_training(text: str) -> Layout:
     """
     strategy, _, sizes = text.partition(":")
     layouts = {
-        name: declared for name in TRAIN_ENGINES.names() if (declared := TRAIN_ENGINES.facts(name).layout) is not None
+        name: declared
+        for name in TRAIN_ENGINES.names()
+        if (declared := TRAIN_ENGINES.metadata(name).layout) is not None
     }
     if strategy not in layouts:
         raise ConfigError(f"{text!r} does not begin with one of {', '.join(layouts)}, then a colon")
@@ -55,9 +57,9 @@ def format_plan(transition: Plan, width: int, per_device: bool = False) -> str:
     routes = sum(len(tensor.routes) for _, tensor in transition.tensors)
     rows = [
         ("model", _gigabytes(transition.elements, width)),
-        ("training shard per device", _span(transition.held, width)),
+        ("training shard per device", _span(transition.resident, width)),
         ("generation shard per device", _span(transition.needed, width)),
-        ("of it already there", _span(transition.kept, width)),
+        ("of it already there", _span(transition.reused, width)),
         ("received per device", _span(transition.received, width)),
         ("sent per device", _span(transition.sent, width)),
     ]
@@ -81,22 +83,27 @@ def format_plan(transition: Plan, width: int, per_device: bool = False) -> str:
     if per_device:
         lines += ["", f"{'device':>6} {'place':>6} {'training':>10} {'generation':>10} {'received':>10} {'sent':>10}"]
         for device, slot in enumerate(transition.slots):
-            columns = (transition.held, transition.needed, transition.received, transition.sent)
+            columns = (transition.resident, transition.needed, transition.received, transition.sent)
             cells = " ".join(f"{_gigabytes(column[device], width):>10}" for column in columns)
             lines.append(f"{device:>6} {slot:>6} {cells}")
     return "\n".join(lines)
 
 
 def _as_json(transition: Plan, width: int) -> str:
-    per_device = {
-        name: (getattr(transition, name) * width).tolist() for name in ("held", "needed", "kept", "received", "sent")
+    elements = {
+        "held": transition.resident,
+        "needed": transition.needed,
+        "kept": transition.reused,
+        "received": transition.received,
+        "sent": transition.sent,
     }
+    per_device = {name: (column * width).tolist() for name, column in elements.items()}
     return json.dumps({"slots": transition.slots, "bytes": per_device, "model_bytes": transition.elements * width})
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a plan. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.hybrid_engine.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hybridrl.hybrid_engine.print_plan", description=__doc__)
     parser.add_argument("model", type=Path, help="a model's folder, or its config.json; no weights are read")
     parser.add_argument("--training", required=True, help="fsdp2:shard=8 or megatron:tp=4,pp=2,dp=2")
     parser.add_argument("--generation", required=True, help="tp=2,replicas=4")
@@ -120,3 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         else format_plan(transition, options.bytes, options.per_device)
     )
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Records which part of each checkpoint tensor an inference engine's own loader copies where, and repeats the copies.
+"""Records which slice of each checkpoint tensor an inference engine's own loader copies where, and repeats the copies.
 
-The loader is run once with tensors that have a shape and no memory. Whatever it does to find its part of a tensor
+The loader is run once with tensors that have a shape and no memory. Whatever it does to find its slice of a tensor
 (narrow, chunk, select, index, reshape) gives a view, and a view of a tensor without memory still knows its offset and
 strides. Only the copies into the engine's parameters are intercepted, so that no model needs a table of names.
 
@@ -20,70 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.digest import digest
-from hybridrl.hybrid_engine.shards import Box, Boxes, whole
-from hybridrl.hybrid_engine.transfer import Part, assemble
+from hybridrl.hybrid_engine.exchange import SliceValues, assemble
+from hybridrl.layouts.digest import digest
+from hybridrl.layouts.module_slices import slice_of
+from hybridrl.layouts.slices import TensorSlice, TensorSlices, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """One copy of a loader: a box of a checkpoint tensor becomes a box of a parameter, elements in the same order."""
+class LoadedSlice:
+    """A slice of a checkpoint tensor that a loader copies into a slice of a parameter, elements in the same order."""
 
     source: str
-    box: Box
+    slice: TensorSlice
     parameter: str
-    parameter_box: Box
-
-
-def _merged(sizes: Iterable[int], strides: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return sizes and strides without dimensions of size 1, and with dimensions joined that lie next to each other."""
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(sizes, strides, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    return tuple(merged)
-
-
-def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        offset, at = divmod(offset, size)
-        index.insert(0, at)
-    return tuple(index)
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= size
-    return tuple(strides)
-
-
-def box_of(view: torch.Tensor, shape: tuple[int, ...], base: int = 0) -> Box | None:
-    """Return the box of a contiguous tensor that a view of it covers in order, or None if it covers no box so.
-
-    Args:
-        view: the view.
-        shape: of the whole tensor.
-        base: the whole tensor's offset in its storage.
-    """
-    sizes, strides = tuple(view.shape), view.stride()
-    if 0 in sizes or any(stride < 0 for stride in strides):
-        return None
-    first = int(view.storage_offset()) - base
-    start = _unravel(first, shape)
-    last = _unravel(first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)), shape)
-    if any(a > b for a, b in zip(start, last, strict=True)):
-        return None
-    box = Box(start, tuple(index + 1 for index in last))
-    extents = tuple(b - a for a, b in zip(box.start, box.stop, strict=True))
-    return box if _merged(sizes, strides) == _merged(extents, _contiguous_strides(shape)) else None
+    parameter_slice: TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +53,10 @@ class LoadRecorder(TorchDispatchMode):
         dtype: of the checkpoint's tensors; where they differ, by name.
 
     Attributes:
-        copies: what the loader copied, if there are `parameters`.
-        uses: how often the loader copied each box of each tensor into a tensor that has memory.
+        loaded: what the loader copied, if there are `parameters`.
+        uses: how often the loader copied each slice of each tensor into a tensor that has memory.
         unplanned: checkpoint tensors that cannot be planned, with the reason: the loader computed something new from
-            them, such as a transpose in memory, copied elements in an order that is not that of a box, or changed a
+            them, such as a transpose in memory, copied elements in an order that is not that of a slice, or changed a
             tensor with them by another operation than a copy.
         skipped: checkpoint tensors that the loader never copied, known once the context ends. Some it leaves out on
             purpose, e.g. what another rank holds, `rotary_emb.inv_freq`, or `lm_head` of a model with tied embeddings.
@@ -119,15 +69,15 @@ class LoadRecorder(TorchDispatchMode):
         dtype: torch.dtype | Mapping[str, torch.dtype],
     ) -> None:
         super().__init__()
-        self.copies: list[Copy] = []
-        self.uses: Counter[tuple[str, Box]] = Counter()
+        self.loaded: list[LoadedSlice] = []
+        self.uses: Counter[tuple[str, TensorSlice]] = Counter()
         self.unplanned: dict[str, str] = {}
         self.skipped: tuple[str, ...] = ()
         dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
         self._tensors = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
         self._sources = {_storage(tensor): name for name, tensor in self._tensors.items()}
         self._shapes = dict(shapes)
-        self._required: dict[str, dict[Box, None]] = defaultdict(dict)
+        self._required: dict[str, dict[TensorSlice, None]] = defaultdict(dict)
         self._anywhere = parameters is None
         self._parameters: dict[int, list[_Whole]] = defaultdict(list)
         for name, tensor in (parameters or {}).items():
@@ -141,9 +91,9 @@ class LoadRecorder(TorchDispatchMode):
         """The checkpoint's tensors without memory, for the loader."""
         yield from self._tensors.items()
 
-    def required(self) -> dict[str, Boxes]:
-        """Return the boxes of each checkpoint tensor that this process holds once loaded. Equal boxes count once."""
-        return {name: tuple(boxes) for name, boxes in self._required.items()}
+    def required(self) -> dict[str, TensorSlices]:
+        """Return the slices of each checkpoint tensor that this process holds once loaded. Equal slices count once."""
+        return {name: tuple(slices) for name, slices in self._required.items()}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -216,20 +166,22 @@ class LoadRecorder(TorchDispatchMode):
         if target.shape != source.shape:
             self._give_up({name}, f"the loader broadcasts {tuple(source.shape)} to {tuple(target.shape)}")
             return
-        box = box_of(source, self._shapes[name])
-        if box is not None and self._place(name, box, target):
-            self._required[name][box] = None
+        tensor_slice = slice_of(source, self._shapes[name])
+        if tensor_slice is not None and self._place(name, tensor_slice, target):
+            self._required[name][tensor_slice] = None
             if not target.is_meta:
-                self.uses[name, box] += 1
+                self.uses[name, tensor_slice] += 1
             return
-        self._give_up({name}, f"the loader copies {tuple(source.shape)} elements that are no box, or into no parameter")
+        self._give_up(
+            {name}, f"the loader copies {tuple(source.shape)} elements that are no slice, or into no parameter"
+        )
 
-    def _place(self, name: str, box: Box, target: torch.Tensor) -> bool:
-        """Note where a box goes; False where that is unknown and has to be known."""
+    def _place(self, name: str, tensor_slice: TensorSlice, target: torch.Tensor) -> bool:
+        """Note where a slice goes; False where that is unknown and has to be known."""
         for parameter in self._parameters.get(_storage(target), ()):
-            there = box_of(target, parameter.shape, parameter.offset)
-            if there is not None and _extents(box) == _extents(there):
-                self.copies.append(Copy(name, box, parameter.name, there))
+            there = slice_of(target, parameter.shape, parameter.offset)
+            if there is not None and _extents(tensor_slice) == _extents(there):
+                self.loaded.append(LoadedSlice(name, tensor_slice, parameter.name, there))
                 return True
         return self._anywhere
 
@@ -247,56 +199,61 @@ class LoadReplay(LoadRecorder):
         unplanned: tensors that could not be planned. The loader gets them with their elements, all of them.
 
     Attributes:
-        wrong: tensors of which the digest of a part differs, once it is where the loader copies it.
+        wrong: tensors of which the digest of a piece differs, once it is where the loader copies it.
     """
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, torch.dtype],
-        uses: Mapping[tuple[str, Box], int],
+        uses: Mapping[tuple[str, TensorSlice], int],
         unplanned: Iterable[str] = (),
     ) -> None:
         super().__init__(None, shapes, dtypes)
         self._whole = frozenset(unplanned)
         self._remaining = Counter({use: number for use, number in uses.items() if use[0] not in self._whole})
-        self._by_name: dict[str, list[Box]] = defaultdict(list)
-        for name, box in self._remaining:
-            self._by_name[name].append(box)
+        self._by_name: dict[str, list[TensorSlice]] = defaultdict(list)
+        for name, tensor_slice in self._remaining:
+            self._by_name[name].append(tensor_slice)
         self.wrong: list[str] = []
-        self._arrived: dict[str, list[Part]] = {}
-        self._digests: dict[str, Mapping[Box, int]] = {}
+        self._arrived: dict[str, list[SliceValues]] = {}
+        self._digests: dict[str, Mapping[TensorSlice, int]] = {}
         self._cloned: set[str] = set()
 
-    def arrive(self, name: str, parts: Sequence[Part], digests: Mapping[Box, int] | None = None) -> None:
-        """Take the parts of a tensor.
+    def arrive(
+        self, name: str, pieces: Sequence[SliceValues], digests: Mapping[TensorSlice, int] | None = None
+    ) -> None:
+        """Take the pieces of a tensor.
 
         Args:
             name: of the tensor.
-            parts: they may be views of memory that is valid until `keep_the_rest`.
-            digests: of each part; None: they are not checked.
+            pieces: they may be views of memory that is valid until `keep_the_rest`.
+            digests: of each piece; None: they are not checked.
         """
-        self._arrived[name] = list(parts)
+        self._arrived[name] = list(pieces)
         self._digests[name] = digests or {}
-        if digests and any(digest(part, box, self._shapes[name] or (1,)) != digests[box] for box, part in parts):
+        if digests and any(
+            digest(values, tensor_slice, self._shapes[name] or (1,)) != digests[tensor_slice]
+            for tensor_slice, values in pieces
+        ):
             self.wrong.append(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return what the loader gets for a tensor that has arrived."""
         if name not in self._whole:
             return self._tensors[name]
-        parts = self._arrived.pop(name)
-        box = whole(self._shapes[name] or (1,))
-        value = torch.empty(box.extents, dtype=parts[0][1].dtype, device=parts[0][1].device)
-        assemble(value, box, parts, name)
-        self._check(name, box, value)
+        pieces = self._arrived.pop(name)
+        tensor_slice = whole(self._shapes[name] or (1,))
+        value = torch.empty(tensor_slice.extents, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+        assemble(value, tensor_slice, pieces, name)
+        self._check(name, tensor_slice, value)
         return value.view(self._shapes[name])
 
     def keep_the_rest(self) -> None:
         """Copy what has arrived and still waits for the rest of its layer."""
-        for name, parts in self._arrived.items():
+        for name, pieces in self._arrived.items():
             if name not in self._cloned:
-                self._arrived[name] = [(box, part.clone()) for box, part in parts]
+                self._arrived[name] = [(tensor_slice, values.clone()) for tensor_slice, values in pieces]
                 self._cloned.add(name)
 
     def faults(self) -> list[str]:
@@ -320,36 +277,36 @@ class LoadReplay(LoadRecorder):
             _, operation, names = self._derived[key]
             self._give_up(names, f"the loader computes {operation} before it copies")
         name = self._sources[key]
-        box = box_of(source, self._shapes[name])
-        if box is None or target.shape != source.shape or name not in self._arrived:
+        tensor_slice = slice_of(source, self._shapes[name])
+        if tensor_slice is None or target.shape != source.shape or name not in self._arrived:
             self._give_up({name}, f"the loader copies {tuple(source.shape)} elements once more, or other ones")
             return
-        self._write(target, name, box)
-        self._remaining[name, box] -= 1
+        self._write(target, name, tensor_slice)
+        self._remaining[name, tensor_slice] -= 1
         if not any(self._remaining[name, other] > 0 for other in self._by_name[name]):
             del self._arrived[name], self._digests[name]
             self._cloned.discard(name)
 
-    def _write(self, target: torch.Tensor, name: str, box: Box) -> None:
-        parts = self._arrived[name]
-        usual = next((part for at, part in parts if at == box), None)
+    def _write(self, target: torch.Tensor, name: str, tensor_slice: TensorSlice) -> None:
+        pieces = self._arrived[name]
+        usual = next((values for at, values in pieces if at == tensor_slice), None)
         if usual is not None:
             target.copy_(usual.reshape(target.shape))
         else:
             try:
-                assemble(target.view(box.extents), box, parts, name)
-            except RuntimeError:  # the target's strides do not allow the box's shape
-                value = torch.empty(box.extents, dtype=parts[0][1].dtype, device=parts[0][1].device)
-                assemble(value, box, parts, name)
+                assemble(target.view(tensor_slice.extents), tensor_slice, pieces, name)
+            except RuntimeError:  # the target's strides do not allow the slice's shape
+                value = torch.empty(tensor_slice.extents, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+                assemble(value, tensor_slice, pieces, name)
                 target.copy_(value.reshape(target.shape))
-        if self._digests[name] and target.dtype == parts[0][1].dtype:
-            self._check(name, box, target.reshape(box.extents))
+        if self._digests[name] and target.dtype == pieces[0][1].dtype:
+            self._check(name, tensor_slice, target.reshape(tensor_slice.extents))
 
-    def _check(self, name: str, box: Box, values: torch.Tensor) -> None:
-        """Compare the digests of the parts that lie in a box with those of the elements that are there now."""
+    def _check(self, name: str, tensor_slice: TensorSlice, values: torch.Tensor) -> None:
+        """Compare the digests of the pieces that lie in a slice with those of the elements that are there now."""
         shape = self._shapes[name] or (1,)
         for at, expected in self._digests[name].items():
-            if box.intersect(at) == at and digest(values[at.within(box)], at, shape) != expected:
+            if tensor_slice.intersect(at) == at and digest(values[at.within(tensor_slice)], at, shape) != expected:
                 self.wrong.append(name)
 
     def _give_up(self, names: set[str], reason: str) -> None:
@@ -387,8 +344,8 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _extents(box: Box) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(box.start, box.stop, strict=True) if b - a > 1)
+def _extents(tensor_slice: TensorSlice) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(tensor_slice.start, tensor_slice.stop, strict=True) if b - a > 1)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """The schedule: a plan divided into rounds, each of which fits into a bucket on every device.
 
 In a round, each device sends at most one message to each other device. A message is a run of bytes in the receiver's
-bucket; its pieces are boxes of tensors, one after another. What a device keeps is a message to itself.
+bucket; its pieces are slices of tensors, one after another. What a device keeps is a message to itself.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import numpy as np
 import torch
 
 from hybridrl.hybrid_engine.plan import Plan, TensorPlan, common
-from hybridrl.hybrid_engine.shards import Box, Boxes
+from hybridrl.layouts.slices import TensorSlice, TensorSlices
 
 ALIGNMENT = 16  # bytes; more than any dtype requires
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPiece:
-    """A box of a tensor in a bucket.
+    """A slice of a tensor in a bucket.
 
     Attributes:
         name: of the tensor.
-        box: its elements, in row-major order.
+        slice: its elements, in row-major order.
         dtype: in which they travel.
         offset: of the first byte in the receiver's bucket.
     """
 
     name: str
-    box: Box
+    slice: TensorSlice
     dtype: torch.dtype
     offset: int
 
     @property
     def size(self) -> int:
         """Size in bytes."""
-        return self.box.elements * self.dtype.itemsize
+        return self.slice.elements * self.dtype.itemsize
 
     def view(self, data: torch.Tensor, origin: int = 0) -> torch.Tensor:
         """Return the piece within bytes that begin at offset `origin` of the bucket."""
         begin = self.offset - origin
-        return data[begin : begin + self.size].view(self.dtype).view(self.box.extents)
+        return data[begin : begin + self.size].view(self.dtype).view(self.slice.extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +90,17 @@ class _Open:
     """The round that is being filled."""
 
     names: list[str] = field(default_factory=list)
-    pieces: dict[tuple[int, int], list[tuple[str, Box, torch.dtype]]] = field(default_factory=lambda: defaultdict(list))
+    pieces: dict[tuple[int, int], list[tuple[str, TensorSlice, torch.dtype]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     needed: np.ndarray | int = 0
     sent: np.ndarray | int = 0
 
 
 def schedule(
     transition: Plan,
-    training_boxes: Sequence[Mapping[str, Boxes]],
-    generation_boxes: Sequence[Mapping[str, Boxes]],
+    training_slices: Sequence[Mapping[str, TensorSlices]],
+    generation_slices: Sequence[Mapping[str, TensorSlices]],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
     devices: Collection[int] | None = None,
@@ -109,20 +111,20 @@ def schedule(
     All devices get the same rounds.
 
     Args:
-        transition: a plan of `plan_boxes`, in which device i has place i.
-        training_boxes, generation_boxes: the boxes that the plan was made from.
+        transition: a plan of `plan_slices`, in which device i has place i.
+        training_slices, generation_slices: the slices that the plan was made from.
         dtypes: of each tensor on the wire.
         bucket_bytes: what no device receives or sends more than in a round, unless a single tensor is larger.
         devices: the messages from and to these are listed; None: all.
     """
-    listed = set(range(len(training_boxes))) if devices is None else set(devices)
-    return list(_rounds(transition, training_boxes, generation_boxes, dtypes, bucket_bytes, listed))
+    listed = set(range(len(training_slices))) if devices is None else set(devices)
+    return list(_rounds(transition, training_slices, generation_slices, dtypes, bucket_bytes, listed))
 
 
 def _rounds(
     transition: Plan,
-    training_boxes: Sequence[Mapping[str, Boxes]],
-    generation_boxes: Sequence[Mapping[str, Boxes]],
+    training_slices: Sequence[Mapping[str, TensorSlices]],
+    generation_slices: Sequence[Mapping[str, TensorSlices]],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
     devices: set[int],
@@ -138,8 +140,8 @@ def _rounds(
             now = _Open()
         now.names.append(name)
         now.needed, now.sent = now.needed + more, now.sent + out
-        for source, target, box in _moves(name, tensor, training_boxes, generation_boxes, devices):
-            now.pieces[target, source].append((name, box, dtype))
+        for source, target, tensor_slice in _moves(name, tensor, training_slices, generation_slices, devices):
+            now.pieces[target, source].append((name, tensor_slice, dtype))
     if now.names:
         yield _close(now)
 
@@ -147,18 +149,18 @@ def _rounds(
 def _moves(
     name: str,
     tensor: TensorPlan,
-    training_boxes: Sequence[Mapping[str, Boxes]],
-    generation_boxes: Sequence[Mapping[str, Boxes]],
+    training_slices: Sequence[Mapping[str, TensorSlices]],
+    generation_slices: Sequence[Mapping[str, TensorSlices]],
     devices: set[int],
-) -> Iterator[tuple[int, int, Box]]:
+) -> Iterator[tuple[int, int, TensorSlice]]:
     for device in sorted(devices):
-        if tensor.kept[device]:
-            for box in common(training_boxes[device][name], generation_boxes[device][name]):
-                yield device, device, box
+        if tensor.reused[device]:
+            for tensor_slice in common(training_slices[device][name], generation_slices[device][name]):
+                yield device, device, tensor_slice
     for route in tensor.routes:
         for target in route.targets:
             if target in devices or route.source in devices:
-                yield route.source, target, route.box
+                yield route.source, target, route.slice
 
 
 def _close(now: _Open) -> Round:
@@ -168,8 +170,8 @@ def _close(now: _Open) -> Round:
         offset = begin = -(-offsets[target] // ALIGNMENT) * ALIGNMENT
         pieces = []
         # The widest first, so that each lies at a multiple of its element size without gaps.
-        for name, box, dtype in sorted(now.pieces[target, source], key=lambda piece: -piece[2].itemsize):
-            pieces.append(TransferPiece(name, box, dtype, offset))
+        for name, tensor_slice, dtype in sorted(now.pieces[target, source], key=lambda piece: -piece[2].itemsize):
+            pieces.append(TransferPiece(name, tensor_slice, dtype, offset))
             offset += pieces[-1].size
         messages.append(Message(source, target, begin, offset, tuple(pieces)))
         offsets[target] = offset

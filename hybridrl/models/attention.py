@@ -56,7 +56,9 @@ def attention_implementation(config: PreTrainedConfig, override: Mapping[str, An
     implementation = override.get("attn_implementation")
     if implementation is not None:
         return str(implementation)
-    fits = device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config))
+    fits = device.supports_varlen_attention() and not (
+        packing_unsupported_reason(config) or varlen_unsupported_reason(config)
+    )
     if fits and (has_window(config) or varlen.has_package()):
         return VARLEN
     flash = device.flash_attention()
@@ -96,7 +98,7 @@ def is_flash_attention(implementation: str) -> bool:
     return implementation.startswith("flash_attention") or "flash-attn" in implementation
 
 
-def why_not_packed(config: PreTrainedConfig) -> str | None:
+def packing_unsupported_reason(config: PreTrainedConfig) -> str | None:
     """Return why sequences of this model may not share a row; None if they may.
 
     Attention learns where a sequence begins. Recurrent layers do not, so their state would leak into the next one.
@@ -114,7 +116,7 @@ def why_not_packed(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def why_not_replaced(config: PreTrainedConfig) -> str | None:
+def replacing_unsupported_reason(config: PreTrainedConfig) -> str | None:
     """Return why the model's attention cannot be computed by one of ours; None if it can."""
     text, model_class = config.get_text_config(), model_class_of(config)
     for name in ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend"):
@@ -126,9 +128,9 @@ def why_not_replaced(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def why_not_varlen(config: PreTrainedConfig) -> str | None:
+def varlen_unsupported_reason(config: PreTrainedConfig) -> str | None:
     """Return why this module's attention does not fit the model; None if it does."""
-    reason = why_not_replaced(config)
+    reason = replacing_unsupported_reason(config)
     if reason is not None:
         return reason
     if (size := _largest_head(config)) > LARGEST_HEAD:

@@ -31,59 +31,63 @@ _CHARACTERS = 64  # of a text that are tokenised at first per token of the limit
 _FEWEST = 64  # tokens of the limit that the first part counts with
 
 
-def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
-    """Return why `value` is not a list of chat messages, or None if it is one.
+def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
+    """Check that `value` is a list of chat messages.
 
     Args:
         kinds: types of the parts that the content of a message may have.
+
+    Raises:
+        ValueError: it is not; the text is a clause about the value.
     """
     if isinstance(value, str):
-        return (
-            f"it is text ({value[:60]!r}{'...' if len(value) > 60 else ''}), not a list of messages; write {_EXAMPLE}"
-        )
+        beginning = f"{value[:60]!r}{'...' if len(value) > 60 else ''}"
+        raise ValueError(f"it is text ({beginning}), not a list of messages; write {_EXAMPLE}")
     if not isinstance(value, Sequence):
-        return f"it is {'missing' if value is None else type(value).__name__}, not a list of messages; write {_EXAMPLE}"
+        kind = "missing" if value is None else type(value).__name__
+        raise ValueError(f"it is {kind}, not a list of messages; write {_EXAMPLE}")
     if not value:
-        return f"the list of messages is empty; write at least {_EXAMPLE}"
+        raise ValueError(f"the list of messages is empty; write at least {_EXAMPLE}")
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
-            return f"message {number} is {type(message).__name__}, not an object with 'role' and 'content'"
+            raise ValueError(f"message {number} is {type(message).__name__}, not an object with 'role' and 'content'")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             advice = "; write 'role' for 'from', and 'content' for 'value'" if "from" in message else ""
-            return f"message {number} has no 'role' (keys found: {', '.join(map(str, message)) or 'none'}){advice}"
+            keys = ", ".join(map(str, message)) or "none"
+            raise ValueError(f"message {number} has no 'role' (keys found: {keys}){advice}")
         if (usual := _usual_role(role)) is not None:
-            return f"message {number} has the role {role!r}, which chat templates do not know; write {usual!r}"
+            raise ValueError(
+                f"message {number} has the role {role!r}, which chat templates do not know; write {usual!r}"
+            )
         if content is None and not message.get("tool_calls"):
-            return f"message {number} ({role}) has no 'content'"
-        fault = _fault_in_text(content) if isinstance(content, str) else None
-        if content is not None and not isinstance(content, str):
-            fault = _fault_in_parts(content, kinds)
-        fault = fault or _fault_in_calls(message.get("tool_calls")) or _fault_in_thoughts(message)
-        if fault:
-            return f"message {number} ({role}): {fault}"
-    return None
+            raise ValueError(f"message {number} ({role}) has no 'content'")
+        try:
+            _check_content(content, kinds)
+            _check_calls(message.get("tool_calls"))
+            _check_thoughts(message)
+        except ValueError as error:
+            raise ValueError(f"message {number} ({role}): {error}") from None
 
 
 def _usual_role(role: str) -> str | None:
-    """What chat templates call a role that other libraries write in another way; None for other roles."""
+    """Return the name that chat templates have for a role of another library; None for other roles."""
     lower = role.strip().lower()
     usual = _USUAL_ROLES.get(lower, lower)
     return usual if usual in _ROLES and usual != role else None
 
 
-def _fault_in_calls(calls: Any) -> str | None:
-    """Return why `tool_calls` of a message is no list of calls, or None."""
+def _check_calls(calls: Any) -> None:
+    """Check that `tool_calls` of a message is a list of calls."""
     if calls is None:
-        return None
+        return
     if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
-        return "'tool_calls' is not a list"
+        raise ValueError("'tool_calls' is not a list")
     for call in calls:
         function = _function_of(call)
         name = function.get("name") if function is not None else None
         if not isinstance(name, str) or not name:
-            return f"a tool call has no function with a name: {call!r:.200}"
-    return None
+            raise ValueError(f"a tool call has no function with a name: {call!r:.200}")
 
 
 def _function_of(call: Any) -> Mapping[str, Any] | None:
@@ -96,43 +100,48 @@ def _function_of(call: Any) -> Mapping[str, Any] | None:
     return function if isinstance(function, Mapping) else None
 
 
-def _fault_in_thoughts(message: Mapping[str, Any]) -> str | None:
+def _check_thoughts(message: Mapping[str, Any]) -> None:
     thoughts = {name: message[name] for name in THOUGHTS if message.get(name)}
     for name, value in thoughts.items():
         if not isinstance(value, str):
-            return f"{name!r} is {type(value).__name__}; it must be text"
-        if fault := _fault_in_text(value):
-            return f"{name!r}: {fault}"
+            raise ValueError(f"{name!r} is {type(value).__name__}; it must be text")
+        try:
+            _check_text(value)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
     if len(set(thoughts.values())) > 1:
-        return f"{' and '.join(map(repr, thoughts))} differ; keep one of them"
-    return None
+        raise ValueError(f"{' and '.join(map(repr, thoughts))} differ; keep one of them")
 
 
-def _fault_in_text(text: str) -> str | None:
-    """Return why a tokenizer cannot read text, or None."""
+def _check_text(text: str) -> None:
+    """Check that a tokenizer can read text."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return (
+        raise ValueError(
             f"character {error.start} is the lone surrogate {text[error.start]!r}, half of a character that was cut in "
             "two; remove it, or write the whole character"
-        )
-    return None
+        ) from None
 
 
-def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
-    """Return why `value` is neither text nor a list of chat messages, or None if it is one of them."""
+def check_prompt(value: Any, kinds: Sequence[str] = TEXT) -> None:
+    """Check that `value` is text or a list of chat messages, and says something.
+
+    Raises:
+        ValueError: it is not; the text is a clause about the value.
+    """
     if not isinstance(value, str):
-        return fault_in_messages(value, kinds) or (None if _says_something(value) else "no message has any text")
+        check_messages(value, kinds)
+        if not _says_something(value):
+            raise ValueError("no message has any text")
+        return
     if not value.strip():
-        return "the text is empty"
-    if fault := _fault_in_text(value):
-        return fault
+        raise ValueError("the text is empty")
+    _check_text(value)
     if _MESSAGES_AS_TEXT.match(value):
-        return (
+        raise ValueError(
             f"it is a list of messages written as text ({value[:40]!r}...); write the list itself, as JSON or parquet"
         )
-    return None
 
 
 def _says_something(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -150,7 +159,7 @@ def as_messages(
     """Return a prompt as chat messages in normal form: text becomes a message of the user.
 
     Args:
-        value: text, or messages without a fault.
+        value: text, or messages that `check_messages` accepts.
         system_prompt: begins the conversation, unless that has a system message of its own.
         has_padding: see `normal_messages`.
     """
@@ -163,22 +172,25 @@ def as_messages(
     return messages
 
 
-def _fault_in_parts(content: Any, kinds: Sequence[str]) -> str | None:
+def _check_content(content: Any, kinds: Sequence[str]) -> None:
+    if content is None:
+        return
+    if isinstance(content, str):
+        _check_text(content)
+        return
     if not isinstance(content, Sequence):
-        return f"'content' is {type(content).__name__}; it must be text or a list of parts"
+        raise ValueError(f"'content' is {type(content).__name__}; it must be text or a list of parts")
     for part in content:
         if not isinstance(part, Mapping) or "type" not in part:
-            return "'content' is a list with a part that has no 'type'"
+            raise ValueError("'content' is a list with a part that has no 'type'")
         if part["type"] not in kinds:
-            taken = f"{' and '.join(kinds)} are" if len(kinds) > 1 else f"only {kinds[0]} is"
-            return f"'content' has a part of type {part['type']!r}; {taken} supported"
+            supported = f"{' and '.join(kinds)} are" if len(kinds) > 1 else f"only {kinds[0]} is"
+            raise ValueError(f"'content' has a part of type {part['type']!r}; {supported} supported")
         if part["type"] != "text":
             continue
         if not isinstance(part.get("text"), str):
-            return "'content' has a part of type 'text' without a text"
-        if fault := _fault_in_text(part["text"]):
-            return fault
-    return None
+            raise ValueError("'content' has a part of type 'text' without a text")
+        _check_text(part["text"])
 
 
 def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = False) -> list[Message]:
@@ -192,7 +204,7 @@ def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = F
     * A field without a value is left out.
 
     Args:
-        value: messages without a fault.
+        value: messages that `check_messages` accepts.
         has_padding: the rows come from Arrow or Parquet, where each object has the fields of all others with nulls for
             those that it lacks. So nulls in arguments are no values there, and are left out.
     """
@@ -200,22 +212,22 @@ def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = F
     waiting: list[str] = []  # names of the calls that no message has answered yet
     messages = []
     for message in value:
-        made = {name: item for name, item in message.items() if item is not None}
-        made["content"] = joined_text(message.get("content"))
+        normal = {name: item for name, item in message.items() if item is not None}
+        normal["content"] = joined_text(message.get("content"))
         for field in THOUGHTS[1:]:
-            if made.get(field) and made.get(THOUGHTS[0]) == made[field]:
-                del made[field]
-        calls = [_normal_call(call, has_padding) for call in made.pop("tool_calls", ())]
+            if normal.get(field) and normal.get(THOUGHTS[0]) == normal[field]:
+                del normal[field]
+        calls = [_normal_call(call, has_padding) for call in normal.pop("tool_calls", ())]
         if calls:
-            made["tool_calls"] = calls
+            normal["tool_calls"] = calls
             waiting = [call["function"]["name"] for call in calls]
             names |= {str(call["id"]): call["function"]["name"] for call in calls if call.get("id")}
-        if made["role"] == "tool":
+        if normal["role"] == "tool":
             next_name = waiting.pop(0) if waiting else None
-            name: str | None = made.get("name") or names.get(str(made.get("tool_call_id"))) or next_name
+            name: str | None = normal.get("name") or names.get(str(normal.get("tool_call_id"))) or next_name
             if name:
-                made["name"] = name
-        messages.append(made)
+                normal["name"] = name
+        messages.append(normal)
     return messages
 
 
@@ -261,14 +273,14 @@ def parsed_arguments(arguments: Any) -> Any:
 
 def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """The same messages with arguments of calls as JSON text, which some templates insist on."""
-    shown = []
+    converted = []
     for message in messages:
         calls = [
             call | {"function": call["function"] | {"arguments": as_text(call["function"]["arguments"])}}
             for call in message.get("tool_calls") or ()
         ]
-        shown.append(message | {"tool_calls": calls} if calls else message)
-    return shown
+        converted.append(message | {"tool_calls": calls} if calls else message)
+    return converted
 
 
 def as_text(arguments: Any) -> str:

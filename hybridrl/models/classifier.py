@@ -4,7 +4,8 @@ from transformers import PreTrainedConfig
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import check_weights, checked_source
+from hybridrl.models.loading import check_weights
+from hybridrl.models.model_config import checked_source
 from hybridrl.models.value import HEAD_NAME, LAST_TOKEN, SCORED_AT, head_shapes
 
 _STEPS = "reward.reward_model.steps.enable"
@@ -34,7 +35,7 @@ def check_reward_model(model: ModelConfig, config: PreTrainedConfig, key: str) -
     generative += [name for name in config.architectures or () if name.endswith("ForConditionalGeneration")]
     if generative:
         raise ModelError(
-            f"{where}: {generative[0]} generates text, and {_WANTED}. For a judge that writes its verdict, "
+            f"{where}: {generative[0]} generates text, and {_WANTED}. For a judge that writes its score, "
             "set reward.reward_model.judge.enable=True and reward.reward_model.rollout.name (vllm or sglang)"
         )
     check_weights(checked_source(model.path))

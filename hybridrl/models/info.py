@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import ROPE_NAMES, check_weights, load_model_config
+from hybridrl.models.loading import check_weights
+from hybridrl.models.model_config import ROPE_NAMES, config_of
 from hybridrl.models.stored import check_names
 from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer, mark_ends
 
@@ -27,13 +28,6 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
         ends = eos_token_ids(model.path, config_of(model), tokenizer)
     mark_ends(tokenizer, ends)
     return tokenizer
-
-
-def config_of(model: ModelConfig) -> PreTrainedConfig:
-    """Load the Hugging Face configuration that a `model` group of the configuration names."""
-    return load_model_config(
-        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-    )
 
 
 def check_files(model: ModelConfig) -> None:

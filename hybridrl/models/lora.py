@@ -26,7 +26,7 @@ from torch import nn
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import loading, value
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import router_layers
 from hybridrl.utils.files import use_umask
 

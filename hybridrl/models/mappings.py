@@ -15,7 +15,7 @@ _OF_RENDERING = {"messages", "add_generation_prompt", "continue_final_message"}
 @reads_mapping("model-fields")
 def check_model_config(entries: Entries) -> Iterator[str]:
     """Check `model.override_config` against the fields that the model's config.json and its class have."""
-    from hybridrl.models.loading import load_model_config
+    from hybridrl.models.model_config import load_model_config
 
     model = entries.near(".path"), entries.near(".hf_config_path"), entries.near(".trust_remote_code")
     path, own, trusted = model
@@ -50,9 +50,9 @@ def check_template(entries: Entries) -> Iterator[str]:
 @reads_mapping("judge-requests")
 def check_judge_requests(entries: Entries) -> Iterator[str]:
     """Check the template's variables of a judge that the run serves; what an endpoint takes is not known."""
-    given = entries.values.get("chat_template_kwargs")
-    if entries.near(".enable") and isinstance(given, Mapping) and given:
-        own = Entries(f"{entries.key}.chat_template_kwargs", given, entries.lookup)
+    kwargs = entries.values.get("chat_template_kwargs")
+    if entries.near(".enable") and isinstance(kwargs, Mapping) and kwargs:
+        own = Entries(f"{entries.key}.chat_template_kwargs", kwargs, entries.lookup)
         yield from unread_variables(own, entries.near("..model"))
 
 

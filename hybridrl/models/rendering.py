@@ -131,16 +131,16 @@ def _source(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
 def _for_template(source: str, messages: Sequence[Message]) -> list[Message]:
     """Messages with the role `system` for `developer`, and with thoughts under the name that the template reads."""
     own = next((name for name in THOUGHTS if reads(source, name)), None)
-    shown = []
+    result = []
     for message in messages:
-        made = dict(message)
-        if made.get("role") == "developer" and not reads(source, "developer"):
-            made["role"] = "system"
+        converted = dict(message)
+        if converted.get("role") == "developer" and not reads(source, "developer"):
+            converted["role"] = "system"
         for name in THOUGHTS:
-            if made.get(name) and own is not None and not reads(source, name) and own not in made:
-                made[own] = made.pop(name)
-        shown.append(made)
-    return shown
+            if converted.get(name) and own is not None and not reads(source, name) and own not in converted:
+                converted[own] = converted.pop(name)
+        result.append(converted)
+    return result
 
 
 def _variants(messages: list[Message], takes_parts: bool) -> Iterator[list[Message]]:
@@ -201,7 +201,7 @@ def _unread_fault(name: str) -> str:
 
 
 def _pieces(message: Message, is_last: bool) -> Iterator[Piece]:
-    """What must stand in the rendered text, and in which forms it may."""
+    """Yield the texts that must stand in the rendered text, with the forms that they may have."""
     role, content = message.get("role"), message.get("content")
     texts = [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
     for text in texts:
@@ -325,8 +325,8 @@ def _check_short(tokenizer: Any, source: str, messages: Sequence[Message], argum
             text = str(tokenizer.apply_chat_template(marked, tokenize=False, **arguments))
         except Exception:
             return
-        lost = (turn for turn, mark in enumerate(marks) if mark is not None and mark not in text)
-        _SHAPES[key] = next(((turn, str(messages[turn].get("role"))) for turn in lost), None)
+        missing = (turn for turn, mark in enumerate(marks) if mark is not None and mark not in text)
+        _SHAPES[key] = next(((turn, str(messages[turn].get("role"))) for turn in missing), None)
     fault = _SHAPES[key]
     if fault is not None:
         turn, role = fault

@@ -60,7 +60,7 @@ class StoredWeights:
         self._source = source
         self._files = files
         self._prefix = prefix
-        self._layers = {} if files is None else _layers(files)
+        self.layers = {} if files is None else _layers(files)
 
     def within(self, module: nn.Module, prefix: str) -> StoredWeights:
         """The same weights in a module that holds this one's under `prefix`."""
@@ -81,8 +81,8 @@ class StoredWeights:
             if not tensor.is_meta:
                 yield name, tensor.detach()
         sent = set()
-        for layer in self._layers:
-            for own, tensor in self._read(layer):
+        for layer in self.layers:
+            for own, tensor in self.read_layer(layer):
                 name = first[self._prefix + own]
                 if name not in sent:
                     sent.add(name)
@@ -94,19 +94,19 @@ class StoredWeights:
         for target, tied_to in dict(model.all_tied_weights_keys).items():
             if model.get_parameter(target) is model.get_parameter(tied_to):
                 continue
-            values = {name: dict(self._read(layer_of(name)))[name] for name in (target, tied_to)}
+            values = {name: dict(self.read_layer(layer_of(name)))[name] for name in (target, tied_to)}
             if torch.equal(values[target], values[tied_to]):
                 parent, _, name = target.rpartition(".")
                 setattr(model.get_submodule(parent), name, model.get_parameter(tied_to))
 
-    def _read(self, layer: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_layer(self, layer: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a layer, whose memory is freed with them."""
         assert self._files is not None
         model = self._files.model
         try:
             with without_progress_bar():
                 report, _ = convert_and_load_state_dict_in_model(
-                    model=model, state_dict=self._layers[layer], load_config=self._files.how
+                    model=model, state_dict=self.layers[layer], load_config=self._files.how
                 )
         except Exception as error:  # transformers may raise anything for a broken file
             raise ModelError(

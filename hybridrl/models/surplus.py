@@ -130,7 +130,7 @@ def _first(names: list[str]) -> str:
 
 
 def _layers(surplus: list[str], config: PreTrainedConfig) -> str:
-    """How many layers the files and the configuration have, where layers are left over."""
+    """Return a sentence about the numbers of layers in the files and the configuration, where layers are left over."""
     layers = [int(match["layer"]) for name in surplus if (match := _LAYER.search(name)) is not None]
     number = int(config.get_text_config().num_hidden_layers)
     if not layers or max(layers) < number:

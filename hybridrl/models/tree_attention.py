@@ -42,12 +42,12 @@ _sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
 _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
 
 
-def why_not_shared(config: PreTrainedConfig) -> str | None:
+def sharing_unsupported_reason(config: PreTrainedConfig) -> str | None:
     """Return why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
 
     A token's state must depend on the tokens before it alone, and attention must be the only path between tokens.
     """
-    return attention.why_not_packed(config) or attention.why_not_replaced(config)
+    return attention.packing_unsupported_reason(config) or attention.replacing_unsupported_reason(config)
 
 
 class Paths:
@@ -56,7 +56,7 @@ class Paths:
     def __init__(self, runs: Sequence[Run], pieces: Sequence[int]) -> None:
         self.runs = list(runs)
         self.pieces = list(pieces)
-        self._masks: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.masks: dict[tuple[Any, ...], torch.Tensor] = {}
         self._boundaries: tuple[torch.Tensor, torch.Tensor] | None = None
         self._joined: list[list[Run]] | None = None
 
@@ -76,9 +76,9 @@ class Paths:
         if before == 0 and not 0 < window < queries:
             return None
         name = (window, like.dtype, like.device)
-        if name not in self._masks:
-            self._masks[name] = self._whole_mask(window, like)
-        whole = self._masks[name]
+        if name not in self.masks:
+            self.masks[name] = self._whole_mask(window, like)
+        whole = self.masks[name]
         offset = whole.shape[1] - _BLOCK - before
         return whole[:queries, offset : offset + before + queries]
 
@@ -112,7 +112,7 @@ class Paths:
         """The pieces of the runs of `joined()[number]`, and which of their tokens each query sees, added to scores."""
         runs, name = self.joined()[number], (number, window, like.dtype, like.device)
         pieces = sorted({piece for run in runs for piece in run.pieces})
-        if name not in self._masks:
+        if name not in self.masks:
             ends = list(itertools.accumulate(self.pieces[piece] for piece in pieces))
             columns = dict(zip(pieces, zip([0, *ends], ends, strict=False), strict=True))
             hidden = np.ones((runs[-1].stop - runs[0].start, ends[-1]), dtype=bool)
@@ -124,8 +124,8 @@ class Paths:
                     visible ^= np.tri(queries, len(path), run.before - window, dtype=bool)
                 hidden[run.start - runs[0].start : run.stop - runs[0].start, path] = ~visible
             scores = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-            self._masks[name] = scores.to(like.device)
-        return pieces, self._masks[name]
+            self.masks[name] = scores.to(like.device)
+        return pieces, self.masks[name]
 
     def boundaries(self, target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the boundaries of each run's queries and of its gathered keys, int32 [runs + 1] each."""
@@ -236,7 +236,7 @@ def tree_attention(
         and query.shape[-1] <= attention.LARGEST_HEAD
         and kernel_sees_paths()
     )
-    attend = _by_kernel if on_kernel else _by_blocks
+    attend = by_kernel if on_kernel else _by_blocks
     return attend(query, key, value, paths, scale, window)[:, :, :size]
 
 
@@ -246,7 +246,7 @@ def _gathered(tensor: torch.Tensor, paths: Paths) -> list[list[torch.Tensor]]:
     return [[pieces[number] for number in run.pieces] for run in paths.runs]
 
 
-def _by_kernel(
+def by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -275,7 +275,7 @@ def _by_blocks(
         needed: Sequence[int]
         masks: list[torch.Tensor | None]
         if len(runs) == 1:
-            needed, blocks = runs[0].pieces, _blocks(runs[0], window)
+            needed, blocks = runs[0].pieces, blocks_of(runs[0], window)
             masks = [paths.mask(part.stop - part.start, before, window, query) for part, before in blocks]
         else:
             needed, joined = paths.joined_mask(number, window, query)
@@ -292,7 +292,7 @@ def _by_blocks(
     return torch.cat(outs)
 
 
-def _blocks(run: Run, window: int) -> list[tuple[slice, int]]:
+def blocks_of(run: Run, window: int) -> list[tuple[slice, int]]:
     """The queries of each block of a run, and the number of keys before them; one block if no mask is needed."""
     count = run.stop - run.start
     if run.before == 0 and not 0 < window < count:
@@ -311,7 +311,7 @@ def kernel_sees_paths() -> bool:
     q, k, v = (torch.randn(5, 1, 8, generator=generator) for _ in range(3))
     expected = _by_blocks(q, k, v, paths, 1.0, 0)
     q, k, v = (tensor.to(device.current_device(), torch.bfloat16) for tensor in (q, k, v))
-    actual = _by_kernel(q, k, v, paths, 1.0, 0, varlen.by_pytorch).float().cpu()
+    actual = by_kernel(q, k, v, paths, 1.0, 0, varlen.by_pytorch).float().cpu()
     return bool(torch.allclose(actual, expected, atol=0.1))
 
 

@@ -217,7 +217,7 @@ def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -
     Raises:
         ModelError: `options` (`data.mm_processor_kwargs`) has what the processor does not take, or the model has none.
     """
-    from hybridrl.models.info import config_of
+    from hybridrl.models.model_config import config_of
 
     config = config_of(model)
     if is_vision_model(config):

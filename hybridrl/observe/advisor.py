@@ -198,9 +198,9 @@ def _generation(facts: _Facts) -> tuple[str, str]:
             "trained)",
         )
     name = facts.setting("actor_rollout_ref.rollout.name", "")
-    if INFERENCE_ENGINES.knows(name) and INFERENCE_ENGINES.facts(name).in_place:
-        engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.facts(engine).auto]
-        first = min(engines, key=lambda engine: INFERENCE_ENGINES.facts(engine).auto)
+    if INFERENCE_ENGINES.knows(name) and INFERENCE_ENGINES.metadata(name).in_place:
+        engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.metadata(engine).auto]
+        first = min(engines, key=lambda engine: INFERENCE_ENGINES.metadata(engine).auto)
         return f"rollout.name={name} generates without an inference engine", f"actor_rollout_ref.rollout.name={first}"
     sequences = facts.setting("actor_rollout_ref.rollout.max_num_seqs", 256)
     return "all responses are about as long", f"actor_rollout_ref.rollout.max_num_seqs={2 * sequences}"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hybridrl.config.roles import ROLES
-from hybridrl.observe.history import Curve, RunHistory
+from hybridrl.observe.run_history import Curve, RunHistory
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#64748b")

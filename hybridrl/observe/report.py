@@ -24,9 +24,9 @@ from hybridrl.notify import write_out
 from hybridrl.observe import textplot
 from hybridrl.observe.advisor import Advice, advise
 from hybridrl.observe.events import END, RESUME, START, RunStart, sessions
-from hybridrl.observe.history import RunHistory, best, load_history, show_number, show_seconds
+from hybridrl.observe.report_samples import samples
 from hybridrl.observe.rollouts import ROLLOUTS, write_rollouts
-from hybridrl.observe.samples import samples
+from hybridrl.observe.run_history import RunHistory, best, load_history, show_number, show_seconds
 from hybridrl.observe.timeline import TimelinePicture, picture, read_timeline
 from hybridrl.observe.tracking import METRICS
 from hybridrl.utils.files import replacing

@@ -15,8 +15,8 @@ from typing import Any
 
 from hybridrl.observe import jsonl
 from hybridrl.observe.dump import dumped_steps
-from hybridrl.observe.history import RunHistory
-from hybridrl.observe.samples import dump_folder, first_prompts, spread
+from hybridrl.observe.report_samples import dump_folder, first_prompts, spread
+from hybridrl.observe.run_history import RunHistory
 from hybridrl.utils.files import replacing
 
 ROLLOUTS = "rollouts.html"

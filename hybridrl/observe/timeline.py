@@ -99,7 +99,7 @@ def rank_seconds(spans: Sequence[TimedSpan]) -> dict[str, dict[int, float]]:
 class Bar:
     """A span in the picture: place and size in percent of the width, and its row."""
 
-    left: float
+    start: float
     width: float
     row: int
     color: str

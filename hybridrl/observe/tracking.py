@@ -33,7 +33,7 @@ _SERVICES: dict[str, tuple[Callable[..., Backend], str, str]] = {
     "trackio": (backends.TrackioBackend, "trackio", _TRACKING),
     "clearml": (backends.ClearmlBackend, "clearml", "pip install clearml"),
 }
-KNOWN = ("console", "file", *_SERVICES)
+TRACKERS = ("console", "file", *_SERVICES)
 _NOT_HERE = {
     "vemlp_wandb": "use wandb, with WANDB_BASE_URL set to the service",
     "rl_insight": "use tensorboard or wandb; `report.html` in the run's folder has the curves",
@@ -62,10 +62,10 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     for name in as_names(names):
         if name in _NOT_HERE:
             faults.append(f"{name!r} is not supported: {_NOT_HERE[name]}")
-        elif name not in KNOWN:
-            near = difflib.get_close_matches(str(name), KNOWN, n=1)
+        elif name not in TRACKERS:
+            near = difflib.get_close_matches(str(name), TRACKERS, n=1)
             guess = f" Did you mean {near[0]!r}?" if near else ""
-            faults.append(f"{name!r} is unknown; known are {', '.join(KNOWN)}.{guess}")
+            faults.append(f"{name!r} is unknown; choose from {', '.join(TRACKERS)}.{guess}")
         elif name in _SERVICES and not _installed(_SERVICES[name][1]):
             faults.append(
                 f"{name!r} needs the package {_SERVICES[name][1]}, which is not installed: {_SERVICES[name][2]}"
@@ -90,7 +90,7 @@ class Tracking:
     the step. After three failures in a row it is no longer used; the file has everything.
 
     Args:
-        loggers: `trainer.logger`: one name or a list of names from `KNOWN`.
+        loggers: `trainer.logger`: one name or a list of names from `TRACKERS`.
         project, experiment: `trainer.project_name`, `trainer.experiment_name`.
         folder: the run's folder; created if missing.
         config: the resolved settings as nested dicts, for services that store them.

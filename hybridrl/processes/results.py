@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hybridrl.processes.frames import MalformedMessage
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 LARGEST_RESULT = 1 << 26  # bytes of a message that is a single result
 
@@ -24,11 +24,11 @@ class Result:
     """The result of one call for one sample.
 
     Attributes:
-        kind: `score`, `bad` (no score), `raised` (an exception), `timeout`, or `missing` (a `NoVerdict`).
+        kind: `score`, `bad` (no score), `raised` (an exception), `timeout`, or `missing` (an `Unscored`).
         score: None if the call leaves the score to another, and for kinds other than `score`.
         extra: further values of the sample, where there are any.
         text: what was wrong, or the traceback.
-        reason: of a `missing` verdict, a `Reason`.
+        reason: of a `missing` score, a `Reason`.
     """
 
     kind: Kind

@@ -21,6 +21,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridrl.errors import BatchError
 from hybridrl.protocol import convert, merge, rows, storage, transport
+from hybridrl.protocol.cached import ColumnCache
 
 
 class DataProtoConfig:
@@ -54,7 +55,7 @@ class DataProtoItem:
 
 
 @dataclass(eq=False, repr=False)
-class DataProto:
+class DataProto(ColumnCache):
     """A batch of B rows.
 
     Attributes:

@@ -87,7 +87,7 @@ _RESPONSE_FIELDS = (
     "values",
     "weight_versions",
 )
-_FIELDS: dict[str, Field] = {
+FIELDS: dict[str, Field] = {
     "prompts": Field("prompt", PAD_TOKEN),
     "responses": Field("response", PAD_TOKEN),
     "input_ids": Field("sequence", PAD_TOKEN),
@@ -117,14 +117,14 @@ def register_field(name: str, axis: Axis, fill: float | Literal["pad_token"] = 0
     if axis not in get_args(Axis):
         raise ValueError(f"register_field({name!r}, axis={axis!r}): axis is one of {', '.join(get_args(Axis))}")
     field = Field(axis, fill, dim)
-    registered = _FIELDS.setdefault(name, field)
+    registered = FIELDS.setdefault(name, field)
     if registered != field:
         raise ValueError(f"register_field({name!r}): {field} contradicts {registered}, which is registered already")
 
 
 def declared() -> frozenset[str]:
     """Names of the declared tensors."""
-    return frozenset(_FIELDS)
+    return frozenset(FIELDS)
 
 
 def field_of(name: str, tensor: torch.Tensor) -> Field:
@@ -133,7 +133,7 @@ def field_of(name: str, tensor: torch.Tensor) -> Field:
     Raises:
         ValueError: an unregistered tensor has more dimensions, so its axis is unknown.
     """
-    field = _FIELDS.get(name)
+    field = FIELDS.get(name)
     if field is not None:
         return field
     if tensor.dim() == 1:

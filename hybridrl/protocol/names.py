@@ -10,7 +10,7 @@ TURN_STATES = "turn_states"
 ROUTED_EXPERTS = "routed_experts"
 #: in the meta of prompts and of their answer: how often these samples were asked for before; missing for 0
 ATTEMPT = "attempt"
-#: in the meta of a generated batch: a `MissingSample` for each attempt at a sample that gave none
+#: in the meta of a generated batch: an `UnscoredSample` for each attempt at a sample that gave none
 MISSING_SAMPLES = "missing_samples"
 #: in the meta of answers that brought rewards along: names of the columns that are the data's
 DATA_COLUMNS = "data_columns"

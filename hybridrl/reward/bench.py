@@ -1,6 +1,6 @@
 """Measures reward functions on responses in a file: `python -m hybridrl.reward.bench FILE.jsonl --function F.py`.
 
-Prints the distribution of scores, latency, exceptions and missing verdicts, whether two runs agree, and where two
+Prints the distribution of scores, latency, exceptions and missing scores, whether two runs agree, and where two
 functions disagree, with examples.
 """
 
@@ -21,7 +21,7 @@ from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Sample, ground_truth_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 _BUILT_IN = "built-in"
 _IN_FILE = "the file"
@@ -61,8 +61,8 @@ class Measured:
 
     @property
     def scores(self) -> list[float | None]:
-        """The scores of the first run; None without a verdict."""
-        return [None if outcome.no_verdict is not None else outcome.score for outcome in self.outcomes[0]]
+        """The scores of the first run; None without a score."""
+        return [None if outcome.unscored is not None else outcome.score for outcome in self.outcomes[0]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def changed(measured: Measured, tolerance: float) -> list[tuple[int, list[float | None]]]:
     """The samples whose score differs between runs by more than the tolerance, or that have none in some run only."""
-    runs = [[None if outcome.no_verdict is not None else outcome.score for outcome in run] for run in measured.outcomes]
+    runs = [[None if outcome.unscored is not None else outcome.score for outcome in run] for run in measured.outcomes]
     differing = []
     for number, scores in enumerate(zip(*runs, strict=True)):
         present = [score for score in scores if score is not None]
@@ -122,7 +122,7 @@ def disagreements(
     """The samples on which two functions disagree, the clearest first.
 
     Scores are compared on the scale from each function's lowest to its highest score, so that 1 and 0 agree with 1 and
-    -1. A sample that one of them has no verdict of counts as well, last.
+    -1. A sample that one of them has no score of counts as well, last.
     """
     first, second = _scaled(first_scores), _scaled(second_scores)
     apart: list[tuple[float, int]] = []
@@ -253,8 +253,8 @@ def report(items: Sequence[Item], measured: Sequence[Measured], tolerance: float
 def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, examples: int) -> dict[str, Any]:
     outcomes = measured.outcomes[0]
     seconds = [outcome.seconds for run in measured.outcomes for outcome in run]
-    missing = Counter(outcome.no_verdict.reason.value for outcome in outcomes if outcome.no_verdict is not None)
-    why = Counter(_last_line(outcome) for outcome in outcomes if outcome.no_verdict is not None)
+    missing = Counter(outcome.unscored.reason.value for outcome in outcomes if outcome.unscored is not None)
+    why = Counter(_last_line(outcome) for outcome in outcomes if outcome.unscored is not None)
     apart = changed(measured, tolerance)
     scores = distribution([score for score in measured.scores if score is not None])
     return {
@@ -263,7 +263,7 @@ def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, ex
         "samples_per_s": len(outcomes) / max(min(measured.seconds), 1e-9),
         "exceptions": sum(outcome.error is not None for outcome in outcomes),
         "timeouts": sum(outcome.timed_out for outcome in outcomes),
-        "no_verdict": dict(missing),
+        "unscored": dict(missing),
         "reasons": [{"count": count, "what": what} for what, count in why.most_common(examples)],
         "runs": len(measured.outcomes),
         "runs_disagree": len(apart),
@@ -272,8 +272,8 @@ def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, ex
 
 
 def _last_line(outcome: Outcome) -> str:
-    assert outcome.no_verdict is not None
-    return (outcome.no_verdict.detail.strip().splitlines() or [""])[-1][:_SHOWN]
+    assert outcome.unscored is not None
+    return (outcome.unscored.detail.strip().splitlines() or [""])[-1][:_SHOWN]
 
 
 def _shown(item: Item) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def text_of(report: Mapping[str, Any]) -> str:
         scores, latency = function["scores"], function["latency_s"]
         lines.append(f"\n{name}")
         if scores is None:
-            lines.append("  scores      none: no sample has a verdict")
+            lines.append("  scores      none: no sample has a score")
         else:
             names = ("mean", "std", "min", "p05", "median", "p95", "max")
             lines.append("  scores      " + "  ".join(f"{part} {scores[part]:.4g}" for part in names))
@@ -297,8 +297,8 @@ def text_of(report: Mapping[str, Any]) -> str:
                 lines.append(f"    {value:>20}  {count:>7}  {'#' * math.ceil(40 * count / most)}")
         lines.append("  seconds     " + "  ".join(f"{part} {latency[part]:.4g}" for part in ("mean", "p95", "max")))
         lines.append(f"  speed       {function['samples_per_s']:.1f} samples/s")
-        missing = ", ".join(f"{count} {reason}" for reason, count in function["no_verdict"].items()) or "none"
-        lines.append(f"  no verdict  {missing}; {function['exceptions']} exceptions, {function['timeouts']} time-outs")
+        missing = ", ".join(f"{count} {reason}" for reason, count in function["unscored"].items()) or "none"
+        lines.append(f"  no score  {missing}; {function['exceptions']} exceptions, {function['timeouts']} time-outs")
         lines += [f"    {reason['count']} x {reason['what']}" for reason in function["reasons"]]
         lines.append(f"  {function['runs']} runs      {function['runs_disagree']} samples with another score")
         lines += [f"    {row['place']}: {row['scores']}: ...{row['response']!r}" for row in function["changed"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.errors import RewardError
 from hybridrl.reward.pools import sandbox_settings
 from hybridrl.reward.scorers import SampleScorer

@@ -13,7 +13,7 @@ from hybridrl.reward.processes.outcome import Outcome
 def extra_of(outcome: Outcome) -> dict[str, Any]:
     """A sample's extra information: the function's dict, or `acc`, the score itself, where it returned a number.
 
-    Empty for a sample without a verdict, because the function returned nothing.
+    Empty for a sample without a score, because the function returned nothing.
     """
     if outcome.extra is not None:
         return dict(outcome.extra)
@@ -21,7 +21,7 @@ def extra_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def _without_result(outcome: Outcome) -> bool:
-    return outcome.error is not None or outcome.timed_out or outcome.no_verdict is not None
+    return outcome.error is not None or outcome.timed_out or outcome.unscored is not None
 
 
 class ExtraColumns:
@@ -44,7 +44,7 @@ class ExtraColumns:
     def __call__(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         """Name -> one value per sample, None where a sample's dict lacks it.
 
-        Nothing was returned for a sample without a verdict; its `score` and `acc` are `unscored`.
+        Nothing was returned for a sample without a score; its `score` and `acc` are `unscored`.
 
         Args:
             extras: one per sample, see `extra_of`.

@@ -13,7 +13,8 @@ from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.chat import encode, with_answer
 from hybridrl.models.classifier import check_reward_model, scored_length
-from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.info import tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.notify import notify

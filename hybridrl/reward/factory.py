@@ -13,8 +13,8 @@ from hybridrl.reward.column_checks import check_rows
 from hybridrl.reward.columns import check_keys
 from hybridrl.reward.manager import RewardManager, get_reward_manager_cls
 from hybridrl.reward.processes.pool import RewardPool
+from hybridrl.scored import Unscored
 from hybridrl.utils.user_code import load_object
-from hybridrl.verdict import NoVerdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -180,8 +180,8 @@ def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> di
         if values is not None and len(values) not in (0, len(batch)):
             raise RewardError(f"{source} returned {len(values)} values of {key!r} for {len(batch)} responses")
     missing = result.get("missing") or [None] * len(batch)
-    if strange := [entry for entry in missing if not (entry is None or isinstance(entry, NoVerdict))]:
-        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use NoVerdict or None")
+    if strange := [entry for entry in missing if not (entry is None or isinstance(entry, Unscored))]:
+        raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use Unscored or None")
     extra = dict(result.get("reward_extra_info") or {})
     for column, values in extra.items():
         if len(values) != len(batch):

@@ -1,6 +1,6 @@
 """A language model as judge: it is asked about each response, and its answer is read for a score.
 
-A judge that cannot be reached, or whose answer has no score, gives no verdict, never a 0.
+A judge that cannot be reached, or whose answer has no score, gives no score, never a 0.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -19,11 +19,11 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.remote_scores import plain
+from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.chat_client import ChatClient
 from hybridrl.utils.json_client import ServiceError
 from hybridrl.utils.user_code import load_object
-from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 _KEY = "reward.reward_model.judge"
 #: what `ask_or_read` returns, and the column in which it gets the answer
@@ -70,19 +70,19 @@ class Questions:
         """
         return cls(_template(template), _parser(parse_path, parse_name), system_prompt)
 
-    def messages(self, sample: Mapping[str, Any]) -> list[dict[str, str]] | NoVerdict:
+    def messages(self, sample: Mapping[str, Any]) -> list[dict[str, str]] | Unscored:
         """The conversation that ends with the question about a sample."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         try:
             question = self.render(**sample)
         except Exception as error:  # the template is a user's
-            return NoVerdict(Reason.GRADING, f"the template failed: {type(error).__name__}: {error}")
+            return Unscored(Reason.GRADING, f"the template failed: {type(error).__name__}: {error}")
         return [*system, {"role": "user", "content": question}]
 
-    def verdict(self, text: str, sample: Mapping[str, Any]) -> Any:
-        """Read an answer: a dict with `score` and `judgement`, or a `NoVerdict`."""
+    def score(self, text: str, sample: Mapping[str, Any]) -> Any:
+        """Read an answer: a dict with `score` and `judgement`, or an `Unscored`."""
         if not text:
-            return NoVerdict(Reason.GRADING, "the judge answered nothing")
+            return Unscored(Reason.GRADING, "the judge answered nothing")
         return _read(self.parse, text, sample)
 
 
@@ -106,44 +106,44 @@ class Judge:
     threads: ThreadPoolExecutor
     slots: asyncio.Semaphore
 
-    async def verdict(self, sample: Mapping[str, Any]) -> Any:
-        """Ask the judge about a sample: a dict with `score` and `judgement`, or a `NoVerdict`."""
+    async def score(self, sample: Mapping[str, Any]) -> Any:
+        """Ask the judge about a sample: a dict with `score` and `judgement`, or an `Unscored`."""
         loop = asyncio.get_running_loop()
         with clock.stopped():
             await self.slots.acquire()
-        answer = self.threads.submit(self._verdict, sample)
+        answer = self.threads.submit(self._score, sample)
         # The thread of a sample that takes too long stays busy: its slot is free when the thread is.
         answer.add_done_callback(lambda _: loop.call_soon_threadsafe(self.slots.release))
         return await asyncio.wrap_future(answer)
 
-    def _verdict(self, sample: Mapping[str, Any]) -> Any:
+    def _score(self, sample: Mapping[str, Any]) -> Any:
         messages = self.questions.messages(sample)
-        if isinstance(messages, NoVerdict):
+        if isinstance(messages, Unscored):
             return messages
         try:
             answer = self.client.ask(messages, self.timeout_s, **self.sampling)
         except ServiceError as error:
-            return NoVerdict(error.reason, f"the judge gave no answer: {error}")
-        return self.questions.verdict(answer, sample)
+            return Unscored(error.reason, f"the judge gave no answer: {error}")
+        return self.questions.score(answer, sample)
 
 
 def _read(parse: Callable[[str, Mapping[str, Any]], Any], text: str, sample: Mapping[str, Any]) -> Any:
     """The score in a judge's answer."""
     try:
         parsed = parse(text, sample)
-    except NoVerdictError as error:
-        return error.verdict
+    except UnscoredError as error:
+        return error.unscored
     except Exception as error:  # the function is a user's
-        return NoVerdict(Reason.GRADING, f"{type(error).__name__}: {error}; the judge wrote {text[-200:]!r}")
-    if isinstance(parsed, Verdict):
+        return Unscored(Reason.GRADING, f"{type(error).__name__}: {error}; the judge wrote {text[-200:]!r}")
+    if isinstance(parsed, Scored):
         parsed = {**parsed.extra, "score": parsed.reward}
     if parsed is None:
-        return NoVerdict(Reason.GRADING, f"the judge's answer has no score: {text[-200:]!r}")
-    if isinstance(parsed, NoVerdict):
+        return Unscored(Reason.GRADING, f"the judge's answer has no score: {text[-200:]!r}")
+    if isinstance(parsed, Unscored):
         return parsed
     score = parsed.get("score") if isinstance(parsed, Mapping) else parsed
     if not isinstance(score, (bool, int, float)) or not math.isfinite(score):
-        return NoVerdict(Reason.GRADING, f"the score is {score!r}; the judge wrote {text[-200:]!r}")
+        return Unscored(Reason.GRADING, f"the score is {score!r}; the judge wrote {text[-200:]!r}")
     return {"judgement": text, **(parsed if isinstance(parsed, Mapping) else {}), "score": score}
 
 
@@ -229,7 +229,7 @@ async def compute_score(
 ) -> Any:
     """Ask the judge about a response; `settings` are those of `make_judge`."""
     name = json.dumps(settings, sort_keys=True, default=str)
-    return await _judges[name].verdict(_asked_about(data_source, solution_str, ground_truth, extra_info, prompt))
+    return await _judges[name].score(_asked_about(data_source, solution_str, ground_truth, extra_info, prompt))
 
 
 def ask_or_read(
@@ -245,14 +245,14 @@ def ask_or_read(
 
     Returns:
         Without an answer a dict with the `question`, messages; with one what it says, as `compute_score` returns it. Or
-        a `NoVerdict`.
+        an `Unscored`.
     """
     questions = _questions(**settings)
     sample = _asked_about(data_source, solution_str, ground_truth, extra_info, prompt)
     if judge_answer is not None:
-        return questions.verdict(judge_answer, sample)
+        return questions.score(judge_answer, sample)
     messages = questions.messages(sample)
-    return messages if isinstance(messages, NoVerdict) else {"score": 0.0, QUESTION: messages}
+    return messages if isinstance(messages, Unscored) else {"score": 0.0, QUESTION: messages}
 
 
 def _asked_about(

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
-from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import for_rewards
-from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
-from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
+from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TURN_LEVEL_REWARDS
+from hybridrl.registry import REWARD_MANAGERS, ManagerMetadata
 from hybridrl.reward.column_checks import check_columns, check_read_columns, check_rows, ground_truths
 from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
 from hybridrl.reward.pools import create_pool
-from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
+from hybridrl.reward.positions import last_generated, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
+from hybridrl.reward.response_rows import ResponseRow, batch_responses, own_rewards
 from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +51,14 @@ def register_reward_manager(
     Args:
         settings: dataclass of the keys of `reward.reward_kwargs`, or `module:Class`; the manager has an instance as
             `self.settings`. A method `check(config)` of it may yield sentences about what is wrong.
-        runs_functions: see `hybridrl.registry.ManagerFacts`.
+        runs_functions: see `hybridrl.registry.ManagerMetadata`.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings, runs_functions=runs_functions))
+        REWARD_MANAGERS.add(name, cls, ManagerMetadata(settings=settings, runs_functions=runs_functions))
         cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 
@@ -80,13 +80,13 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowScore:
     """One row's score.
 
     Attributes:
-        score: after `RewardManager.adjust`; NaN without a verdict.
+        score: after `RewardManager.adjust`; NaN without a score.
         extra: the row's extra information.
-        outcome: what the reward function returned; without a `no_verdict` where `reward.on_error=zero` made it a 0.
+        outcome: what the reward function returned; not `unscored` where `reward.on_error=zero` made it a 0.
     """
 
     score: float
@@ -202,9 +202,9 @@ class RewardManager:
 
         Returns:
             The reward tensor, float32 `[B, T]`: each score on its response's last generated token, NaN there without a
-            verdict, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
+            score, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
             "metrics": {name: float}, "failed": list of B, "missing": list of B}`; `failed` tells the rows that the
-            function failed for (`reward.on_error`), `missing` has a `NoVerdict` for each row without a verdict. The
+            function failed for (`reward.on_error`), `missing` has an `Unscored` for each row without a score. The
             extra information comes from the function's dicts (None where a sample's dict lacks a name), or is the
             score itself, where it returned numbers: `acc`, or `score` if they are not all 0 or 1. Metrics:
             `reward/timeouts`, `reward/errors` and the seconds per sample, `timing_s/reward_sample/mean` and `/max`.
@@ -213,31 +213,33 @@ class RewardManager:
             RewardError: see `RewardPool.run`; the sample is named by data source, uid and prompt. With
                 `reward.on_error` zero, drop or refill, only if more fail than `reward.max_error_rate` allows.
         """
-        lengths = response_lengths(batch)
-        samples = self.samples(batch, lengths)
-        brought = given_rewards(batch)
-        to_score = [number for number, reward in enumerate(brought) if reward is None]
-        self._check([samples[number] for number in to_score])
-        scored_outcomes = self.score_batch(
-            [samples[number] for number in to_score],
-            lambda number: describe(batch, samples[to_score[number]], to_score[number]),
-        )
-        outcomes = [_given(reward) for reward in brought]
-        for number, outcome in zip(to_score, scored_outcomes, strict=True):
-            outcomes[number] = outcome
-        rows = zip(outcomes, samples, lengths.tolist(), _is_part(batch, brought), strict=True)
-        scored = [_as_given(outcome) if part else self._scored(outcome, *row) for outcome, *row, part in rows]
-        result = self.collect(batch, scored)
+        responses = batch_responses(batch)
+        samples = self.samples(responses)
+        open_rows = self._open_rows(responses, samples)
+        outcomes = [_given(response.own_reward) for response in responses]
+        scored_outcomes = self.score_batch([samples[row] for row in open_rows], _names(responses, samples, open_rows))
+        for row, outcome in zip(open_rows, scored_outcomes, strict=True):
+            outcomes[row] = outcome
+        rows = zip(outcomes, samples, responses, strict=True)
+        result = self.collect(batch, [self._row_score(*row) for row in rows])
         return result if return_dict else result["reward_tensor"]
 
-    def submit(self, batch: DataProto) -> list[Future[Scored]]:
-        """Score rows as soon as processes are free, for example the trajectories of a session that has just ended.
+    def submit(self, batch: DataProto) -> list[Future[RowScore]]:
+        """Score rows as soon as processes are free; see `submit_responses`.
 
         Args:
             batch: as `__call__` takes it; any number of rows, but whole sessions.
+        """
+        return self.submit_responses(batch_responses(batch))
+
+    def submit_responses(self, responses: Sequence[ResponseRow]) -> list[Future[RowScore]]:
+        """Score responses as soon as processes are free, for example those of a session that has just ended.
+
+        Args:
+            responses: any number of them, but whole sessions.
 
         Returns:
-            One future per row, for `collect`. It raises `RewardError` as `RewardPool.submit` says.
+            One future per response, for `collect`. It raises `RewardError` as `RewardPool.submit` says.
 
         Raises:
             RewardError: the manager scores whole batches, or a row cannot be scored by the built-in functions.
@@ -247,46 +249,49 @@ class RewardManager:
                 f"the reward manager {type(self).__name__} defines score_batch, so it scores whole batches and cannot "
                 "score single samples as they finish"
             )
-        lengths = response_lengths(batch)
-        samples = self.samples(batch, lengths)
-        brought = given_rewards(batch)
-        to_score = [number for number, reward in enumerate(brought) if reward is None]
-        self._check([samples[number] for number in to_score])
-        submitted = self.pool.submit_all(
-            [samples[number] for number in to_score],
-            lambda number: describe(batch, samples[to_score[number]], to_score[number]),
-        )
-        by_row = dict(zip(to_score, submitted, strict=True))
-        outcomes = [by_row.get(number) or _known(_given(reward)) for number, reward in enumerate(brought)]
-        rows = zip(outcomes, samples, lengths.tolist(), _is_part(batch, brought), strict=True)
-        return [
-            _then(outcome, _as_given if part else partial(self._scored, sample=sample, length=length))
-            for outcome, sample, length, part in rows
-        ]
+        samples = self.samples(responses)
+        open_rows = self._open_rows(responses, samples)
+        submitted = self.pool.submit_all([samples[row] for row in open_rows], _names(responses, samples, open_rows))
+        outcome_of = dict(zip(open_rows, submitted, strict=True))
+        scores = []
+        for row, (sample, response) in enumerate(zip(samples, responses, strict=True)):
+            outcome = outcome_of.get(row) or _known(_given(response.own_reward))
+            scores.append(_then(outcome, partial(self._row_score, sample=sample, response=response)))
+        return scores
 
-    def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
+    def _open_rows(self, responses: Sequence[ResponseRow], samples: Sequence[Sample]) -> list[int]:
+        """Return the rows that brought no reward along, which the reward function has to score."""
+        rows = [row for row, response in enumerate(responses) if response.own_reward is None]
+        self._check([samples[row] for row in rows])
+        return rows
+
+    def _row_score(self, outcome: Outcome, sample: Sample, response: ResponseRow) -> RowScore:
+        if response.adds:
+            return RowScore(outcome.score, extra_of(outcome), outcome)
+        return self._scored(outcome, sample, len(response.token_ids))
+
+    def collect(self, batch: DataProto, scored: Sequence[RowScore]) -> dict[str, Any]:
         """Make of scored rows what `__call__` returns with `return_dict`.
 
         Args:
             batch: the rows.
             scored: one per row.
         """
-        outcomes = [row.outcome for row in scored]
-        by_function = [
-            outcome for outcome, reward in zip(outcomes, given_rewards(batch), strict=True) if reward is None
-        ]
+        outcomes = [score.outcome for score in scored]
+        rewards = own_rewards(batch.non_tensor_batch, len(batch))
+        by_function = [outcome for outcome, reward in zip(outcomes, rewards, strict=True) if reward is None]
         self.metrics = _metrics(by_function)
         failed = [outcome.error is not None for outcome in outcomes]
         self._report_failures([outcome.error for outcome in by_function], batch.meta_info.get(ATTEMPT, 0) == 0)
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
-        scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
+        scores = torch.tensor([outcome.score for outcome in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
-        extras, whole = [dict(row.extra) for row in scored], outcomes
+        extras, whole = [dict(outcome.extra) for outcome in scored], outcomes
         if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
             tensor += of_turns
-            whole = _whole_scores(extras, outcomes, given_rewards(batch), of_turns.sum(-1).tolist())
+            whole = _whole_scores(extras, outcomes, rewards, of_turns.sum(-1).tolist())
         info = _with_given(self._columns(extras, whole), batch)
-        missing = [outcome.no_verdict for outcome in outcomes]
+        missing = [outcome.unscored for outcome in outcomes]
         metrics = self.metrics
         return {
             "reward_tensor": tensor,
@@ -316,30 +321,27 @@ class RewardManager:
         setting = reward.on_error or self.config.algorithm.missing.infra
         notify(f"{what}; {_THEN[setting]} ({key}={setting}). The first: {failures[0]}", "warning")
 
-    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
-        if outcome.no_verdict is not None:
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
+        if outcome.unscored is not None:
             if not (self._scores_zero and (outcome.timed_out or outcome.error is not None)):
-                return Scored(math.nan, extra_of(outcome), outcome)
-            outcome = replace(outcome, score=0.0, no_verdict=None)
+                return RowScore(math.nan, extra_of(outcome), outcome)
+            outcome = replace(outcome, score=0.0, unscored=None)
         score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
-        return Scored(score, extra, outcome)
+        return RowScore(score, extra, outcome)
 
     def _check(self, samples: list[Sample]) -> None:
         if self.pool.built_in:
             check_built_in(samples, self.config.data.reward_fn_key)
 
-    def samples(self, batch: DataProto, lengths: torch.Tensor) -> list[Sample]:
-        """The reward function's arguments, one `Sample` per response."""
-        responses = tensors_of(batch)["responses"]
+    def samples(self, responses: Sequence[ResponseRow]) -> list[Sample]:
+        """Return the reward function's arguments, one `Sample` per response."""
         texts = self.tokenizer.batch_decode(
-            [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)],
-            skip_special_tokens=True,
+            [list(response.token_ids) for response in responses], skip_special_tokens=True
         )
-        columns = batch.non_tensor_batch
-        named = for_rewards(columns)
+        named = for_rewards(responses[0].columns) if responses else []
         samples = []
-        for number, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
-            row = {name: column[number] for name, column in columns.items()}
+        for text, response in zip(texts, responses, strict=True):
+            row = response.columns
             info = row.get("extra_info")
             samples.append(
                 Sample(
@@ -348,7 +350,7 @@ class RewardManager:
                     ground_truth=ground_truth_of(row),
                     extra_info=(dict(info) if isinstance(info, Mapping) else {}) | _of_rollout(row),
                     prompt=_prompt_of(row, isinstance(row.get(self.config.data.prompt_key), str)),
-                    token_ids=responses[number, :length].tolist(),
+                    token_ids=list(response.token_ids),
                     columns={name: row[name] for name in named},
                 )
             )
@@ -425,36 +427,16 @@ class DAPORewardManager(RewardManager):
         return score + penalty, extra
 
 
-def given_rewards(batch: DataProto) -> list[float | NoVerdict | None]:
-    """The rewards that rows brought along (column `trajectory_reward`); None leaves it to the reward function."""
-    column = batch.non_tensor_batch.get(TRAJECTORY_REWARD)
-    if column is None:
-        return [None] * len(batch)
-    return [reward if reward is None or isinstance(reward, NoVerdict) else float(reward) for reward in column]
-
-
-def _given(reward: float | NoVerdict | None) -> Outcome:
+def _given(reward: float | Unscored | None) -> Outcome:
     """The outcome of a row that is not asked for."""
-    if isinstance(reward, NoVerdict):
+    if isinstance(reward, Unscored):
         return without_score(reward, 0.0)
     return Outcome(0.0 if reward is None else reward, None, 0.0, brought_along=True)
 
 
-def _as_given(outcome: Outcome) -> Scored:
-    """A row that keeps what it brought along."""
-    return Scored(outcome.score, extra_of(outcome), outcome)
-
-
-def _is_part(batch: DataProto, brought: Sequence[float | NoVerdict | None]) -> list[bool]:
-    """Whether each row is a part of a session before its last, and brought a reward along: it adds that and no more."""
-    sessions = split_sessions(batch.non_tensor_batch, len(batch))
-    last = set(range(len(batch)) if sessions is None else sessions.last.tolist())
-    return [row not in last and reward is not None for row, reward in enumerate(brought)]
-
-
 def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, list[Any]]:
-    """Columns of extra information with the values that rows brought along with their rewards (`Verdict.extra`)."""
-    brought, of_data = given_rewards(batch), batch.meta_info.get(DATA_COLUMNS, ())
+    """Columns of extra information with the values that rows brought along with their rewards (`Scored.extra`)."""
+    brought, of_data = own_rewards(batch.non_tensor_batch, len(batch)), batch.meta_info.get(DATA_COLUMNS, ())
     for name in (columns.keys() & batch.non_tensor_batch.keys()) - set(of_data):
         own = batch.non_tensor_batch[name]
         for row, reward in enumerate(brought):
@@ -466,7 +448,7 @@ def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, li
 def _whole_scores(
     extras: list[dict[str, Any]],
     outcomes: Sequence[Outcome],
-    brought: Sequence[float | NoVerdict | None],
+    brought: Sequence[float | Unscored | None],
     of_turns: Sequence[float],
 ) -> list[Outcome]:
     """The outcomes of rows that brought a score along with the rewards of their turns in it, and `acc` likewise."""
@@ -494,15 +476,19 @@ def check_built_in(samples: list[Sample], key: str) -> None:
         check_ground_truth(sample.ground_truth, sample.data_source)
 
 
-def describe(batch: DataProto, sample: Sample, number: int) -> str:
-    """A sample's name in messages: its row, data source, uid and the beginning of its prompt."""
-    columns = batch.non_tensor_batch
+def _names(responses: Sequence[ResponseRow], samples: Sequence[Sample], rows: Sequence[int]) -> Callable[[int], str]:
+    """Return the function that names the i-th of some rows in messages."""
+    return lambda number: describe(responses[rows[number]].columns, samples[rows[number]], rows[number])
+
+
+def describe(columns: Mapping[str, Any], sample: Sample, number: int) -> str:
+    """Name a sample in messages: its row, data source, uid and the beginning of its prompt."""
     parts = [f"data source {sample.data_source!r}"]
     if "uid" in columns:
-        parts.append(f"uid {columns['uid'][number]!r}")
+        parts.append(f"uid {columns['uid']!r}")
     prompt = ""
     if "raw_prompt" in columns:
-        prompt = str(columns["raw_prompt"][number][-1].get("content"))
+        prompt = str(columns["raw_prompt"][-1].get("content"))
     if prompt:
         parts.append(f"prompt {prompt[:80]!r}{'...' if len(prompt) > 80 else ''}")
     return f"sample {number} ({', '.join(parts)})"
@@ -531,9 +517,9 @@ def _known(outcome: Outcome) -> Future[Outcome]:
     return future
 
 
-def _then(outcome: Future[Outcome], function: Callable[[Outcome], Scored]) -> Future[Scored]:
+def _then(outcome: Future[Outcome], function: Callable[[Outcome], RowScore]) -> Future[RowScore]:
     """A future of what `function` makes of another future's result."""
-    result: Future[Scored] = Future()
+    result: Future[RowScore] = Future()
     result.set_running_or_notify_cancel()
 
     def done(finished: Future[Outcome]) -> None:

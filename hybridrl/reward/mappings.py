@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridrl.config.mappings import Entries, reads_mapping
 from hybridrl.reward.function import CHECK
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 
 @reads_mapping("function-arguments")

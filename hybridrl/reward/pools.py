@@ -13,7 +13,7 @@ from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.scorers import JudgeScorer, NoFunction, SampleScorer, WeightedSum
 from hybridrl.reward.signature import Form
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 #: failures of reward functions that do not end the run, by `reward.on_error`
 _TOLERATED: Mapping[str | None, frozenset[Reason]] = {

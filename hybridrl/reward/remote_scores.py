@@ -1,7 +1,7 @@
 """Scores of a service: `POST {"samples": [...]}` -> `{"scores": [...]}`.
 
 A sample has `data_source`, `solution_str`, `ground_truth`, `extra_info` and `prompt`. A score is a number, a dict with
-`score`, or `{"no_verdict": "infra" | "timeout" | "grading" | "dropped", "detail": ...}`.
+`score`, or `{"unscored": "infra" | "timeout" | "grading" | "dropped", "detail": ...}`.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import clock
 from hybridrl.utils.json_client import JsonClient, ServiceError
-from hybridrl.verdict import NoVerdict, Reason
 
 _GATHER_S = 0.005  # samples that arrive within this time share a request
 
@@ -55,7 +55,7 @@ class Service:
         self._waiting: list[_Waiting] = []
 
     async def score(self, sample: dict[str, Any]) -> Any:
-        """A number, a dict with `score`, or a `NoVerdict`."""
+        """A number, a dict with `score`, or an `Unscored`."""
         loop = asyncio.get_running_loop()
         waiting = _Waiting(sample, loop.create_future(), loop.create_future())
         self._waiting.append(waiting)
@@ -92,9 +92,9 @@ class Service:
         try:
             answer = self._client.post({"samples": samples}, self._timeout, fault)
         except ServiceError as error:
-            return [NoVerdict(error.reason, str(error))] * len(samples)
+            return [Unscored(error.reason, str(error))] * len(samples)
         except Exception as error:  # for example a sample that JSON has no form for
-            return [NoVerdict(Reason.GRADING, f"{type(error).__name__}: {error}")] * len(samples)
+            return [Unscored(Reason.GRADING, f"{type(error).__name__}: {error}")] * len(samples)
         return [_score(score) for score in answer["scores"]]
 
 
@@ -142,10 +142,10 @@ def plain(value: Any) -> Any:
 
 
 def _score(answer: Any) -> Any:
-    if isinstance(answer, Mapping) and "no_verdict" in answer:
-        reason = str(answer["no_verdict"])
+    if isinstance(answer, Mapping) and "unscored" in answer:
+        reason = str(answer["unscored"])
         is_reason = reason in list(Reason)
-        return NoVerdict(Reason(reason) if is_reason else Reason.GRADING, str(answer.get("detail") or answer))
+        return Unscored(Reason(reason) if is_reason else Reason.GRADING, str(answer.get("detail") or answer))
     return answer
 
 

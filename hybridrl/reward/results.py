@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.verdict import LARGEST_REWARD, NoVerdict, Verdict
+from hybridrl.scored import LARGEST_REWARD, Scored, Unscored
 
 #: a score (None: the function does not apply to the sample) and the function's dict, where it returned one
 Score = tuple[float | None, dict[str, Any] | None]
@@ -20,21 +20,21 @@ class BadScore(Exception):
     """A function returned something that is not a score; the message completes "the function ..."."""
 
 
-def check_score(value: Any, may_abstain: bool = False) -> Score | NoVerdict:
-    """Return a function's result as a score and, from a dict or a `Verdict`, everything in it.
+def check_score(value: Any, may_abstain: bool = False) -> Score | Unscored:
+    """Return a function's result as a score and, from a dict or a `Scored`, everything in it.
 
     Args:
         value: what the function returned.
         may_abstain: None is allowed; it means that the function does not apply to the sample.
 
     Raises:
-        BadScore: not a number, a dict with a number `score`, a `Verdict` or a `NoVerdict`; or not finite.
+        BadScore: not a number, a dict with a number `score`, a `Scored` or an `Unscored`; or not finite.
     """
     if value is None and may_abstain:
         return None, None
-    if isinstance(value, NoVerdict):
+    if isinstance(value, Unscored):
         return value
-    if isinstance(value, Verdict):
+    if isinstance(value, Scored):
         value = {**value.extra, "score": value.reward} if value.extra else value.reward
     if isinstance(value, Mapping):
         if "score" not in value:
@@ -45,7 +45,7 @@ def check_score(value: Any, may_abstain: bool = False) -> Score | NoVerdict:
     return _number(value), None
 
 
-def check_scores(values: Any, count: int, may_abstain: bool = False) -> list[Score | NoVerdict | BadScore]:
+def check_scores(values: Any, count: int, may_abstain: bool = False) -> list[Score | Unscored | BadScore]:
     """Return the result of a batched function: per sample its score, why it has none, or what is wrong with it.
 
     Raises:
@@ -56,7 +56,7 @@ def check_scores(values: Any, count: int, may_abstain: bool = False) -> list[Sco
         raise BadScore(f"returned {type(values).__name__} instead of a list of {count} scores")
     if len(values) != count:
         raise BadScore(f"returned {len(values)} scores for {count} responses")
-    scores: list[Score | NoVerdict | BadScore] = []
+    scores: list[Score | Unscored | BadScore] = []
     for number, value in enumerate(values):
         try:
             scores.append(check_score(value, may_abstain))

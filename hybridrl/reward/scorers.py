@@ -23,10 +23,10 @@ from hybridrl.errors import RewardError
 from hybridrl.reward.judge import ANSWER, QUESTION
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.signature import RewardCall, Sample
+from hybridrl.scored import Reason, Unscored, UnscoredError
 from hybridrl.utils.background import BackgroundLoop
-from hybridrl.verdict import NoVerdict, NoVerdictError, Reason
 
-#: answers a conversation with a text and the seconds that this took, or raises `NoVerdictError`
+#: answers a conversation with a text and the seconds that this took, or raises `UnscoredError`
 Answering = Callable[[list[dict[str, str]]], Awaitable[tuple[str, float]]]
 Calls = Sequence[tuple[str, RewardCall]]
 T = TypeVar("T")
@@ -227,12 +227,12 @@ class WeightedSum(SampleScorer):
         outcomes = parts.values()
         seconds, timed_out = max(part.seconds for part in outcomes), any(part.timed_out for part in outcomes)
         error = next((part.error for part in outcomes if part.error is not None), None)
-        missing = next((part.no_verdict for part in outcomes if part.no_verdict is not None), None)
+        missing = next((part.unscored for part in outcomes if part.unscored is not None), None)
         if missing is None and not any(part.applies for part in outcomes):
             error = f"none of the reward functions {', '.join(parts)} applies to {name}: each returned None"
             if Reason.GRADING not in self.tolerates:
                 raise ScoreError(error)
-            missing = NoVerdict(Reason.GRADING, error)
+            missing = Unscored(Reason.GRADING, error)
         if missing is not None:  # a sum without one of its parts would be another reward
             return without_score(missing, seconds, timed_out=timed_out, error=error)
         score = math.fsum(self.weights[name] * part.score for name, part in parts.items() if part.applies)
@@ -379,13 +379,13 @@ class JudgeScorer(SampleScorer):
     async def score(self, sample: Sample, name: str = "a sample") -> Outcome:
         answer = self._answering(name)
         question = await self._pool.score(replace(sample, columns={}), name)
-        if question.no_verdict is not None:
+        if question.unscored is not None:
             return question
         assert question.extra is not None
         try:
             text, seconds = await answer(question.extra[QUESTION])
-        except NoVerdictError as error:
-            return without_score(error.verdict, question.seconds)
+        except UnscoredError as error:
+            return without_score(error.unscored, question.seconds)
         outcome = await self._pool.score(replace(sample, columns={ANSWER: text}), name)
         return replace(outcome, seconds=question.seconds + seconds + outcome.seconds)
 

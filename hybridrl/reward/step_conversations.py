@@ -14,7 +14,7 @@ import torch
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.classifier import check_step_model
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.protocol import DataProto
 from hybridrl.reward.conversations import KEY, Conversations, generated_tokens, own_tokenizer, refuse_images

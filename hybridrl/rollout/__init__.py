@@ -11,13 +11,13 @@ from hybridrl.errors import RolloutError
 
 if TYPE_CHECKING:
     from hybridrl.rollout.hf.rollout import HFRollout
-    from hybridrl.rollout.inference_engine import InferenceEngines
+    from hybridrl.rollout.inference_engine import register_inference_engine
     from hybridrl.rollout.rollout import InPlaceRollout, Rollout
     from hybridrl.rollout.sampling import SamplingParams
     from hybridrl.rollout.select import resolve_rollout
 
 _HOMES = {
-    "InferenceEngines": "inference_engine",
+    "register_inference_engine": "inference_engine",
     "HFRollout": "hf.rollout",
     "InPlaceRollout": "rollout",
     "Rollout": "rollout",
@@ -26,7 +26,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "InferenceEngines",
+    "register_inference_engine",
     "HFRollout",
     "InPlaceRollout",
     "Rollout",

@@ -25,19 +25,12 @@ from hybridrl.protocol.names import (
     TURN_LEVEL_REWARDS,
     TURN_STATES,
 )
+from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
-
-
-def names_of(prompts: DataProto) -> tuple[list[str], list[int]]:
-    """`uid` and `sample` of each row; "" and 0 where the batch has no such column."""
-    objects, rows = prompts.non_tensor_batch, len(prompts)
-    uids = [str(uid) for uid in objects["uid"].tolist()] if "uid" in objects else [""] * rows
-    samples = [int(sample) for sample in objects["sample"].tolist()] if "sample" in objects else [0] * rows
-    return uids, samples
 
 
 def prompt_ids_of(prompts: DataProto) -> list[list[int]]:
@@ -88,7 +81,8 @@ def requests_of(
     meta = prompts.meta_info
     params = SamplingParams.from_meta(config, meta)
     rows = len(prompts)
-    uids, samples = names_of(prompts)
+    names = request_names(prompts)
+    uids, samples = [name.uid for name in names], [name.sample for name in names]
     step = int(meta.get("global_steps", 0))
     purpose = purpose_of(meta)
     seeds: list[int | None] = [None] * rows
@@ -174,7 +168,7 @@ def batch_of(
         tensors[IMAGE_MASK] = _image_mask(trajectories, attention_mask.bool())
     if any(trajectory.routed_experts is not None for trajectory in trajectories):
         tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
-    return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns_of(trajectories, tensors.keys()))
 
 
 def _lengths(lists: Iterable[Sequence[Any]]) -> np.ndarray:
@@ -260,8 +254,8 @@ def _experts(trajectories: Sequence[Trajectory], real: torch.Tensor) -> torch.Te
     return experts
 
 
-def _columns(trajectories: Sequence[Trajectory], own: Collection[str]) -> dict[str, np.ndarray]:
-    """The non-tensors of `batch_of`."""
+def columns_of(trajectories: Sequence[Trajectory], own: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Return the non-tensors of `batch_of`; `own` has the names of its tensors."""
     columns: dict[str, list[Any]] = {
         "uid": [trajectory.uid for trajectory in trajectories],
         "sample": [trajectory.sample for trajectory in trajectories],

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import GRID, PIXELS, SECONDS, ImageTensors, digest, media_tokens, tokens_per_image
-from hybridrl.rollout.token_tree import ImagePlace
+from hybridrl.rollout.image_place import ImagePlace
 from hybridrl.single_controller.ray.images import reference_of, tensors_of
 
 _LOCK = threading.Lock()

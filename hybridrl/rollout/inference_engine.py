@@ -1,7 +1,7 @@
 """The interface of a generation engine: requests in, completions out, new weights in between.
 
 An engine lives in the process of its replica (`hybridrl.rollout.replicas.actor`), on that process's event loop. No
-other code knows its library. It is a class in a file of its own, registered with `InferenceEngines.register(name)`.
+other code knows its library. It is a class in a file of its own, registered with `register_inference_engine(name)`.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
-from hybridrl.registry import INFERENCE_ENGINES, InferenceFacts, import_external_lib
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
+from hybridrl.models.model_config import config_of
+from hybridrl.registry import INFERENCE_ENGINES, InferenceMetadata, import_external_lib
 from hybridrl.rollout.request import Completion, Request, Task
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class InferenceEngine(ABC):
         """
 
     async def read(self, request: Request) -> Completion:
-        """Compute what a request's `Reading` asks for, as `found` of the completion; otherwise like `generate`.
+        """Compute the `prefill` of a request, as `prompt_logprobs` of the completion; otherwise like `generate`.
 
         Only engines that were started for it (`spec.task`) are called.
         """
@@ -148,7 +148,7 @@ class InferenceEngine(ABC):
     async def begin_update(self) -> None:
         """Get ready for new weights; nothing is generated until `end_update`."""
 
-    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+    async def required_slices(self, checkpoint: Checkpoint) -> list[RequiredSlices] | None:
         """Return the parts of the policy's tensors that each process of the engine needs.
 
         Called between `begin_update` and `load_bucket`.
@@ -163,7 +163,7 @@ class InferenceEngine(ABC):
         """Take in a part of the weights. When this returns the sender may overwrite the bucket.
 
         Args:
-            bucket: whole tensors, or, where `requirements` has answered, what each process needs of them.
+            bucket: whole tensors, or, where `required_slices` has answered, what each process needs of them.
         """
 
     async def load_adapter(self, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -218,104 +218,95 @@ class InferenceEngine(ABC):
         """End the engine's processes."""
 
 
-class InferenceEngines:
-    """Engines by `rollout.name`; their modules are imported when they are used.
+def register_inference_engine(
+    name: str,
+    *,
+    packages: Sequence[str] = (),
+    in_place: bool = False,
+    takes_weights: bool = True,
+    serves: bool = True,
+    auto: int = 0,
+    install: str = "",
+    reserves_of_total: bool = False,
+    records_routing: bool = False,
+    takes_adapters: bool = False,
+    sees_images: bool = False,
+    scores: bool = False,
+    reads: bool = False,
+    constrains: bool = False,
+    settings: type | str | None = None,
+) -> Callable[[type[T]], type[T]]:
+    """Class decorator that adds an engine; see `hybridrl.registry.InferenceMetadata`. `module:Class` names others.
 
-    `module:Class` names one that is not registered.
+    The engine's own settings are further keys of `rollout.engine_kwargs`.
     """
 
-    @classmethod
-    def register(
-        cls,
-        name: str,
-        *,
-        packages: Sequence[str] = (),
-        in_place: bool = False,
-        takes_weights: bool = True,
-        serves: bool = True,
-        auto: int = 0,
-        install: str = "",
-        reserves_of_total: bool = False,
-        records_routing: bool = False,
-        takes_adapters: bool = False,
-        sees_images: bool = False,
-        scores: bool = False,
-        reads: bool = False,
-        constrains: bool = False,
-        settings: type | str | None = None,
-    ) -> Callable[[type[T]], type[T]]:
-        """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
-
-        The engine's own settings are further keys of `rollout.engine_kwargs`.
-        """
-
-        def add(engine: type[T]) -> type[T]:
-            engine.name = name  # type: ignore[attr-defined]
-            facts = InferenceFacts(
-                packages=tuple(packages),
-                in_place=in_place,
-                takes_weights=takes_weights,
-                serves=serves,
-                auto=auto,
-                install=install,
-                reserves_of_total=reserves_of_total,
-                records_routing=records_routing,
-                takes_adapters=takes_adapters,
-                sees_images=sees_images,
-                scores=scores,
-                reads=reads,
-                constrains=constrains,
-                settings=settings,
-            )
-            INFERENCE_ENGINES.add(name, engine, facts)
-            return engine
-
-        return add
-
-    @classmethod
-    def get(cls, name: str) -> type[InferenceEngine]:
-        """The class of the engine `name`, imported now.
-
-        Raises:
-            RolloutError: there is none, or it is not one that runs in replicas.
-        """
-        engine = INFERENCE_ENGINES.get(name)
-        if not (isinstance(engine, type) and issubclass(engine, InferenceEngine)):
-            raise RolloutError(
-                f"{INFERENCE_ENGINES.key}={name}: {engine!r} is not derived from "
-                f"{InferenceEngine.__module__}.{InferenceEngine.__qualname__}"
-            )
+    def add(engine: type[T]) -> type[T]:
+        engine.name = name  # type: ignore[attr-defined]
+        metadata = InferenceMetadata(
+            packages=tuple(packages),
+            in_place=in_place,
+            takes_weights=takes_weights,
+            serves=serves,
+            auto=auto,
+            install=install,
+            reserves_of_total=reserves_of_total,
+            records_routing=records_routing,
+            takes_adapters=takes_adapters,
+            sees_images=sees_images,
+            scores=scores,
+            reads=reads,
+            constrains=constrains,
+            settings=settings,
+        )
+        INFERENCE_ENGINES.add(name, engine, metadata)
         return engine
 
-    @classmethod
-    def facts(cls, name: str) -> InferenceFacts:
-        """Return the facts about the engine `name`, without importing its library."""
-        return INFERENCE_ENGINES.facts(name)
+    return add
 
-    @classmethod
-    def in_place(cls, name: str) -> str:
-        """Return the engine that generates with the training weights: `name` if it is one, else the built-in one."""
-        candidates = [name] if INFERENCE_ENGINES.knows(name) else []
-        return next(
-            candidate for candidate in (*candidates, *INFERENCE_ENGINES.names()) if cls.facts(candidate).in_place
+
+def inference_engine_class(name: str) -> type[InferenceEngine]:
+    """The class of the engine `name`, imported now.
+
+    Raises:
+        RolloutError: there is none, or it is not one that runs in replicas.
+    """
+    engine = INFERENCE_ENGINES.get(name)
+    if not (isinstance(engine, type) and issubclass(engine, InferenceEngine)):
+        raise RolloutError(
+            f"{INFERENCE_ENGINES.key}={name}: {engine!r} is not derived from "
+            f"{InferenceEngine.__module__}.{InferenceEngine.__qualname__}"
         )
+    return engine
 
-    @classmethod
-    def automatic(cls) -> list[str]:
-        """The engines that `rollout.name=auto` tries on a GPU, in order."""
-        ranked = {name: cls.facts(name).auto for name in INFERENCE_ENGINES.names()}
-        return sorted((name for name, rank in ranked.items() if rank), key=lambda name: ranked[name])
 
-    @classmethod
-    def missing_packages(cls, name: str) -> list[str]:
-        """Return the packages that the engine `name` needs and that are not installed."""
-        return [package for package in cls.facts(name).packages if importlib.util.find_spec(package) is None]
+def in_place_engine(name: str) -> str:
+    """Return the engine that generates with the training weights: `name` if it is one, else the built-in one."""
+    candidates = [name] if INFERENCE_ENGINES.knows(name) else []
+    return next(
+        candidate
+        for candidate in (*candidates, *INFERENCE_ENGINES.names())
+        if INFERENCE_ENGINES.metadata(candidate).in_place
+    )
 
-    @classmethod
-    def create(cls, name: str, spec: EngineSpec, **kwargs: Any) -> InferenceEngine:
-        """Make the engine `name`, after the modules that the model's `external_lib` names are imported."""
-        import_external_lib(spec.model.external_lib)
-        return cls.get(name)(spec, **kwargs)
+
+def automatic_engines() -> list[str]:
+    """The engines that `rollout.name=auto` tries on a GPU, in order."""
+    ranked = {name: INFERENCE_ENGINES.metadata(name).auto for name in INFERENCE_ENGINES.names()}
+    return sorted((name for name, rank in ranked.items() if rank), key=lambda name: ranked[name])
+
+
+def missing_packages(name: str) -> list[str]:
+    """Return the packages that the engine `name` needs and that are not installed."""
+    return [
+        package for package in INFERENCE_ENGINES.metadata(name).packages if importlib.util.find_spec(package) is None
+    ]
+
+
+def create_inference_engine(name: str, spec: EngineSpec, **kwargs: Any) -> InferenceEngine:
+    """Make the engine `name`, after the modules that the model's `external_lib` names are imported."""
+    import_external_lib(spec.model.external_lib)
+    return inference_engine_class(name)(spec, **kwargs)
 
 
 def classifier_overrides(spec: EngineSpec) -> dict[str, Any]:

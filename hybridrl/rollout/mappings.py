@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridrl.config.mappings import Entries, reads_mapping
 from hybridrl.registry import INFERENCE_ENGINES, MAPPING_READERS
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 
 @reads_mapping("vllm-arguments")

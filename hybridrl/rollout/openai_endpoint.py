@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridrl.config import OpenAIConfig
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.rollout.sampling import SamplingParams
 
 _KEY = "actor_rollout_ref.rollout.openai"
@@ -37,7 +37,7 @@ class EndpointResponse:
     token_ids: list[int] | None = None
 
 
-@InferenceEngines.register(
+@register_inference_engine(
     "openai", packages=("openai",), takes_weights=False, serves=False, install="bash scripts/install.sh auto openai"
 )
 class Endpoint:

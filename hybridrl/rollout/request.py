@@ -64,7 +64,7 @@ class Request:
         session: requests of one session share a prefix and go to the same replica.
         priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
-        reading: the values to compute in place of a response; None: a response is generated.
+        prefill: the values to compute in place of a response; None: a response is generated.
         images: of the prompt, for a vision-language model.
         routing: whether to return the experts of its tokens; needs an engine with `EngineSpec.records_routing`.
     """
@@ -74,7 +74,7 @@ class Request:
     sampling: SamplingParams
     session: str = ""
     priority: int = TRAINING_PRIORITY
-    reading: PrefillRequest | None = None
+    prefill: PrefillRequest | None = None
     images: PromptImages | None = None
     routing: bool = False
 
@@ -92,7 +92,7 @@ class Completion:
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-        found: what was read, of a request with a `PrefillRequest`; it has no tokens.
+        prompt_logprobs: the result of a request with a `PrefillRequest`; it has no tokens.
         image_digest: fingerprint of the images that the engine was given; "" for none.
         routed_experts: integers [t, L, K], the K experts that the first t tokens of prompt and response used in the L
             layers with experts: all but the last, which is sampled and not computed. Of a request that was aborted
@@ -106,6 +106,6 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     cached_tokens: int = 0
-    found: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     image_digest: str = ""
     routed_experts: np.ndarray | None = None

@@ -10,15 +10,17 @@ from typing import Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
-from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of
+from hybridrl.protocol.sample_names import request_names
+from hybridrl.rollout.batch import batch_of, images_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
 
+OnFinished = Callable[[Sequence[Trajectory]], None]
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _OBJECTS = ("uid", "sample", MULTI_MODAL_INPUTS)
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
@@ -32,18 +34,15 @@ class Rollout(ABC):
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
         server: the `hybridrl.serve.RunServer` that serves it over HTTP; None where it is not served.
-        on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
-            `generate` generates others. A rollout that returns all responses at once does not call it.
     """
 
-    on_finished: Callable[[Sequence[Trajectory]], None] | None = None
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
     server: Any = None
 
     @abstractmethod
-    def generate(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
         """One response per row, in the rows' order.
 
         Args:
@@ -54,13 +53,15 @@ class Rollout(ABC):
                 (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
                 this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
                 `multi_modal_inputs` are the images of prompts; `position_ids` are [B, 4, P] then.
+            on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
+                others are generated. A rollout that returns all responses at once does not call it.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
             `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
             `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
             Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides. The meta
-            `missing_samples` lists a `MissingSample` for each sample without an answer.
+            `missing_samples` lists an `UnscoredSample` for each sample without an answer.
         """
 
     @abstractmethod
@@ -147,7 +148,7 @@ class InPlaceRollout(Rollout):
         #: called before the client is closed
         self.on_close: list[Callable[[], None]] = []
 
-    def generate(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
         tensors = [name for name in (*_MODEL_INPUTS, IMAGE_MASK) if name in prompts.batch.keys()]
         objects = [name for name in _OBJECTS if name in prompts.non_tensor_batch]
         inputs = prompts.select(tensors, objects)  # all that travels to the workers
@@ -223,23 +224,22 @@ class ReplicatedRollout(Rollout):
         #: called before the pool is closed
         self.on_close: list[Callable[[], None]] = []
 
-    def generate(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
         self.resume()  # the KV cache is released until there is something to generate
         started = time.perf_counter()
         images = images_of(prompts, self._model, self._config.limit_images)
         requests = requests_of(prompts, self._config, request_number, images)
-        names = list(zip(*names_of(prompts), strict=True))
-        seeing, finished = MULTI_MODAL_INPUTS in prompts.non_tensor_batch, self.on_finished
+        names, seeing = request_names(prompts), MULTI_MODAL_INPUTS in prompts.non_tensor_batch
 
         def trajectory(number: int, completion: Completion) -> Trajectory:
             extra = {IMAGE_DIGEST: completion.image_digest} if seeing else {}
             return Trajectory.single_turn(requests[number].prompt_ids, completion, *names[number], extra=extra)
 
         def done(number: int, completion: Completion) -> None:
-            assert finished is not None
-            finished([trajectory(number, completion)])
+            assert on_finished is not None
+            on_finished([trajectory(number, completion)])
 
-        completions = self.pool.generate(requests, None if finished is None else done)
+        completions = self.pool.generate(requests, None if on_finished is None else done)
         self._generating_s += time.perf_counter() - started
         trajectories = [trajectory(number, completion) for number, completion in enumerate(completions)]
         positions = prompts.batch["position_ids"]

@@ -6,7 +6,7 @@ Shapes: t tokens, D decoder layers, L layers with experts, E experts, K experts 
 import numpy as np
 
 from hybridrl.config import ModelConfig
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import experts_of, layers_with_routers
 
 

@@ -5,14 +5,19 @@ import importlib.util
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.engine.capabilities import GeneratesInPlace, require
-from hybridrl.engine.train_engine import Engine, TrainEngines
+from hybridrl.engine.train_engine import Engine, train_engine_class
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import (
+    automatic_engines,
+    in_place_engine,
+    inference_engine_class,
+    missing_packages,
+)
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import device
 
@@ -57,31 +62,31 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     name = rollout.name
     if name == "auto":
         in_place = issubclass(_training_engine(config), GeneratesInPlace)
-        name = InferenceEngines.in_place(name) if in_place and not on_gpu else _fastest(config, on_gpu)
+        name = in_place_engine(name) if in_place and not on_gpu else _fastest(config, on_gpu)
     _check_lengths(config)
-    facts = InferenceEngines.facts(name)
+    metadata = INFERENCE_ENGINES.metadata(name)
     _check_routing(config, name)
     _check_adapter(config, name)
     _check_images(config, name)
-    if facts.in_place:
+    if metadata.in_place:
         _check_engine(config)
         _check_dtype(config)
         _tell_unused(name, rollout)
     else:
-        if missing := InferenceEngines.missing_packages(name):
+        if missing := missing_packages(name):
             raise RolloutError(
                 f"actor_rollout_ref.rollout.name={name}: {', '.join(missing)} is not installed. "
-                f"{facts.install or 'pip install ' + ' '.join(missing)}"
+                f"{metadata.install or 'pip install ' + ' '.join(missing)}"
             )
-        engine = InferenceEngines.get(name)
+        engine = inference_engine_class(name)
         engine.check(rollout, config.model, on_gpu)
         if config.actor.router_replay.records_in_generation:
             engine.check_routing(rollout, config.model, on_gpu)
     if is_served(rollout):
-        if not facts.serves:
+        if not metadata.serves:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.server and .prometheus serve engines, and rollout.name={rollout.name} "
-                f"({name}) cannot be served; set rollout.name to {' or '.join(InferenceEngines.automatic())}, or leave "
+                f"({name}) cannot be served; set rollout.name to {' or '.join(automatic_engines())}, or leave "
                 "them off"
             )
         check_server_packages()
@@ -104,12 +109,12 @@ def check_server_packages() -> None:
 
 
 def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
-    for name in InferenceEngines.automatic():
-        if not InferenceEngines.missing_packages(name):
+    for name in automatic_engines():
+        if not missing_packages(name):
             try:
                 _check_images(config, name)
                 _check_routing(config, name)
-                engine = InferenceEngines.get(name)
+                engine = inference_engine_class(name)
                 engine.check(config.rollout, config.model, on_gpu)
                 if config.actor.router_replay.records_in_generation:
                     engine.check_routing(config.rollout, config.model, on_gpu)
@@ -117,7 +122,7 @@ def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
                 notify(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}")
                 continue
             return name
-    return InferenceEngines.in_place("auto")
+    return in_place_engine("auto")
 
 
 def _check_lengths(config: ActorRolloutRefConfig) -> None:
@@ -151,16 +156,16 @@ def _check_engine(config: ActorRolloutRefConfig) -> None:
         _training_engine(config),
         GeneratesInPlace,
         key=f"actor_rollout_ref.rollout.name={config.rollout.name}",
-        instead=f"set actor_rollout_ref.rollout.name to {' or '.join(InferenceEngines.automatic())}, or change "
+        instead=f"set actor_rollout_ref.rollout.name to {' or '.join(automatic_engines())}, or change "
         f"actor.strategy={config.actor.strategy}",
     )
 
 
 def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
     """Router replay R3 needs an engine that returns the experts of tokens."""
-    if not config.actor.router_replay.records_in_generation or InferenceEngines.facts(name).records_routing:
+    if not config.actor.router_replay.records_in_generation or INFERENCE_ENGINES.metadata(name).records_routing:
         return
-    engines = [engine for engine in INFERENCE_ENGINES.names() if InferenceEngines.facts(engine).records_routing]
+    engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.metadata(engine).records_routing]
     raise RolloutError(
         f"actor_rollout_ref.actor.router_replay.mode={config.actor.router_replay.mode} replays the experts that tokens "
         f"chose in generation, and {name} (actor_rollout_ref.rollout.name={config.rollout.name}) does not return them; "
@@ -170,8 +175,8 @@ def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
 
 def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
     """Refuse to send an adapter alone to an engine that cannot apply it."""
-    facts, setting = InferenceEngines.facts(name), f"{_KEY}.lora_transfer={config.rollout.lora_transfer}"
-    if config.rollout.lora_transfer != "adapter" or facts.in_place:
+    metadata, setting = INFERENCE_ENGINES.metadata(name), f"{_KEY}.lora_transfer={config.rollout.lora_transfer}"
+    if config.rollout.lora_transfer != "adapter" or metadata.in_place:
         return
     if not config.model.adapted:
         raise RolloutError(
@@ -182,8 +187,8 @@ def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
             f"{setting} with actor_rollout_ref.model.load_in_4bit=True: the engine would read the base from model.path "
             "in its full precision, which is another model than the one that is trained; set lora_transfer=merged"
         )
-    if not facts.takes_adapters:
-        engines = [engine for engine in INFERENCE_ENGINES.names() if InferenceEngines.facts(engine).takes_adapters]
+    if not metadata.takes_adapters:
+        engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.metadata(engine).takes_adapters]
         raise RolloutError(
             f"{setting}: {name} ({_KEY}.name={config.rollout.name}) gets weights with the adapter merged; set "
             f"lora_transfer=merged, or name to {' or '.join(engines)}"
@@ -193,9 +198,9 @@ def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
 def _check_images(config: ActorRolloutRefConfig, name: str) -> None:
     """A vision-language model needs an engine that gets the very images that the trainer sees."""
     model = config_of(config.model)
-    if not is_vision_model(model) or InferenceEngines.facts(name).sees_images:
+    if not is_vision_model(model) or INFERENCE_ENGINES.metadata(name).sees_images:
         return
-    engines = [engine for engine in INFERENCE_ENGINES.names() if InferenceEngines.facts(engine).sees_images]
+    engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.metadata(engine).sees_images]
     raise RolloutError(
         f"actor_rollout_ref.rollout.name={config.rollout.name}: {config.model.path} is a vision-language model "
         f"({model.model_type}), and generating from images with {name} is not built; set rollout.name to "
@@ -204,7 +209,7 @@ def _check_images(config: ActorRolloutRefConfig, name: str) -> None:
 
 
 def _training_engine(config: ActorRolloutRefConfig) -> type[Engine]:
-    return TrainEngines.get("language_model", config.actor.strategy)
+    return train_engine_class("language_model", config.actor.strategy)
 
 
 def _check_dtype(config: ActorRolloutRefConfig) -> None:

@@ -9,13 +9,15 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import engine_order
-from hybridrl.hybrid_engine.topology import GenerationLayout
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.topology import GenerationLayout
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.notify import notify
+from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
@@ -74,11 +76,11 @@ def start_rollout(
         )
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
-    if InferenceEngines.facts(name).in_place:
+    if INFERENCE_ENGINES.metadata(name).in_place:
         return _in_place(config, policy, serve)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     shared = own_pool is None
-    order = _order(config, policy, pool) if shared and policy is not None else None
+    order = replica_order(config, policy, pool) if shared and policy is not None else None
     placements = replica_placements(pool, devices_per_replica(config), shared, order)
 
     if before_start is not None:
@@ -90,7 +92,7 @@ def start_rollout(
     rollout = ReplicatedRollout(replicas)
     try:
         # fails now if the port is taken
-        seeded = InferenceEngines.get(name).heeds_seeds(config.rollout)
+        seeded = inference_engine_class(name).heeds_seeds(config.rollout)
         announce = None if serve is None else serve(rollout, seeded)
         replicas.start()
         if announce is not None:
@@ -159,7 +161,7 @@ def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
     )
 
 
-def _order(config: ActorRolloutRefConfig, policy: RayWorkerGroup, pool: RayResourcePool) -> list[int] | None:
+def replica_order(config: ActorRolloutRefConfig, policy: RayWorkerGroup, pool: RayResourcePool) -> list[int] | None:
     """The training ranks in the order of the engines' processes, so that these need least of other ranks' shards.
 
     None: rank after rank.

@@ -8,22 +8,8 @@ prompt.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hybridrl.rollout.image_place import ImagePlace
 from hybridrl.rollout.request import Completion
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePlace:
-    """An image among the tokens of a prompt.
-
-    Attributes:
-        first: the index of its first token.
-        tokens: how many it has.
-        digest: fingerprint of its patches (`hybridrl.models.vision.digest`).
-    """
-
-    first: int
-    tokens: int
-    digest: str
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ Imported by the processes of reward functions, so it must stay light: no torch, 
 from hybridrl.sandbox.languages import LANGUAGES, Language, register_language
 from hybridrl.sandbox.local import EXPOSURE, LocalSandbox
 from hybridrl.sandbox.program import Ended, Limits, Program, Sandbox, SandboxError
-from hybridrl.sandbox.remote import RemoteSandbox
+from hybridrl.sandbox.remote_sandbox import RemoteSandbox
 from hybridrl.sandbox.slots import Slots
 
 __all__ = [

@@ -30,7 +30,9 @@ def memory_group(megabytes: int, proc: Path = PROC) -> Iterator[Path | None]:
     Args:
         proc: the folder in /proc of this process.
     """
-    group = next(filter(None, (_made(parent, version, megabytes * 2**20) for parent, version in _parents(proc))), None)
+    group = next(
+        filter(None, (make_group(parent, version, megabytes * 2**20) for parent, version in group_parents(proc))), None
+    )
     try:
         yield group
     finally:
@@ -61,7 +63,7 @@ def shortage_counters(group: Path | None, proc: Path = PROC) -> list[tuple[str, 
     return counters + [(str(folder / "pids.events"), "max") for folder in around]
 
 
-def _made(parent: Path, version: int, size: int) -> Path | None:
+def make_group(parent: Path, version: int, size: int) -> Path | None:
     """A group with a limit of so many bytes; None where it cannot be made."""
     group, files = parent / f"{_NAME}-{os.getpid()}-{uuid.uuid4().hex[:12]}", MEMORY_FILES[version]
     try:
@@ -79,7 +81,7 @@ def _made(parent: Path, version: int, size: int) -> Path | None:
 
 
 @functools.cache
-def _parents(proc: Path) -> tuple[tuple[Path, int], ...]:
+def group_parents(proc: Path) -> tuple[tuple[Path, int], ...]:
     """Folders in which this process makes groups that programs can join, with the version of their hierarchy.
 
     Groups of processes that have ended are removed.
@@ -92,11 +94,11 @@ def _parents(proc: Path) -> tuple[tuple[Path, int], ...]:
         folders = tuple(folder for folder in groups.folders if _gives_memory(folder))
     usable = []
     for folder in folders:
-        for left in folder.glob(f"{_NAME}-*"):
-            if not Path("/proc", left.name.split("-")[2]).exists():
+        for leftover in folder.glob(f"{_NAME}-*"):
+            if not Path("/proc", leftover.name.split("-")[2]).exists():
                 with contextlib.suppress(OSError):
-                    left.rmdir()
-        if (group := _made(folder, groups.version, 2**30)) is not None:
+                    leftover.rmdir()
+        if (group := make_group(folder, groups.version, 2**30)) is not None:
             if _can_be_joined(group):
                 usable.append((folder, groups.version))
             _remove(group)

@@ -77,14 +77,14 @@ def main() -> None:
     send(limits["report"], report | {"isolated": reason or "namespaces", "unisolated": limits["unisolated"]})
     if reason and not limits["unisolated"]:
         os._exit(126)
-    before = _shortages(limits["counters"])
-    limits["tell"] = lambda message: send(limits["report"], report | message)
-    found = _supervised(program, limits, way, reason, ended)
-    if "failed" not in found:
+    before = shortages(limits["counters"])
+    limits["send_message"] = lambda message: send(limits["report"], report | message)
+    end = _supervised(program, limits, way, reason, ended)
+    if "failed" not in end:
         _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
-        found = _without_shortage(found, before, _shortages(limits["counters"]), limits, reason)
-    send(limits["report"], report | ({"end": found} if "failed" not in found else found))
-    os._exit(found.get("code", 126))
+        end = without_shortage(end, before, shortages(limits["counters"]), limits, reason)
+    send(limits["report"], report | ({"end": end} if "failed" not in end else end))
+    os._exit(end.get("code", 126))
 
 
 def _supervised(
@@ -93,7 +93,7 @@ def _supervised(
     """Run the program; how it ended, or `failed`. Nothing that it started is left."""
     uid = None
     if os.geteuid() == 0 and way != "user":  # a user of its own, who owns no file and no other process
-        uid = _own_user(*(Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map")))
+        uid = own_user(*(Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map")))
     inner, write = os.pipe()
     question, ask = os.pipe()
     os.set_blocking(inner, False)
@@ -110,15 +110,15 @@ def _supervised(
         try:
             os._exit(_run(program, limits, uid) if reason else _init(program, limits, uid, question))
         except BaseException as error:
-            _tell_failure(limits, error)
+            _report_failure(limits, error)
     os.close(write)
     watch = Watch(child, inner, ask, limits["wall_s"], bool(reason))
-    found = watch.wait(ended, limits["tell"])
+    end = watch.wait(ended, limits["send_message"])
     if reason and uid is not None:
         _end_user(uid)
     end_descendants()
-    seconds = time.monotonic() - (watch.started or started) - found.pop("waited", 0.0)
-    return {"seconds": max(seconds, 0.0), **found}
+    seconds = time.monotonic() - (watch.started or started) - end.pop("waited", 0.0)
+    return {"seconds": max(seconds, 0.0), **end}
 
 
 def _go_first(proc: int) -> None:
@@ -135,25 +135,25 @@ def _go_first(proc: int) -> None:
     _prctl(_DUMPABLE, 0)
 
 
-def _tell_failure(limits: dict[str, Any], error: BaseException) -> None:
+def _report_failure(limits: dict[str, Any], error: BaseException) -> None:
     """Say that the program did not start, and exit."""
     send(limits["inner"], {"failed": f"{type(error).__name__}: {error}"[: _MESSAGE // 6]})
     os._exit(126)
 
 
-def _join(group: str | None, tell: Callable[[str], None]) -> None:
+def _join(group: str | None, report: Callable[[str], None]) -> None:
     """Enter the control group of the program, which what is started from here on inherits; exit where that fails."""
     if group is not None:
         try:
             with open(f"{group}/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))
         except OSError as error:
-            tell(f"the control group {group} cannot be joined: {error}")
+            report(f"the control group {group} cannot be joined: {error}")
             os._exit(126)
 
 
-def _shortages(counters: list[list[str]]) -> dict[str, int]:
-    """How often the machine, or a control group of the program, has run out of memory or processes, by file."""
+def shortages(counters: list[list[str]]) -> dict[str, int]:
+    """Count the shortages of memory or processes, of the machine and of the program's control groups, by file."""
     return {file: _counter(file, line) for file, line in counters}
 
 
@@ -176,23 +176,23 @@ def _counter(path: str, name: str) -> int:
     return 0
 
 
-def _without_shortage(
-    found: dict[str, Any], before: dict[str, int], after: dict[str, int], limits: dict[str, Any], reason: str
+def without_shortage(
+    end: dict[str, Any], before: dict[str, int], after: dict[str, int], limits: dict[str, Any], reason: str
 ) -> dict[str, Any]:
     """The end of a program; `failed` where it may have failed because the machine lacked something."""
-    if found["code"] == 0 or _reached_own_limit(limits["group"]):
-        return found | {"doubt": False}
+    if end["code"] == 0 or _reached_own_limit(limits["group"]):
+        return end | {"doubt": False}
     for path, count in after.items():
         # The counter of the whole machine also has kills that have nothing to do with this program.
-        concerns = path != "/proc/vmstat" or found["code"] == KILLED
-        if count > before[path] and concerns and not found.get("time"):
+        concerns = path != "/proc/vmstat" or end["code"] == KILLED
+        if count > before[path] and concerns and not end.get("time"):
             return {"failed": f"the machine ran out of memory or processes while the program ran ({path})"}
     if reason:
         with contextlib.suppress(OSError):
             disk = os.statvfs(limits["folder"])
             if disk.f_bavail * disk.f_frsize < limits["files_mb"] * 2**20 or (disk.f_files and not disk.f_favail):
                 return {"failed": f"the disk of {limits['folder']} is full"}
-    return found
+    return end
 
 
 def _process_limit(count: int, uid: int | None, way: str) -> int:
@@ -219,7 +219,7 @@ def _tasks(uid: int) -> int:
     return count
 
 
-def _own_user(*maps: str) -> int:
+def own_user(*maps: str) -> int:
     """The number of a user and group that nothing else has, among those that this user namespace knows.
 
     Args:
@@ -228,13 +228,13 @@ def _own_user(*maps: str) -> int:
     Raises:
         OSError: it knows no others than its first.
     """
-    known = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
-    if all(any(first <= _USERS and first + count >= _USERS + _COUNT for first, _, count in one) for one in known):
+    ids = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
+    if all(any(first <= _USERS and first + count >= _USERS + _COUNT for first, _, count in ranges) for ranges in ids):
         return _USERS + random.SystemRandom().randrange(_COUNT)
     # A container's namespace often knows 65536. Processes that live at the same time differ in their number.
-    first, count = max(((first, count) for first, _, count in known[0]), key=lambda found: found[1])
+    first, count = max(((first, count) for first, _, count in ids[0]), key=lambda item: item[1])
     uid = first + count // 2 + os.getpid() % max(count // 4, 1)
-    if count < 4 or not all(any(start <= uid < start + size for start, _, size in one) for one in known):
+    if count < 4 or not all(any(start <= uid < start + size for start, _, size in ranges) for ranges in ids):
         raise OSError(f"the user namespace of this process knows no users besides its own: {maps}")
     return uid
 
@@ -266,7 +266,7 @@ def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None, ques
         try:
             os._exit(_run(program, limits, uid))
         except BaseException as error:
-            _tell_failure(limits, error)
+            _report_failure(limits, error)
     program_process = Child(child)
     while (end := program_process.end()) is None:
         if select.select([question], [], [], _POLL_S)[0]:
@@ -386,11 +386,11 @@ def _fetch(limits: dict[str, Any], folder: str) -> None:
     Raises:
         OSError: a copy cannot be written. A file that cannot be read is left out.
     """
-    left = limits["files_mb"] * 2**20
+    budget = limits["files_mb"] * 2**20
     for number, path in enumerate(limits["fetch"]):
-        data = _read(folder, path, left)
+        data = _read(folder, path, budget)
         if data is not None:
-            left -= len(data)
+            budget -= len(data)
             with open(f"{limits['out']}/{number}", "wb") as copy:
                 copy.write(data)
 
@@ -406,8 +406,8 @@ def _read(folder: str, path: str, most: int) -> bytes | None:
                 os.close(descriptor)
             descriptor = inner
         with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            return file.read(most + 1) if stat.S_ISREG(found.st_mode) and found.st_size <= most else None
+            status = os.fstat(descriptor)
+            return file.read(most + 1) if stat.S_ISREG(status.st_mode) and status.st_size <= most else None
     except OSError:
         return None
 

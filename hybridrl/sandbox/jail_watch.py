@@ -26,7 +26,7 @@ def send(descriptor: int, message: dict[str, Any]) -> None:
 
 
 class Watch:
-    """Waits for the program's end, as the process that knows tells it.
+    """Waits for the program's end, which another process reports.
 
     Args:
         child: the first process of the namespaces, or without namespaces the program.
@@ -38,19 +38,19 @@ class Watch:
 
     def __init__(self, child: int, inner: int, ask: int, wall_s: float, direct: bool) -> None:
         self._child, self._inner, self._ask, self._wall_s, self._direct = Child(child), inner, ask, wall_s, direct
-        self._told: dict[str, Any] = {}
+        self._reports: dict[str, Any] = {}
         self._rest = b""
         self.started: float | None = None
 
-    def wait(self, ended: list[int], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def wait(self, ended: list[int], report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """The program's end, or `failed`.
 
         Args:
             ended: gets an item where this process is asked to end the program.
-            tell: sends a message to the caller: that the program has started, or gets more time.
+            report: sends a message to the caller: that the program has started, or gets more time.
         """
         begin = last = time.monotonic()
-        asked, until = False, begin + _SETUP_S
+        checking, until = False, begin + _SETUP_S
         while True:
             # A stopped process must not take the time of its pause for the program's.
             now = time.monotonic()
@@ -62,29 +62,29 @@ class Watch:
                 return end
             if ended:
                 return {"failed": "the sandbox was asked to end the program"}
-            if self.started is None and "started" in self._told:
+            if self.started is None and "started" in self._reports:
                 self.started, until = now, now + self._wall_s
-                tell({"started": True})
+                report({"started": True})
             if now >= until and self.started is None:
                 return {"failed": f"the program did not start within {_SETUP_S:g} s"}
-            if now >= until and asked and "running" not in self._told:
+            if now >= until and checking and "running" not in self._reports:
                 return {"failed": "the first process of the sandbox does not run any more"}
-            if now >= until and not asked:
-                asked, until = True, now + _ANSWER_S
+            if now >= until and not checking:
+                checking, until = True, now + _ANSWER_S
                 self._ask_whether_it_runs()
-            if asked and self.started is not None and (running := self._told.pop("running", None)) is not None:
-                asked, more = False, self._more_time(now - self.started, running)
+            if checking and self.started is not None and (running := self._reports.pop("running", None)) is not None:
+                checking, more = False, self._more_time(now - self.started, running)
                 if more is None:
                     return {"time": True, "code": KILLED, "doubt": running["stopped"], "waited": running["waited"]}
                 if now - self.started > _MOST_WAIT * self._wall_s:
                     return {"failed": f"the program had to wait for a core for {running['waited']:.1f} s"}
                 until = now + more
-                tell({"more": more})
+                report({"more": more})
             time.sleep(_POLL_S)
 
     def _ask_whether_it_runs(self) -> None:
         if self._direct:
-            self._told["running"] = self._child.state(_descendants(os.getpid()))
+            self._reports["running"] = self._child.state(_descendants(os.getpid()))
         else:
             os.write(self._ask, b"?")
 
@@ -97,20 +97,20 @@ class Watch:
         return more if more > _LEAST_MORE_S and running["cpu"] < self._wall_s and not running["stopped"] else None
 
     def _end(self) -> dict[str, Any] | None:
-        """How the program ended, or `failed`; None while it runs."""
+        """The program's end, or `failed`; None while it runs."""
         end = self._child.end()
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._inner, 65536):
                 self._rest += part
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
-            self._told |= json.loads(line)
-        if "failed" in self._told:
-            return {"failed": self._told["failed"]}
-        if "ended" in self._told:
-            told: dict[str, Any] = self._told["ended"]
-            return told
-        if end is None or (self._direct and "started" in self._told):
+            self._reports |= json.loads(line)
+        if "failed" in self._reports:
+            return {"failed": self._reports["failed"]}
+        if "ended" in self._reports:
+            ended: dict[str, Any] = self._reports["ended"]
+            return ended
+        if end is None or (self._direct and "started" in self._reports):
             return end
         return {"failed": f"the first process of the sandbox ended with status {end['code']}"}
 
@@ -127,7 +127,7 @@ class Child:
         self._stopped = False
 
     def end(self) -> dict[str, Any] | None:
-        """How it ended; None while it runs. Other processes below this one that have ended are reaped."""
+        """Its end; None while it runs. Other processes below this one that have ended are reaped."""
         waited = _waited(self._pid, self._pid) if _has_ended(self._pid) else 0.0
         while True:
             pid, status, used = os.wait4(-1, os.WNOHANG | os.WUNTRACED)

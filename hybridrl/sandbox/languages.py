@@ -12,7 +12,7 @@ PYTHON = "{python}"  # stands for this Python in a command
 
 @dataclass(frozen=True)
 class Language:
-    """How a program of one language is run.
+    """Commands that compile and run a program of one language.
 
     Attributes:
         source: name of the file with its code.
@@ -57,10 +57,10 @@ def command(words: tuple[str, ...]) -> list[str]:
         SandboxError: this machine does not have the program.
     """
     first = sys.executable if words[0] == PYTHON else words[0]
-    found = first if "/" in first else shutil.which(first, path="/usr/local/bin:/usr/bin:/bin")
-    if found is None:
+    path = first if "/" in first else shutil.which(first, path="/usr/local/bin:/usr/bin:/bin")
+    if path is None:
         raise SandboxError(f"this machine has no {first}, which runs the program; install it in /usr/bin")
-    return [found, *words[1:]]
+    return [path, *words[1:]]
 
 
 def runnable() -> list[str]:

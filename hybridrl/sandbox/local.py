@@ -117,11 +117,11 @@ class LocalSandbox(Sandbox):
             if program is None:
                 continue
             code = program.replace("PROCESSES", str(limits.processes)) if name == "python" else program
-            found = self.run(Program(code, name, compile_s=60.0), limits)
-            if found.output.strip() != "42":
-                said = f"{found.output.strip()} {found.errors.strip()}".strip() or f"exit code {found.code}"
-                raise SandboxError(f"a small {name} program fails in the sandbox: {said[-1000:]}")
-            isolated = found.isolated
+            result = self.run(Program(code, name, compile_s=60.0), limits)
+            if result.output.strip() != "42":
+                output = f"{result.output.strip()} {result.errors.strip()}".strip() or f"exit code {result.code}"
+                raise SandboxError(f"a small {name} program fails in the sandbox: {output[-1000:]}")
+            isolated = result.isolated
         return "" if isolated == "namespaces" else isolated
 
     def _run(self, words: Sequence[str], program: Program, limits: Limits) -> Ended:
@@ -137,7 +137,7 @@ class LocalSandbox(Sandbox):
         return ended
 
     def _run_once(self, words: Sequence[str], program: Program, limits: Limits) -> tuple[Ended, bool]:
-        """How a command ended, and whether that may have come from outside."""
+        """Run a command; return its end, and whether that may have come from outside."""
         try:
             with tempfile.TemporaryDirectory(prefix="hybridrl-sandbox-out-", ignore_cleanup_errors=True) as out:
                 folder = tempfile.mkdtemp(prefix="hybridrl-sandbox-")
@@ -192,13 +192,13 @@ class LocalSandbox(Sandbox):
                 try:
                     talk.listen()
                 finally:
-                    _end(process, ended="end" in talk.said)
+                    _end(process, ended="end" in talk.reports)
         finally:
             os.close(report)
             if write >= 0:
                 os.close(write)
         ended = talk.ended(_fetched(out, program.fetch))
-        return ended, bool(talk.said.get("end", {}).get("doubt")) and ended.ended != "output" and not talk.over_cpu
+        return ended, bool(talk.reports.get("end", {}).get("doubt")) and ended.ended != "output" and not talk.over_cpu
 
 
 def check_paths(paths: Iterable[str]) -> None:
@@ -244,7 +244,7 @@ class _Talk:
 
     def __init__(self, process: "subprocess.Popen[bytes]", report: int, seal: str, limits: Limits) -> None:
         assert process.stdout is not None and process.stderr is not None
-        self.said: dict[str, Any] = {}
+        self.reports: dict[str, Any] = {}
         self._seal, self._limits, self._report = seal, limits, report
         self._streams = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
         self._output, self._lines = [b"", b""], b""
@@ -270,7 +270,7 @@ class _Talk:
                     self._printed(self._streams[descriptor], part)
             if not events and time.monotonic() >= deadline:
                 return
-            if not events and self._report not in open_ends and "end" not in self.said:
+            if not events and self._report not in open_ends and "end" not in self.reports:
                 return  # the jail has died, and others may hold its streams
 
     def _printed(self, which: int, part: bytes) -> None:
@@ -285,7 +285,7 @@ class _Talk:
             with contextlib.suppress(ValueError, RecursionError):  # such a line is not the jail's
                 message = json.loads(line)
                 if isinstance(message, dict) and message.pop("seal", None) == self._seal:
-                    self.said |= message
+                    self.reports |= message
                     if "started" in message or "more" in message:
                         deadline = time.monotonic() + message.get("more", self._limits.wall_s) + _GRACE_S
         return deadline
@@ -293,21 +293,21 @@ class _Talk:
     @property
     def over_cpu(self) -> bool:
         """Whether the kernel ended the program because of its processor time."""
-        end = self.said.get("end", {})
+        end = self.reports.get("end", {})
         killed = end.get("code") == 128 + signal.SIGKILL and end.get("cpu", 0.0) >= self._limits.cpu_s
         return killed or end.get("code") == 128 + signal.SIGXCPU
 
     def ended(self, files: dict[str, bytes]) -> Ended:
-        """How the program ended.
+        """Return the program's end.
 
         Raises:
             SandboxError: the jail does not say so.
         """
         output, errors = (stream.decode("utf-8", "replace") for stream in self._output)
-        isolated, end = self.said.get("isolated"), self.said.get("end")
-        if "failed" in self.said and not self._full:
-            raise SandboxError(f"the sandbox failed: {self.said['failed']}")
-        if isolated not in (None, "namespaces") and not self.said.get("unisolated"):
+        isolated, end = self.reports.get("isolated"), self.reports.get("end")
+        if "failed" in self.reports and not self._full:
+            raise SandboxError(f"the sandbox failed: {self.reports['failed']}")
+        if isolated not in (None, "namespaces") and not self.reports.get("unisolated"):
             raise SandboxError(
                 f"the kernel gives the sandbox no namespaces ({isolated}), so programs would not be isolated: "
                 f"{EXPOSURE}. Run as root or allow user namespaces, or run programs on another machine "
@@ -331,11 +331,11 @@ class _Talk:
 
 
 def _fetched(out: str, paths: Sequence[str]) -> dict[str, bytes]:
-    found = {}
+    files = {}
     for number, path in enumerate(paths):
         with contextlib.suppress(OSError), open(os.open(f"{out}/{number}", os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found[path] = file.read()
-    return found
+            files[path] = file.read()
+    return files
 
 
 def _end(process: "subprocess.Popen[bytes]", ended: bool) -> None:

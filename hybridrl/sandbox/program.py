@@ -1,16 +1,16 @@
-"""What every sandbox takes and returns."""
+"""The programs, limits and results of every sandbox."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.errors import RewardError
-from hybridrl.verdict import NoVerdictError, Reason
+from hybridrl.scored import Reason, UnscoredError
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """Resources that a program may use.
 
     Attributes:
         wall_s, cpu_s: seconds in all, and of processor time per process.
@@ -53,7 +53,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
         output: its standard output; with `one_stream` both streams together.
@@ -82,8 +82,8 @@ class Ended:
         return self.code == 0 and not self.ended
 
 
-class SandboxError(NoVerdictError, RewardError):
-    """The sandbox failed, and not the program: there is no verdict.
+class SandboxError(UnscoredError, RewardError):
+    """The sandbox failed, and not the program: the sample has no score.
 
     A reward function, tool or loop that lets it pass has none, either.
 
@@ -96,7 +96,7 @@ class SandboxError(NoVerdictError, RewardError):
         super().__init__(reason, detail)
 
     def __str__(self) -> str:
-        return self.verdict.detail
+        return self.unscored.detail
 
 
 class Sandbox(ABC):

@@ -29,7 +29,7 @@ from hybridrl.notify import notify
 from hybridrl.sandbox.languages import LANGUAGES, runnable
 from hybridrl.sandbox.local import EXPOSURE, LocalSandbox, check_paths
 from hybridrl.sandbox.program import Ended, Limits, Program, SandboxError
-from hybridrl.sandbox.remote import TOKEN_VARIABLE
+from hybridrl.sandbox.remote_sandbox import TOKEN_VARIABLE
 from hybridrl.utils.cores import available_cores
 from hybridrl.utils.http_server import (
     HttpRefusal,
@@ -42,12 +42,12 @@ from hybridrl.utils.http_server import (
 
 _POLL_S = 0.05
 _STATUS = {"": "Finished", "time": "TimeLimitExceeded", "output": "OutputLimitExceeded"}
-_KNOWN = ("code", "language", "stdin", "run_timeout", "compile_timeout", "memory_limit_MB", "files", "fetch_files")
+_FIELDS = ("code", "language", "stdin", "run_timeout", "compile_timeout", "memory_limit_MB", "files", "fetch_files")
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What the server accepts.
+    """Limits on the requests that the server accepts.
 
     Attributes:
         concurrent: programs that run at once.
@@ -67,7 +67,7 @@ class ServerLimits:
 
 
 class SandboxService:
-    """What the server answers.
+    """The service behind the server's requests.
 
     Args:
         limits: what it accepts.
@@ -76,7 +76,7 @@ class SandboxService:
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.sandbox = LocalSandbox(limits.program, limits.concurrent, allow_unisolated=limits.allow_unisolated)
-        self.taken = 0
+        self.admitted = 0
         self._threads = ThreadPoolExecutor(limits.concurrent, thread_name_prefix="programs")
         self._places = asyncio.Semaphore(limits.concurrent)
         self._running: dict[Future[Ended], list[int]] = {}  # with the number of the thread, once it has begun
@@ -89,18 +89,18 @@ class SandboxService:
         return TokenGuard(routes, token, self.limits.body_mb * 2**20, "--max-body-mb", open_paths)
 
     async def _health(self, _: Any) -> tuple[int, Mapping[str, Any]]:
-        return HTTPStatus.OK, {"status": "ok", "taken": self.taken, "languages": list(LANGUAGES)}
+        return HTTPStatus.OK, {"status": "ok", "taken": self.admitted, "languages": list(LANGUAGES)}
 
     async def _run_code(self, body: Any) -> tuple[int, Mapping[str, Any]]:
         program, limits = _read(body, self.limits)
-        if self.taken >= self.limits.concurrent + self.limits.queue:
-            raise HttpRefusal(HTTPStatus.TOO_MANY_REQUESTS, f"{self.taken} programs run or wait; send it later")
-        self.taken += 1
+        if self.admitted >= self.limits.concurrent + self.limits.queue:
+            raise HttpRefusal(HTTPStatus.TOO_MANY_REQUESTS, f"{self.admitted} programs run or wait; send it later")
+        self.admitted += 1
         try:
             async with self._places:
                 return HTTPStatus.OK, await self._ended(program, limits)
         finally:
-            self.taken -= 1
+            self.admitted -= 1
 
     async def _ended(self, program: Program, limits: Limits) -> Mapping[str, Any]:
         """Run a program; it is ended where nobody waits for it any more."""
@@ -156,11 +156,11 @@ def _read(body: Any, limits: ServerLimits) -> tuple[Program, Limits]:
 
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
         raise refuse("the body is an object with 'code', text")
-    if unknown := [name for name in body if name not in _KNOWN and body[name] not in (None, {}, [])]:
-        raise refuse(f"unknown fields: {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
+    if unknown := [name for name in body if name not in _FIELDS and body[name] not in (None, {}, [])]:
+        raise refuse(f"unknown fields: {', '.join(unknown)}; allowed are {', '.join(_FIELDS)}")
     language = body.get("language")
     if language not in LANGUAGES:
-        raise refuse(f"language {language!r}: there are {', '.join(LANGUAGES)}")
+        raise refuse(f"unknown language {language!r}; choose from {', '.join(LANGUAGES)}")
     times = {}
     for name in ("run_timeout", "compile_timeout"):
         value = body[name] if body.get(name) is not None else 10.0
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
     token = os.environ.get(TOKEN_VARIABLE) if args.token_file is None else args.token_file.read_text().strip()
     if not token and args.host not in ("127.0.0.1", "::1", "localhost") and not args.no_token:
         print(
-            f"error: --host {args.host} is reached by others, and there is no token: set {TOKEN_VARIABLE}, or give "
+            f"error: --host {args.host} can be reached by others, and no token is set: set {TOKEN_VARIABLE}, or give "
             "--token-file FILE, or --no-token in a network that you trust",
             file=sys.stderr,
         )

@@ -40,14 +40,14 @@ class Slots:
         """
         folder = _folder(self.name)
         with _own.setdefault((os.getpid(), self.name, self.count), threading.Semaphore(self.count)):
-            while (descriptor := self._free(folder)) is None:
+            while (descriptor := self.free_place(folder)) is None:
                 time.sleep(_POLL_S * (0.5 + random.random()))
             try:
                 yield
             finally:
                 os.close(descriptor)
 
-    def _free(self, folder: Path) -> int | None:
+    def free_place(self, folder: Path) -> int | None:
         """The descriptor of a place that was free."""
         first = random.randrange(self.count)
         for number in range(self.count):
@@ -78,9 +78,9 @@ def _folder(name: str) -> Path:
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-            found = path.lstat()
+            status = path.lstat()
         except OSError as error:
             raise SandboxError(f"no place for a program: {error}") from error
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise SandboxError(f"{path} is not a folder of this user; remove it, or set TMPDIR to another folder")
     return folder / name

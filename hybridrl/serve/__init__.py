@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from hybridrl.serve.process import ServerProcess
     from hybridrl.serve.prometheus import metrics_text, write_scrape_config
     from hybridrl.serve.run_server import RunServer, start_rollout
-    from hybridrl.serve.start import Access, make_server
+    from hybridrl.serve.start_servers import Access, make_server
 
 _HOMES = {
-    "Access": "start",
+    "Access": "start_servers",
     "Listener": "http",
     "OpenAIServer": "http",
     "RunServer": "run_server",
@@ -25,7 +25,7 @@ _HOMES = {
     "metrics_text": "prometheus",
     "new_token": "http",
     "node_address": "http",
-    "make_server": "start",
+    "make_server": "start_servers",
     "start_rollout": "run_server",
     "write_scrape_config": "prometheus",
 }

@@ -10,12 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.serve.api import Api, Served
-from hybridrl.serve.dialects.chat import ChatDialect
-from hybridrl.serve.dialects.messages import CountRequest, MessagesDialect, MessagesRequest, inner_request
-from hybridrl.serve.dialects.responses import ResponsesDialect, ResponsesRequest
+from hybridrl.serve.dialects.anthropic_messages import CountRequest, MessagesDialect, MessagesRequest, inner_request
+from hybridrl.serve.dialects.chat_completions import ChatDialect
+from hybridrl.serve.dialects.openai_responses import ResponsesDialect, ResponsesRequest
 from hybridrl.serve.gate import Gate, GuestGate, PauseMode
 from hybridrl.serve.limits import BODY_MB, BODY_MB_WITH_IMAGES, Guard, body_of_error
+from hybridrl.serve.openai_api import Api, Served
 from hybridrl.serve.pending import ClientGone
 from hybridrl.serve.prometheus import CONTENT_TYPE, metrics_text
 from hybridrl.serve.schema import (
@@ -26,7 +26,7 @@ from hybridrl.serve.schema import (
     GenerateRequest,
     OpenSession,
 )
-from hybridrl.serve.sessions import ServerSession, SessionTable
+from hybridrl.serve.session_table import ServerSession, SessionTable
 
 _MAX_SESSIONS = 16384
 _IDLE_S = 21600.0
@@ -155,8 +155,8 @@ def _add_sessions(app: FastAPI, api: Api, sessions: SessionTable) -> None:
 
     @app.post("/sessions")
     async def open_session(body: OpenSession | None = None) -> dict[str, Any]:
-        if fault := await api.in_thread(api.fault_in_template, False):
-            raise ApiError(400, f"no session can be opened: {fault}", code="unsupported_template")
+        if reason := await api.in_thread(api.unsupported_reason, False):
+            raise ApiError(400, f"no session can be opened: {reason}", code="unsupported_template")
         return sessions.open((body or OpenSession.model_validate({})).settings()).described()
 
     @app.get("/sessions/{id}")

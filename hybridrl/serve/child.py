@@ -24,11 +24,11 @@ from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire
 from hybridrl.serve.app import create_app
+from hybridrl.serve.client_images import ClientImage, ShownImages
 from hybridrl.serve.gate import PauseMode
 from hybridrl.serve.http import OpenAIServer
-from hybridrl.serve.images import ClientImage, ShownImages
 from hybridrl.serve.process import ServerSetup
-from hybridrl.serve.start import served_model
+from hybridrl.serve.start_servers import served_model
 
 _NICENESS = 5
 _OWN_DESCRIPTORS = 128
@@ -65,8 +65,8 @@ class RunClient:
             serving.result()
         self._serving = serving  # calls in progress are answered until the process ends
 
-    def tell_ready(self) -> None:
-        """Tell the run that clients are served."""
+    def report_ready(self) -> None:
+        """Report to the run that clients are served."""
         self._run.tell("ready")
 
     async def generate(self, request: Request) -> Completion:
@@ -145,7 +145,7 @@ async def _serve(setup: ServerSetup, connection: socket.socket, listening: socke
     )
     server = OpenAIServer(app, listening, max_connections)
     await server.start()
-    client.tell_ready()
+    client.report_ready()
     try:
         await client.listen()
     except EOFError:  # the run has ended, and nobody waits for this process

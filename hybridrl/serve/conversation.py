@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, fault_in_messages, normal_messages
+from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, check_messages, normal_messages
 from hybridrl.serve.schema import ApiError, check_encodable
 
 #: what a client adds to messages of the model that it returns, and no template reads
@@ -30,9 +30,10 @@ def inner_messages(
         ApiError: they are not a conversation.
     """
     check_encodable(messages, "messages")
-    fault = fault_in_messages(messages, TEXT_AND_IMAGES if sees_images else TEXT)
-    if fault is not None:
-        raise ApiError(400, f"messages: {fault}", param="messages")
+    try:
+        check_messages(messages, TEXT_AND_IMAGES if sees_images else TEXT)
+    except ValueError as error:
+        raise ApiError(400, f"messages: {error}", param="messages") from None
     inner = []
     for message in normal_messages(messages):
         inner_message = {name: value for name, value in message.items() if name not in _NOT_RENDERED}

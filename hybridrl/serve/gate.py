@@ -63,7 +63,7 @@ class GuestGate:
                     part = await self._client.generate(rest_of(request, answer))
                 finally:
                     self._inside.discard(id)
-                    await self._tell()
+                    await self._notify_waiting()
                 add_part(answer, part, request, self._tokenizer)
                 if answer.finish_reason != "abort" or id not in self._suspended:
                     break
@@ -84,7 +84,7 @@ class GuestGate:
         here = self._here.intersection(ids)
         self._aborted |= here
         self._suspended -= here
-        await self._tell()
+        await self._notify_waiting()
         await self._client.abort(sorted(set(ids) - (here - self._inside)))
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
@@ -105,11 +105,11 @@ class GuestGate:
 
     async def resume(self) -> None:
         self._paused = False
-        await self._tell()
+        await self._notify_waiting()
 
     async def is_paused(self) -> bool:
         return self._paused
 
-    async def _tell(self) -> None:
+    async def _notify_waiting(self) -> None:
         async with self._changed:
             self._changed.notify_all()

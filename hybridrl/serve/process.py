@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.info import tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.processes.frames import MalformedMessage
@@ -83,7 +84,7 @@ class ServerProcess:
         self._peer: Peer | None = None
         self._in_flight: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
-        self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
+        self.images: dict[int, ImageTensors] = {}  # by the number that the process calls them
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
 
     @property
@@ -115,7 +116,7 @@ class ServerProcess:
         self._stopping = True
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the thread ends by itself
-                self._loop.call_soon_threadsafe(self._tell_to_close)
+                self._loop.call_soon_threadsafe(self._request_close)
             self._thread.join(2 * STOP_S + 5)
         self.listener.close()
 
@@ -165,12 +166,12 @@ class ServerProcess:
         """Start a process and answer its calls until it ends; returns how it ended."""
         with contextlib.nullcontext() if self._log_file is None else open(self._log_file, "ab") as log:
             child = self._child = Child("hybridrl.serve.child", [self.listener.socket.fileno()], output=log)
-        self._images = {}  # the numbers are those of another process
+        self.images = {}  # the numbers are those of another process
         stream = await FrameStream.open(child.connection)
         stream.send(pickle.dumps(self._setup))
         peer = self._peer = Peer(stream, JSON, self._methods, RolloutError)
         if self._stopping:
-            self._tell_to_close()
+            self._request_close()
         try:
             await peer.serve()
         except EOFError:
@@ -192,7 +193,7 @@ class ServerProcess:
         return {
             "ready": self._ready.set,
             "image": self._take_image,
-            "forget": lambda number: self._images.pop(int(number), None),
+            "forget": lambda number: self.images.pop(int(number), None),
             "generate": self._generate,
             "abort": self._abort,
             "stats": self.client.stats,
@@ -203,13 +204,13 @@ class ServerProcess:
         }
 
     def _take_image(self, number: Any, image: Any) -> None:
-        self._images[int(number)] = wire.image_from_plain(image, config_of(self._setup.model))
+        self.images[int(number)] = wire.image_from_plain(image, config_of(self._setup.model))
 
     async def _generate(self, plain: Any) -> dict[str, Any]:
         images = None
         if plain.get("images") is not None:
             config, ids = config_of(self._setup.model), plain["prompt_ids"]
-            images = wire.images_from_plain(plain["images"], ids, self._images, config)
+            images = wire.images_from_plain(plain["images"], ids, self.images, config)
         request = wire.request_from_plain(plain, images)
         self._in_flight.add(request.id)
         try:
@@ -232,7 +233,7 @@ class ServerProcess:
             await self._gate.abort(sorted(self._in_flight))
         await peer.finish(STOP_S)
 
-    def _tell_to_close(self) -> None:
+    def _request_close(self) -> None:
         if self._peer is not None and self._ready.is_set():
             self._peer.tell("close")
         elif self._child is not None:

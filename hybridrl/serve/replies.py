@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.chat.parsers.base import FunctionCall, MalformedCall, ToolParser
+from hybridrl.chat.parsers.tool_parser import FunctionCall, MalformedCall, ToolParser
 from hybridrl.models.chat import Message
 from hybridrl.rollout.request import Completion
 from hybridrl.serve.schema import ChatRequest, SamplingRequest

@@ -247,11 +247,12 @@ class ChatRequest(SamplingRequest):
     def check_extras(self) -> None:
         super().check_extras()
         for number, tool in enumerate(self.tools):
-            fault = _fault_in_tool(tool)
-            if fault:
+            try:
+                _check_tool(tool)
+            except ValueError as error:
                 raise ApiError(
-                    400, f"tools: entry {number} is not supported: {fault}", "tools", code="unsupported_parameter"
-                )
+                    400, f"tools: entry {number} is not supported: {error}", "tools", code="unsupported_parameter"
+                ) from None
         check_encodable(self.tools, "tools")
         self._check_choice()
         self._check_format()
@@ -322,19 +323,24 @@ def _unsupported(message: str) -> ApiError:
     return ApiError(400, message, param=re.split(r"\W", message, maxsplit=1)[0], code="unsupported_parameter")
 
 
-def _fault_in_tool(tool: Mapping[str, Any]) -> str | None:
-    """Return why an entry of `tools` is not the description of a function, or None."""
+def _check_tool(tool: Mapping[str, Any]) -> None:
+    """Check that an entry of `tools` describes a function.
+
+    Raises:
+        ValueError: it does not; the text is a clause about the entry.
+    """
     if tool.get("type", "function") != "function":
-        return f"its type is {tool['type']!r}; the server runs no tools, only functions of the client are taken"
+        raise ValueError(
+            f"its type is {tool['type']!r}; the server runs no tools, only functions of the client are allowed"
+        )
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        return 'it has no "function" with a "name"'
+        raise ValueError('it has no "function" with a "name"')
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        return '"parameters" is not an object'
+        raise ValueError('"parameters" is not an object')
     if parameters and not isinstance(parameters.get("properties", {}), Mapping):
-        return '"properties" of its parameters is not an object'
-    return None
+        raise ValueError('"properties" of its parameters is not an object')
 
 
 class CompletionRequest(SamplingRequest):

@@ -6,10 +6,10 @@ from contextlib import aclosing
 from typing import Any
 
 from hybridrl.rollout.request import Completion
-from hybridrl.serve.dialects.base import CallContext, Dialect, event
+from hybridrl.serve.dialects.dialect import CallContext, Dialect, event
 from hybridrl.serve.pending import ClientGone, PendingRequests
 from hybridrl.serve.replies import ReplyChoice
-from hybridrl.serve.responses import ResponseBuilder
+from hybridrl.serve.response_objects import ResponseBuilder
 from hybridrl.serve.schema import ApiError
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ Rows = Any  # a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a `
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run left.
+    """Result of a run.
 
     Attributes:
         folder: the run's folder, with `config.yaml`, `metrics.jsonl`, `report.html` and checkpoints.
@@ -83,7 +83,7 @@ class TrainingResult:
         """
         values = [record[name] for record in self.history if name in record]
         if not values:
-            raise KeyError(f"there is no metric {name}{nearest(name, list(self.metrics))}")
+            raise KeyError(f"unknown metric {name}{nearest(name, list(self.metrics))}")
         return values
 
 
@@ -135,31 +135,31 @@ class Trainer:
             keywords["data.val_files"] = ("val_data", val_data)
         if reward is not None:
             keywords["reward.custom_reward_function.path"] = ("reward", reward)
-        given = _settings(PROGRAMS[program].tree, settings, config or {}, keywords)
-        put(given, model_key, _model_path(model))
-        is_named = bool({"default_local_dir", "experiment_name"} & set(given.get("trainer", {})))
-        folder = Path(self._compose(given).trainer.default_local_dir)
+        tree = _settings(PROGRAMS[program].tree, settings, config or {}, keywords)
+        put(tree, model_key, _model_path(model))
+        is_named = bool({"default_local_dir", "experiment_name"} & set(tree.get("trainer", {})))
+        folder = Path(self._compose(tree).trainer.default_local_dir)
         with contextlib.ExitStack() as undo:
             if not is_named:
                 folder = undo.enter_context(_new_folder(folder.parent, program))
-                put(given, "trainer.experiment_name", folder.name)
+                put(tree, "trainer.experiment_name", folder.name)
             self.folder = folder
             undo.enter_context(_removing_new_files(folder / "data", folder / "reward"))
-            put(given, "data.train_files", self._files(data, "train"))
+            put(tree, "data.train_files", self._files(data, "train"))
             if val_data is not None:
-                put(given, "data.val_files", self._files(val_data, "val"))
+                put(tree, "data.val_files", self._files(val_data, "val"))
             if reward is not None:
-                self._put_reward(given, reward, reward_weights)
-            self.config = self._compose(given, notices=True)
+                self._put_reward(tree, reward, reward_weights)
+            self.config = self._compose(tree, notices=True)
             from hybridrl.config import validate
 
             validate(self.config)
 
-    def _compose(self, given: Mapping[str, Any], notices: bool = False) -> PPOTrainerConfig | SupervisedConfig:
+    def _compose(self, settings: Mapping[str, Any], notices: bool = False) -> PPOTrainerConfig | SupervisedConfig:
         from hybridrl.config.compose import compose_config, print_notices  # takes a moment (Hydra)
 
         program = PROGRAMS[self.program]
-        composed = compose_config(program.tree, defaults=program.defaults, settings=given)
+        composed = compose_config(program.tree, defaults=program.defaults, settings=settings)
         if notices:
             print_notices(composed.notices)
         assert isinstance(composed.config, PPOTrainerConfig | SupervisedConfig)
@@ -174,13 +174,13 @@ class Trainer:
             return [str(file) for file in (data if several else [data])]
         return [str(save_rows(data, self.folder / "data", name))]
 
-    def _put_reward(self, given: dict[str, Any], reward: Any, weights: Any) -> None:
+    def _put_reward(self, tree: dict[str, Any], reward: Any, weights: Any) -> None:
         from hybridrl.reward import reward_settings
 
         if PROGRAMS[self.program].tree != "ppo_trainer":
             raise ConfigError(f"reward: {self.program} has no reward; leave it out, or use grpo or ppo")
         for name, value in reward_settings(reward, self.folder / "reward", weights).items():
-            put(given, f"reward.{name}", value)
+            put(tree, f"reward.{name}", value)
 
     def train(self) -> TrainingResult:
         """Run the training to its end, or until it is asked to stop (Ctrl-C, SIGTERM). Ray is started if need be.
@@ -211,7 +211,7 @@ class Trainer:
 def trained_part(program: str) -> str:
     """Return the folder of the trained model in a checkpoint of a program: the policy's where there is one."""
     from hybridrl.config.roles import POLICY, ROLES
-    from hybridrl.trainer.supervised.trainer import MODEL_FOLDER
+    from hybridrl.trainer.supervised.supervised_trainer import MODEL_FOLDER
 
     part = ROLES[POLICY].saved if PROGRAMS[program].tree == "ppo_trainer" else MODEL_FOLDER
     assert part is not None, "a policy is saved"
@@ -299,15 +299,15 @@ def _settings(
     nested: dict[str, Any] = {}
     faults = []
     for name, value in short.items():
-        found = keys.get(name, [])
-        if SHORT_NAMES.get(name) in found:
-            found = [SHORT_NAMES[name]]
-        if len(found) == 1:
-            put(nested, found[0], _plain(value))
-            written.append(Assignment(found[0], _plain(value), f" (keyword {name})"))
-        elif found:
+        matches = keys.get(name, [])
+        if SHORT_NAMES.get(name) in matches:
+            matches = [SHORT_NAMES[name]]
+        if len(matches) == 1:
+            put(nested, matches[0], _plain(value))
+            written.append(Assignment(matches[0], _plain(value), f" (keyword {name})"))
+        elif matches:
             faults.append(
-                f"{name}=: several settings are called so; choose with config={{KEY: ...}}: {', '.join(found)}"
+                f"{name}=: several settings are called so; choose with config={{KEY: ...}}: {', '.join(matches)}"
             )
         else:
             faults.append(f"{name}=: no setting is called so{nearest(name, list(keys))}")
@@ -323,7 +323,7 @@ def _settings(
 
 
 def _summary(value: Any) -> Any:
-    """What a message says of data or functions: the names of files, or the type."""
+    """Describe data or functions in a message: the names of files, or the type."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):

@@ -15,8 +15,9 @@ from rich.table import Table as Grid
 from hybridrl.config import EvaluationConfig, validate
 from hybridrl.config.data_names import local_files
 from hybridrl.data import DataError
-from hybridrl.data.files import read_table
+from hybridrl.data.data_files import read_table
 from hybridrl.data.table import REWARD_MODEL, Table
+from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.observe.validation_metrics import validation_metrics
 from hybridrl.reward import RewardError
@@ -55,12 +56,12 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
     Returns:
         The metrics: `val-core/*` and `val-aux/*` as validation logs them (`hybridrl.observe.validation_metrics`),
         and for each data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
-        Responses without a verdict are in no mean; the file and a warning say how many there are, and why.
+        Responses without a score are in no mean; the file and a warning say how many there are, and why.
 
     Raises:
         ConfigError: `validate` finds faults in the configuration.
         DataError: rows cannot be scored; the error names them.
-        RewardError: the reward function cannot be loaded or fails, or gives no verdict of any response.
+        RewardError: the reward function cannot be loaded or fails, or gives no score of any response.
     """
     validate(config)
     data = config.data
@@ -69,7 +70,7 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         answers = read_answers(config, table, built_in=pool.built_in)
         check_columns(pool, table.columns, any(sample.ground_truth is not None for sample in answers.samples))
         outcomes = list(_scored(pool, answers))
-    missing = Counter(one.no_verdict.reason.value for one in outcomes if one.no_verdict is not None)
+    missing = Counter(outcome.unscored.reason.value for outcome in outcomes if outcome.unscored is not None)
     metrics = summarise(answers, outcomes)
     path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
@@ -111,20 +112,21 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
     for name, key in ((data.data_source_key, "data_source_key"), (references, "reward_model_key")):
         if built_in:
             table.require(name, f"data.{key}")
-    wanted = (data.response_key, data.data_source_key, references, data.extra_info_key)
+    columns = (data.response_key, data.data_source_key, references, data.extra_info_key)
     answers, faults = Answers(), []
-    known: set[str] = set()
+    checked_sources: set[str] = set()
     for row in range(count):
         values = table[row]
-        responses, source, reference, info = (values.get(name) for name in wanted)
+        responses, source, reference, info = (values.get(name) for name in columns)
         texts: Any = [responses] if isinstance(responses, str) else responses
         truth = ground_truth_of({**values, REWARD_MODEL: reference})
         about = {name: value for name, value in values.items() if name != data.response_key}
-        fault = _fault_in_responses(texts, data.response_key)
-        if fault is None and built_in:
-            fault = _fault_in_reference(source, truth, data.data_source_key, references, known)
-        if fault is not None:
-            faults.append(f"{table.locate(row)}: {fault}")
+        try:
+            _check_responses(texts, data.response_key)
+            if built_in:
+                _check_reference(source, truth, data.data_source_key, references, checked_sources)
+        except UserError as error:
+            faults.append(f"{table.locate(row)}: {error}")
             continue
         for number, text in enumerate(texts):
             answers.samples.append(
@@ -146,28 +148,35 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
     return answers
 
 
-def _fault_in_responses(texts: Any, key: str) -> str | None:
+def _check_responses(texts: Any, key: str) -> None:
+    """Check that a row has texts.
+
+    Raises:
+        DataError: it has not.
+    """
     if not isinstance(texts, Sequence) or not texts:
-        found = "empty" if isinstance(texts, Sequence) else f"{type(texts).__name__}"
-        return f"column {key!r} must hold a list of texts, and is {found}"
+        actual = "empty" if isinstance(texts, Sequence) else f"{type(texts).__name__}"
+        raise DataError(f"column {key!r} must hold a list of texts, and is {actual}")
     bad = next((text for text in texts if not isinstance(text, str)), None)
-    return None if bad is None else f"column {key!r} holds {type(bad).__name__} {str(bad)[:40]!r} among its texts"
+    if bad is not None:
+        raise DataError(f"column {key!r} holds {type(bad).__name__} {str(bad)[:40]!r} among its texts")
 
 
-def _fault_in_reference(source: Any, truth: Any, source_key: str, truth_key: str, known: set[str]) -> str | None:
-    if not isinstance(source, str) or source not in known:
-        try:
-            check_data_source(source, source_key)
-        except RewardError as error:
-            return str(error)
-        known.add(source)
+def _check_reference(source: Any, truth: Any, source_key: str, truth_key: str, checked_sources: set[str]) -> None:
+    """Check that a built-in scorer can score a row.
+
+    Args:
+        checked_sources: data sources that have a scorer; the row's is added.
+
+    Raises:
+        RewardError, DataError: its data source has no scorer, or the scorer cannot read its ground truth.
+    """
+    if not isinstance(source, str) or source not in checked_sources:
+        check_data_source(source, source_key)
+        checked_sources.add(source)
     if truth is None:
-        return f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}"
-    try:
-        check_ground_truth(truth, source)
-    except RewardError as error:
-        return str(error)
-    return None
+        raise DataError(f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}")
+    check_ground_truth(truth, source)
 
 
 def _scored(pool: SampleScorer, answers: Answers) -> Iterator[Outcome]:
@@ -185,13 +194,13 @@ def _scored(pool: SampleScorer, answers: Answers) -> Iterator[Outcome]:
 
 def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Compute the metrics of all responses; see `run_evaluation`."""
-    judged = [number for number, outcome in enumerate(outcomes) if outcome.no_verdict is None]
-    lost = [outcome.no_verdict for outcome in outcomes if outcome.no_verdict is not None]
-    if lost:
-        what = f"{len(lost)} of {len(outcomes)} responses have no verdict"
+    judged = [number for number, outcome in enumerate(outcomes) if outcome.unscored is None]
+    unscored = [outcome.unscored for outcome in outcomes if outcome.unscored is not None]
+    if unscored:
+        what = f"{len(unscored)} of {len(outcomes)} responses have no score"
         if not judged:
-            raise RewardError(f"{what}. The first: {lost[0]}")
-        notify(f"{what} and are in no mean. The first: {lost[0]}", "warning")
+            raise RewardError(f"{what}. The first: {unscored[0]}")
+        notify(f"{what} and are in no mean. The first: {unscored[0]}", "warning")
     answers = Answers([answers.samples[number] for number in judged], [answers.rows[number] for number in judged])
     outcomes = [outcomes[number] for number in judged]
     sources = [_source(sample) for sample in answers.samples]
@@ -216,7 +225,7 @@ def _print(metrics: Mapping[str, float], answers: Answers) -> None:
     """Print one line per data source: its score and its core metrics."""
     rows: dict[str, set[int]] = defaultdict(set)
     for sample, row in zip(answers.samples, answers.rows, strict=True):
-        if f"test_score/{_source(sample)}" in metrics:  # else no response of it has a verdict
+        if f"test_score/{_source(sample)}" in metrics:  # else no response of it has a score
             rows[_source(sample)].add(row)
     core: dict[str, dict[str, float]] = {source: {} for source in rows}
     for source in rows:
@@ -226,9 +235,9 @@ def _print(metrics: Mapping[str, float], answers: Answers) -> None:
             for name, value in metrics.items()
             if name.startswith(prefix) and not name.endswith("/std")
         }
-    names = list(dict.fromkeys(name for found in core.values() for name in found))
+    names = list(dict.fromkeys(name for values in core.values() for name in values))
     grid = Grid("data source", "rows", "test_score", *names)
-    for source, found in core.items():
-        cells = [f"{found[name]:.4f}" if name in found else "-" for name in names]
+    for source, values in core.items():
+        cells = [f"{values[name]:.4f}" if name in values else "-" for name in names]
         grid.add_row(source, str(len(rows[source])), f"{metrics[f'test_score/{source}']:.4f}", *cells)
     Console(soft_wrap=True).print(grid)

@@ -1,4 +1,4 @@
-"""What defines an experiment besides its algorithm: models, training data, reward, tools, environments, user code.
+"""The definition of an experiment besides its algorithm: models, training data, reward, tools, environments, user code.
 
 A checkpoint holds a digest of each setting that takes part. Where a setting names a file or a model, its content counts
 and its place does not, so that a resumed run notices an edited file, and takes a moved one for what it was.
@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from hybridrl.checkpoint.files import digest
+from hybridrl.checkpoint.checkpoint_files import digest
 from hybridrl.config.differences import leaves
 from hybridrl.config.places import place_of
 from hybridrl.config.schema.node import ConfigNode, declared
-from hybridrl.data.files import contents
+from hybridrl.data.data_files import contents
 from hybridrl.observe.run_folder import as_dict
 from hybridrl.trainer.model_content import CONTENT, identities_of
 from hybridrl.trainer.open_settings import idle_settings, open_mappings

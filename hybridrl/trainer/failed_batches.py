@@ -53,9 +53,9 @@ class FailedBatches:
         path = self.folder / f"failed_batch_step_{step}"
         if len(list(self.folder.glob("failed_batch_step_*"))) >= KEPT_BATCHES and not path.exists():
             return f"the batch of this update is not kept: {KEPT_BATCHES} are in {self.folder} already"
-        known = [name for name in ("temperature",) if name in batch.meta_info]
+        present = [name for name in ("temperature",) if name in batch.meta_info]
         try:
-            batch.select(meta_info_keys=known).save_to_disk(path)
+            batch.select(meta_info_keys=present).save_to_disk(path)
         except (OSError, StorageError) as error:  # must not hide the failure
             return f"the batch of this update could not be kept in {path}: {error}"
         return f"the batch of this update is kept in {path} (DataProto.load_from_disk)"

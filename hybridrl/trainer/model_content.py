@@ -1,4 +1,4 @@
-"""What identifies the model that a setting names: the commit of a model of the hub, and the content of its files."""
+"""Identity of the model that a setting names: the commit of a model of the hub, and the content of its files."""
 
 import os
 from pathlib import Path

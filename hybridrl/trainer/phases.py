@@ -44,6 +44,6 @@ _spans = kept()
 
 def take_spans() -> list[TimedSpan]:
     """Return the phases of this process, of all timers, since the previous call."""
-    taken = list(_spans)
+    spans = list(_spans)
     _spans.clear()
-    return taken
+    return spans

@@ -1,12 +1,12 @@
-"""What all training programs share around the loop: folder, metrics, timers, checkpoints and stop requests."""
+"""Shared parts of all training programs around the loop: folder, metrics, timers, checkpoints and stop requests."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hybridrl.checkpoint import RunStore, digest, load_json, lock, save_json
+from hybridrl.checkpoint import lock
 from hybridrl.config import RunConfig, as_dict
 from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.data import StatefulLoader
@@ -20,12 +20,11 @@ from hybridrl.observe.traces import Traces
 from hybridrl.observe.tracking import Tracking
 from hybridrl.programs import STOPPED, ProgramResult
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.background_save import BackgroundSave, Writers
-from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, complete_models, definition_of
+from hybridrl.trainer.background_save import Writers
+from hybridrl.trainer.checkpoints import Checkpoints
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.interrupt import StopRequest
 from hybridrl.trainer.phases import PhaseTimer, take_spans
-from hybridrl.trainer.settings_change import SettingChange, check_same_experiment, compare, record_changes
 from hybridrl.utils.files import check_writable
 
 _BETWEEN_STEPS = ("save_checkpoint", "data")
@@ -40,14 +39,17 @@ class TrainingRun:
         total_steps: the step after which the run is complete.
         identity: identifies the model; a checkpoint of another model is refused.
         short_of_memory: what to change if a phase runs out of memory, by phase.
+        trace: `rollout.trace` of a run that generates.
+        groups: returns the worker groups, whose calls the timeline shows, once they are there.
+        writers: see `Checkpoints`.
 
     Attributes:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
         rollout_folder, validation_folder: where samples are dumped, one file per step.
+        checkpoints: of the run.
         timing: seconds of each phase of the step in progress, by name.
         events: what is recorded in addition to metrics; open while the run is entered.
-        groups: all worker groups, whose calls the timeline shows.
-        writers: those that go on writing a checkpoint after `save` has returned (`checkpoint.async_save`).
+        traces: sends samples to the service of `trace`, while the run is entered; None without one.
     """
 
     def __init__(
@@ -57,6 +59,9 @@ class TrainingRun:
         total_steps: int,
         identity: Mapping[str, Any],
         short_of_memory: Mapping[str, str] | None = None,
+        trace: TraceConfig | None = None,
+        groups: Callable[[], Iterable[Timed]] = tuple,
+        writers: Callable[[], Sequence[Writers]] = tuple,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -64,39 +69,25 @@ class TrainingRun:
         self.folder = Path(trainer.default_local_dir)
         self.rollout_folder = Path(getattr(trainer, "rollout_data_dir", None) or self.folder / "rollouts")
         self.validation_folder = Path(getattr(trainer, "validation_data_dir", None) or self.folder / "validation")
-        #: `rollout.trace` of a run that generates, and what sends the traces while the run goes on
-        self.trace: TraceConfig | None = None
+        self.checkpoints = Checkpoints(config, trainer, identity, writers)
         self.traces: Traces | None = None
-        self.store = RunStore(
-            self.folder,
-            keep=trainer.max_actor_ckpt_to_keep,
-            identity=identity,
-            world={"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node},
-            config_digest=digest(as_dict(config)),
-        )
+        self._trace = trace
+        self._groups = groups
         self.failed_batches = FailedBatches(self.folder)
         self._timer = PhaseTimer(short_of_memory)
         self.timing = self._timer.seconds
         self.step = 0
-        self.groups: list[Timed] = []
-        self.writers: list[Writers] = []
-        self._saving: BackgroundSave | None = None
-        self._saved_step = -1
         self._was_finished = False
-        self._looked = False
-        self._found: Path | None = None
-        self._changes: list[SettingChange] = []
-        self._definition: Definition = {}
         self._stop = StopRequest(self.folder)
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "TrainingRun":
         with ExitStack() as stack:  # undone if a tracker cannot be started
             self.look_for_checkpoint()
-            self.store.claim()
+            self.checkpoints.store.claim()
             stack.callback(lock.release, self.folder)
-            write_run_info(self.folder, self.config, resumed=self._continues)
-            start_over = self.trainer.resume_mode != "auto" and not self._continues
+            write_run_info(self.folder, self.config, resumed=self.checkpoints.continues)
+            start_over = self.trainer.resume_mode != "auto" and not self.checkpoints.continues
             self.events = stack.enter_context(EventLog(self.folder, lambda: self.step, start_over))
             stack.enter_context(self._stop)
             self.tracking = Tracking(
@@ -109,8 +100,8 @@ class TrainingRun:
                 progress_bar=self.trainer.progress_bar,
                 dump_folders=[self.rollout_folder, self.validation_folder],
             )
-            if self.trace is not None and self.trace.backend is not None:
-                self.traces = stack.enter_context(closing(Traces(self.trace, self.folder)))
+            if self._trace is not None and self._trace.backend is not None:
+                self.traces = stack.enter_context(closing(Traces(self._trace, self.folder)))
             self.timeline = stack.enter_context(Timeline(self.folder))
             take_spans()  # of an earlier run of this process
             self._cleanup = stack.pop_all()
@@ -120,16 +111,16 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._cleanup:
-            self._complete_last_save(error)
+            self.checkpoints.close(error)
             self.tracking.finish(failed=kind is not None)
             self.events.write(END, self._ending(error))
             if kind is None and self.trainer.report:
                 write_report(self.folder)
                 print_summary(self.folder)
             if kind is None:
-                self._say_how_it_ended()
+                self._report_end()
 
-    def _say_how_it_ended(self) -> None:
+    def _report_end(self) -> None:
         outcome = self.outcome
         if outcome.stopped_by is not None:
             where = f"its state is in {outcome.checkpoint}" if outcome.checkpoint else "nothing is saved before step 1"
@@ -139,30 +130,22 @@ class TrainingRun:
                 f"run the same command again{remedy}. Exit status {STOPPED}"
             )
         elif self.step >= self.total_steps:
-            kept = f"; the last checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
+            saved = f"; the last checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
             nothing = "it was finished before, so nothing was trained; " if self._was_finished else ""
             notify(
-                f"the run in {self.folder} is finished (step {self.step} of {self.total_steps}){kept}; {nothing}to "
-                "train further, raise trainer.total_training_steps or trainer.total_epochs; to start over, set "
+                f"the run in {self.folder} is finished (step {self.step} of {self.total_steps}){saved}; {nothing}"
+                "to train further, raise trainer.total_training_steps or trainer.total_epochs; to start over, set "
                 "trainer.resume_mode=disable or another trainer.default_local_dir"
             )
 
     @property
     def outcome(self) -> ProgramResult:
-        """How the run ended, after the loop."""
-        saved = self.store.folder(self._saved_step) if self._saved_step > 0 else None
-        if saved is not None and not saved.is_dir():
-            saved = self._found  # of another folder (resume_path), and no step was done since
+        """The run's outcome, after the loop."""
         stopped_by = self._stop.requested if self.step < self.total_steps else None
-        return ProgramResult(self.folder, self.step, self.total_steps, saved, stopped_by)
-
-    @property
-    def _continues(self) -> bool:
-        """Whether the checkpoint to resume from is of this run's folder."""
-        return self._found is not None and self._found.resolve().parent == self.folder.resolve()
+        return ProgramResult(self.folder, self.step, self.total_steps, self.checkpoints.newest, stopped_by)
 
     def _ending(self, error: BaseException | None) -> str:
-        """How the run ends, for its report."""
+        """Describe the run's end, for its report."""
         if error is not None:
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if self.step >= self.total_steps:
@@ -217,38 +200,19 @@ class TrainingRun:
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Send the metrics of the current step to every tracking back end."""
         self.tracking.log(dict(metrics), step=self.step)
-        spans = [span for group in self.groups for span in group.take_spans()]
+        spans = [span for group in self._groups() for span in group.take_spans()]
         self.timeline.write(self.step, [*take_spans(), *spans])
 
     def look_for_checkpoint(self) -> None:
-        """Find and verify the checkpoint that `restore` will resume from, so that a corrupt or foreign one is refused
-        before a model is loaded, and so is another experiment, or a folder that cannot be written. This is done only
-        once.
+        """Find and verify the checkpoint to resume from, and refuse folders that cannot be written.
 
         Raises:
-            CheckpointError: see `RunStore.find`, or with `resume_mode=auto` the model, the data, the reward, the
-                environment or the algorithm are not those that the run began with.
+            CheckpointError: see `Checkpoints.look`.
             UserError: a folder for samples cannot be written.
         """
-        if self._looked:
-            return
-        self._check_dump_folders()
-        self._definition = definition_of(self.config)
-        self._found = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
-        self._looked = True
-        if self._found is None:
-            return
-        saved = load_json(self._found / STATE_FILE).get(EXPERIMENT)
-        if saved is None:
-            notify(
-                f"{self._found} was saved by an earlier version, which did not record what its data, reward, tools and "
-                "code were: whether they are the same is not checked in this start"
-            )
-        self._changes = compare(self._found.parent, self.config, saved, self._definition)
-        if self.trainer.resume_mode == "auto":
-            check_same_experiment(self.folder, self._changes)
-        if self._changes:
-            notify(f"the run continues with other settings: {'; '.join(map(str, self._changes))}", "warning")
+        if not self.checkpoints.looked:
+            self._check_dump_folders()
+        self.checkpoints.look()
 
     def _check_dump_folders(self) -> None:
         for name in ("rollout_data_dir", "validation_data_dir"):
@@ -272,87 +236,35 @@ class TrainingRun:
             Whether there was a checkpoint to resume from.
         """
         self.look_for_checkpoint()
-        folder = self._found
-        if folder is None:
+        step = self.checkpoints.restore(load)
+        if step is None:
             self.tracking.cut_after(-1)
             self.timeline.cut_after(-1)
             return False
-        state = load_json(folder / STATE_FILE)
-        load(folder, state["state"])
-        self.step = self._saved_step = state["step"]
+        self.step = step
         self._was_finished = self.step >= self.total_steps
-        if self._changes and self._continues:
-            record_changes(self.folder, self.step, self._changes)
         self.tracking.cut_after(self.step)
         self.timeline.cut_after(self.step)
-        self.events.write(RESUME, str(folder))
-        notify(f"resumed from {folder} (step {self.step} of {self.total_steps})")
+        self.events.write(RESUME, str(self.checkpoints.source))
+        notify(f"resumed from {self.checkpoints.source} (step {self.step} of {self.total_steps})")
         return True
 
-    def go_back(self, folder: Path, load: Callable[[Path, dict[str, Any]], None]) -> None:
-        """Verify an earlier checkpoint and call `load(folder, state)` with it. Steps and metrics continue.
-
-        Raises:
-            CheckpointError: the checkpoint is corrupt or incomplete.
-        """
-        self.complete_save()
-        found = self.store.find("resume_path", folder)
-        assert found is not None
-        load(found, load_json(found / STATE_FILE)["state"])
+    def abandon_step(self, step: int) -> None:
+        """Count only the steps up to `step`, the last complete one: the step in progress is abandoned."""
+        self.step = step
 
     def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
         """Save if `trainer.save_freq`, `trainer.save_last` or a stop request asks for it.
 
         `write(folder)` returns the controller's state.
         """
-        self._advance_save()
+        self.checkpoints.advance()
         last = self.trainer.save_last and self.step >= self.total_steps
         if self.due(self.trainer.save_freq) or last or self.stop_requested:
             self.save(write)
 
     def save(self, write: Callable[[Path], dict[str, Any]]) -> None:
-        """Write a checkpoint of the current step, unless it already exists.
-
-        With `writers`, it is complete after `complete_save`; the next save and the end of the run call that.
-        """
-        if self.step in (0, self._saved_step) or (self._saving is not None and self._saving.step == self.step):
-            return
-        with self.phase("save_checkpoint"):
-            self.complete_save()
-            unfinished = self.store.begin(self.step)
-            try:
-                self._definition = complete_models(self._definition, self.config)
-                state = {"step": self.step, EXPERIMENT: self._definition, "state": write(unfinished.folder)}
-                save_json(unfinished.folder / STATE_FILE, state)
-            except BaseException as error:
-                unfinished.abort(error)
-                raise
-            self._saving = BackgroundSave(unfinished, self.writers)
-            self._advance_save(wait=not self.writers)
-
-    def complete_save(self) -> None:
-        """Wait for the checkpoint that is being written in the background.
-
-        Raises:
-            CheckpointError: the disk failed.
-        """
-        self._advance_save(wait=True)
-
-    def _advance_save(self, wait: bool = False) -> None:
-        saving, self._saving = self._saving, None  # after an error there is nothing to wait for any more
-        if saving is not None and saving.advance(wait):
-            self._saved_step = saving.step
-        else:
-            self._saving = saving
-
-    def _complete_last_save(self, error: BaseException | None) -> None:
-        """Wait at the end of the run; after an error, which may be of the processes that write, as well as it goes."""
-        if error is None:
-            self.complete_save()
-        elif self._saving is not None:
-            step = self._saving.step
-            try:
-                self.complete_save()
-            except Exception as failed:
-                reason = (str(failed).splitlines() or [""])[0]
-                notify(f"the checkpoint of step {step} could not be completed: {reason}", "warning")
+        """Write a checkpoint of the current step, unless it already exists; see `Checkpoints.save`."""
+        if self.step and not self.checkpoints.has(self.step):
+            with self.phase("save_checkpoint"):
+                self.checkpoints.save(self.step, write)

@@ -1,10 +1,10 @@
-"""How much of the devices' arithmetic an update uses: model FLOPs per second over the peak (MFU)."""
+"""Share of the devices' arithmetic that an update uses: model FLOPs per second over the peak (MFU)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.config import ModelConfig
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.work import training_flops
 from hybridrl.notify import notify
 from hybridrl.single_controller import WorkerGroup
@@ -35,9 +35,9 @@ class Utilization:
         self._is_value, self._is_frozen = value_model, model.adapted
         self._seconds = self._spent()
         names = sorted(set(group.device_name()))
-        known = [device.peak_tflops(one) for one in names]
-        self._peak = peak if peak is not None else min((one for one in known if one), default=None)
-        if None in known and peak is None and any(one != "cpu" for one in names):
+        of_devices = [device.peak_tflops(name) for name in names]
+        self._peak = peak if peak is not None else min(filter(None, of_devices), default=None)
+        if None in of_devices and peak is None and any(name != "cpu" for name in names):
             self._peak = None
             notify(
                 f"perf/mfu/{name} is not measured, because the peak of {', '.join(names)} is not known here; set "
@@ -66,10 +66,10 @@ class Utilization:
         if flops is None or seconds <= 0:
             return {}
         tflops = passes * flops / seconds / _TERA
-        found = {f"perf/tflops/{self._name}": tflops}
+        metrics = {f"perf/tflops/{self._name}": tflops}
         if self._peak is not None:
-            found[f"perf/mfu/{self._name}"] = tflops / self._peak
-        return found
+            metrics[f"perf/mfu/{self._name}"] = tflops / self._peak
+        return metrics
 
     def _spent(self) -> float:
         return float(self._group.method_seconds.get(self._method, 0.0))

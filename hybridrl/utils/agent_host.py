@@ -33,18 +33,18 @@ from hybridrl.processes.forked import default_in_children, restore_defaults
 from hybridrl.processes.frames import FrameConnection
 from hybridrl.processes.supervisor import split_off
 from hybridrl.processes.template import serve_forks
+from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
 from hybridrl.utils.user_code import load_object
-from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 KEY = "actor_rollout_ref.rollout.agent"
-_VERDICT_FORM = 'a number, {"reward": NUMBER, "extra": {...}} or {"no_verdict": REASON, "detail": TEXT}'
+_SCORE_FORM = 'a number, {"reward": NUMBER, "extra": {...}} or {"unscored": REASON, "detail": TEXT}'
 _LEAST_SIGNAL_STATUS, _MOST_SIGNAL_STATUS = 129, 192  # a shell's: 128 and the signal that ended its program
 _MOST_TEXT = 20_000  # characters of the begin and of the end of a traceback
-Result = float | Verdict | NoVerdict | None
+Result = float | Scored | Unscored | None
 
 
 class AgentBroken(RolloutError):
-    """An agent was ended from outside, or returned what is no verdict: how it ended says nothing about its session."""
+    """An agent was ended from outside, or returned what is no score: how it ended says nothing about its session."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _answer(run: Callable[[AgentJob, Path], Result], job: AgentJob, folder: Path
     """Run the agent; its result as bytes. The run reads it with `agent_result`, and nothing else."""
     try:
         return plain_results.encode_result(_as_plain(checked(run(job, folder))))
-    except NoVerdictError as error:
-        found = _as_plain(error.verdict)
+    except UnscoredError as error:
+        found = _as_plain(error.unscored)
     except (AgentBroken, MemoryError) as error:
         found = plain_results.Result("bad", text=str(error) or "the agent ran out of memory")
     except BaseException as error:  # sys.exit() of an agent ends the agent
@@ -166,18 +166,18 @@ def checked(value: Any) -> Result:
     Raises:
         AgentBroken: it is something else.
     """
-    if value is None or isinstance(value, NoVerdict):
+    if value is None or isinstance(value, Unscored):
         return value
-    reward = _finite(value.reward if isinstance(value, Verdict) else value)
+    reward = _finite(value.reward if isinstance(value, Scored) else value)
     if reward is not None:
-        if not isinstance(value, Verdict):
+        if not isinstance(value, Scored):
             return reward
-        found = Verdict(reward, value.extra)
+        found = Scored(reward, value.extra)
         try:
             plain_results.encode_result(_as_plain(found))
         except (ValueError, TypeError, RecursionError) as error:
             raise AgentBroken(
-                f"an agent returned a Verdict whose extra cannot be sent to the run ({error}); it may hold numbers, "
+                f"an agent returned a Scored whose extra cannot be sent to the run ({error}); it may hold numbers, "
                 "text, lists and dicts"
             ) from error
         return found
@@ -186,7 +186,7 @@ def checked(value: Any) -> Result:
     except Exception:  # of the user's class, or nested too deeply
         shown = f"a {type(value).__name__} that cannot be shown"
     raise AgentBroken(
-        f"an agent returned {shown}; it must return a finite number, a hybridrl.verdict.Verdict or NoVerdict, "
+        f"an agent returned {shown}; it must return a finite number, a hybridrl.scored.Scored or Unscored, "
         "or None, which leaves the score to the reward function"
     )
 
@@ -200,9 +200,9 @@ def _finite(value: Any) -> float | None:
 
 
 def _as_plain(result: Result) -> plain_results.Result:
-    if isinstance(result, NoVerdict):
+    if isinstance(result, Unscored):
         return plain_results.Result("missing", text=result.detail, reason=result.reason.value)
-    if isinstance(result, Verdict):
+    if isinstance(result, Scored):
         return plain_results.Result("score", result.reward, dict(result.extra))
     return plain_results.Result("score", result)
 
@@ -210,10 +210,10 @@ def _as_plain(result: Result) -> plain_results.Result:
 def agent_result(found: plain_results.Result) -> Result:
     """What the agent returned, of a result of kind `score` or `missing`."""
     if found.kind == "missing":
-        return NoVerdict(Reason(found.reason), found.text)
+        return Unscored(Reason(found.reason), found.text)
     if found.score is None:
         return None
-    return found.score if found.extra is None else Verdict(found.score, found.extra)
+    return found.score if found.extra is None else Scored(found.score, found.extra)
 
 
 def _loaded(program: AgentProgram) -> Callable[[AgentJob, Path], Result]:
@@ -243,23 +243,23 @@ async def _awaited(result: Any) -> Any:
 
 
 def _run_command(command: tuple[str, ...], job: AgentJob, folder: Path) -> Result:
-    """Run a command; the row is a JSON file, and so is the verdict that it may write.
+    """Run a command; the row is a JSON file, and so is the score that it may write.
 
     Raises:
         AgentBroken: a signal has ended it, or it writes something else.
         RolloutError: it fails.
     """
     folder.mkdir(mode=0o700)
-    row, verdict = folder / "row.json", folder / "verdict.json"
+    row, score = folder / "row.json", folder / "score.json"
     row.write_text(json.dumps(job.row, default=_plain, ensure_ascii=False), encoding="utf-8")
-    paths = {"HYBRIDRL_ROW": str(row), "HYBRIDRL_VERDICT": str(verdict)}
+    paths = {"HYBRIDRL_ROW": str(row), "HYBRIDRL_SCORE": str(score)}
     ended = subprocess.run(command, env={**os.environ, **paths}, stdin=subprocess.DEVNULL, check=False)
     if ended.returncode < 0 or _LEAST_SIGNAL_STATUS <= ended.returncode <= _MOST_SIGNAL_STATUS:
         number = -ended.returncode if ended.returncode < 0 else ended.returncode - 128
         raise AgentBroken(f"the agent's command {command[0]} was ended by signal {number}")
     if ended.returncode != 0:
         raise RolloutError(f"the agent's command {command[0]} ended with exit code {ended.returncode}")
-    return _verdict_in(_content_of(verdict)) if os.path.lexists(verdict) else None
+    return _score_in(_content_of(score)) if os.path.lexists(score) else None
 
 
 def _plain(value: Any) -> Any:
@@ -276,23 +276,23 @@ def _content_of(file: Path) -> bytes:
         AgentBroken: it is no file, or too long.
     """
     if not file.is_file():
-        raise AgentBroken("the agent made something else than a file of $HYBRIDRL_VERDICT")
+        raise AgentBroken("the agent made something else than a file of $HYBRIDRL_SCORE")
     with file.open("rb") as opened:
         data = opened.read(plain_results.LARGEST_RESULT + 1)
     if len(data) > plain_results.LARGEST_RESULT:
-        raise AgentBroken(f"the agent wrote more than {plain_results.LARGEST_RESULT} bytes to $HYBRIDRL_VERDICT")
+        raise AgentBroken(f"the agent wrote more than {plain_results.LARGEST_RESULT} bytes to $HYBRIDRL_SCORE")
     return data
 
 
-def _verdict_in(data: bytes) -> Result:
-    """The verdict that a command has written."""
+def _score_in(data: bytes) -> Result:
+    """The score that a command has written, or the reason why there is none."""
     text = data.decode("utf-8", "backslashreplace")
     try:
         found = json.loads(text)
-        if isinstance(found, dict) and "no_verdict" in found:
-            return NoVerdict(Reason(found["no_verdict"]), str(found.get("detail", "")))
+        if isinstance(found, dict) and "unscored" in found:
+            return Unscored(Reason(found["unscored"]), str(found.get("detail", "")))
         if isinstance(found, dict):
-            return checked(Verdict(float(found["reward"]), found.get("extra") or {}))
+            return checked(Scored(float(found["reward"]), found.get("extra") or {}))
         return checked(found)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise AgentBroken(f"the agent wrote {text!r:.200} to $HYBRIDRL_VERDICT; it must be {_VERDICT_FORM}") from error
+        raise AgentBroken(f"the agent wrote {text!r:.200} to $HYBRIDRL_SCORE; it must be {_SCORE_FORM}") from error

@@ -86,9 +86,9 @@ def _model_of(base: str, token: str | None, model: str | None, where: str, error
     request = urllib.request.Request(f"{base}/models", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_CHECK_S) as reply:
-            known = [str(one["id"]) for one in json.load(reply)["data"]]
-    except (OSError, ValueError, KeyError, TypeError) as found:
-        raise error(f"{where}.url={base}: the endpoint does not list its models: {found}") from None
-    if (model is None and len(known) != 1) or (model is not None and model not in known):
-        raise error(f"{where}.model={model}: the endpoint {base} has {', '.join(known) or 'no models'}; set it to one")
-    return model or known[0]
+            models = [str(entry["id"]) for entry in json.load(reply)["data"]]
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise error(f"{where}.url={base}: the endpoint does not list its models: {failure}") from None
+    if (model is None and len(models) != 1) or (model is not None and model not in models):
+        raise error(f"{where}.model={model}: the endpoint {base} has {', '.join(models) or 'no models'}; set it to one")
+    return model or models[0]

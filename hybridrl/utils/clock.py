@@ -18,12 +18,12 @@ class Clock:
     """Counts the seconds of one call. It runs from the start, and stops while any thread of the call waits.
 
     Args:
-        told: is called with True when it stops, and with False when it goes on.
+        on_change: is called with True when it stops, and with False when it goes on.
     """
 
-    def __init__(self, told: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, on_change: Callable[[bool], None] | None = None) -> None:
         self._lock = threading.RLock()
-        self._told = told
+        self._on_change = on_change
         self._waiting = 0
         self._counted, self._since = 0.0, time.monotonic()
 
@@ -44,8 +44,8 @@ class Clock:
             if not self._waiting:
                 self._counted += time.monotonic() - self._since
             self._waiting += 1
-            if self._waiting == 1 and self._told is not None:
-                self._told(True)
+            if self._waiting == 1 and self._on_change is not None:
+                self._on_change(True)
 
     def go_on(self) -> None:
         """Continue."""
@@ -53,8 +53,8 @@ class Clock:
             self._waiting -= 1
             if not self._waiting:
                 self._since = time.monotonic()
-                if self._told is not None:
-                    self._told(False)
+                if self._on_change is not None:
+                    self._on_change(False)
 
 
 def current() -> Clock | None:
@@ -64,7 +64,7 @@ def current() -> Clock | None:
 
 @contextlib.contextmanager
 def running(clock: Clock) -> Iterator[Clock]:
-    """What is called within this context, and the tasks and threads that copy its context, are measured by `clock`."""
+    """Measure by `clock` all calls within this context, and the tasks and threads that copy its context."""
     token = _current.set(clock)
     try:
         yield clock

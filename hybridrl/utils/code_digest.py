@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridrl.utils.content_digest import digest_of_content
 from hybridrl.utils.named_files import OF_PROGRAMS, WRITERS, WRITING_CLASSES, named_files, places
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 #: packages that belong to the library, or that stand in for it
@@ -254,10 +254,10 @@ _HAS_DOCSTRING = 0x4000000  # of `co_flags`, since Python 3.13
 
 
 def _is_importable(value: Any) -> bool:
-    found: Any = sys.modules.get(value.__module__)
+    resolved: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value and value.__module__ != "__main__"
+        resolved = getattr(resolved, name, None)
+    return resolved is value and value.__module__ != "__main__"
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -70,10 +70,10 @@ def digest_of_model(folder: Path) -> str:
 
 def _digests(files: list[Path]) -> list[str]:
     sizes = {path: path.stat().st_size for path in files}
-    left, large = READ_WHOLE, []
+    budget, large = READ_WHOLE, []
     for path in sorted(files, key=lambda path: sizes[path]):
-        left -= sizes[path]
-        if left < 0:
+        budget -= sizes[path]
+        if budget < 0:
             large.append(path)
     blocks = max(16, _BLOCKS // max(1, len(large)))
     with ThreadPoolExecutor(max_workers=8) as pool:

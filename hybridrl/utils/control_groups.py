@@ -79,14 +79,14 @@ def groups_of(controller: str, proc: Path = PROC) -> ControlGroups | None:
     if kinds not in paths:
         return None
     own, version = PurePosixPath(paths[kinds]), 1 if kinds else 2
-    shown = [mount for mount in map(_mount_of, mounts) if mount is not None and mount.shows(controller, version)]
-    for mount in shown:
+    visible = [mount for mount in map(_mount_of, mounts) if mount is not None and mount.shows(controller, version)]
+    for mount in visible:
         inner = own.relative_to(mount.begin) if own.is_relative_to(mount.begin) else None
         if inner is not None and ".." not in inner.parts and (mount.folder / inner).is_dir():
             around = (mount.folder / inner, *(mount.folder / inner).parents)
             return ControlGroups(version, tuple(folder for folder in around if folder.is_relative_to(mount.folder)))
     # A container has a mount of its own group, and the path is the one on the host.
-    if ".." not in own.parts and (folders := [mount.folder for mount in shown if mount.folder.is_dir()]):
+    if ".." not in own.parts and (folders := [mount.folder for mount in visible if mount.folder.is_dir()]):
         return ControlGroups(version, tuple(folders[:1]))
     return None
 

@@ -85,8 +85,8 @@ def require_gpu() -> None:
     if torch.cuda.is_available():
         return
     cuda, driver = torch.version.cuda, driver_version()
-    found = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "a build without CUDA")
-    found += f", and {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}"
+    installed = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "a build without CUDA")
+    installed += f", and {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}"
     remedy = "bash scripts/install.sh cuda"
     if cuda:
         major = int(cuda.split(".")[0])
@@ -94,17 +94,18 @@ def require_gpu() -> None:
         remedy = f"install driver {least} or newer" if least else "install a newer driver"
         remedy += f", or a torch for an older CUDA than {major}"
     raise UserError(
-        f"no GPU can be used here: found {found}. Change that ({remedy}), or compute on the CPU with trainer.device=cpu"
+        f"no GPU can be used here: found {installed}. Change that ({remedy}), or compute on the CPU with "
+        "trainer.device=cpu"
     )
 
 
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver, or None where none is loaded."""
     try:
-        found = re.search(r"\s(\d+\.[\d.]+)\s", _DRIVER_FILE.read_text(encoding="utf-8"))
+        match = re.search(r"\s(\d+\.[\d.]+)\s", _DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:
         return None
-    return found.group(1) if found else None
+    return match.group(1) if match else None
 
 
 def device_count() -> int:
@@ -336,11 +337,11 @@ def resident_memory() -> float:
 
 def _peak_resident_bytes() -> int:
     try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS_FILE.read_text(encoding="ascii"))
+        match = re.search(r"VmHWM:\s+(\d+) kB", _STATUS_FILE.read_text(encoding="ascii"))
     except OSError:
-        found = None
-    if found is not None:
-        return int(found.group(1)) * 1024
+        match = None
+    if match is not None:
+        return int(match.group(1)) * 1024
     import resource
     import sys
 
@@ -430,9 +431,9 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
     changed = {}
     for name in _ALLOCATOR_VARIABLES:
         parts = [part for part in environment.get(name, "").split(",") if part]
-        kept = [part for part in parts if part.partition(":")[0].strip() != _EXPANDABLE]
+        others = [part for part in parts if part.partition(":")[0].strip() != _EXPANDABLE]
         if parts:
-            changed[name] = ",".join([*kept, f"{_EXPANDABLE}:False"])
+            changed[name] = ",".join([*others, f"{_EXPANDABLE}:False"])
     return changed
 
 

@@ -46,7 +46,7 @@ def use_interface_of(address: str) -> None:
     if os.environ.get(_GLOO_INTERFACE):
         return
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
             os.environ[_GLOO_INTERFACE] = name
             return
 

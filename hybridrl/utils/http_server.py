@@ -68,7 +68,7 @@ def detail_body(path: str, error: HttpRefusal) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """What a server accepts of its clients.
+    """Limits on what a server accepts of its clients.
 
     Attributes:
         connections: at once.
@@ -149,17 +149,17 @@ class LimitedConnection(H11Protocol):
         self._end_probation()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        others = [one for one in self.connections if isinstance(one, LimitedConnection)]
+        others = [connection for connection in self.connections if isinstance(connection, LimitedConnection)]
         if len(self.connections) >= self._limits.connections:
-            newcomers = [one for one in others if one._probation is not None]
+            newcomers = [connection for connection in others if connection._probation is not None]
             if not newcomers:
                 self.transport = transport
                 self._refuse()
                 return
-            min(newcomers, key=lambda one: one._since)._refuse()
+            min(newcomers, key=lambda connection: connection._since)._refuse()
         super().connection_made(transport)
         self._await_request()
-        if sum(not one.admitted for one in others) >= self._limits.strangers:
+        if sum(not connection.admitted for connection in others) >= self._limits.strangers:
             self._probation = self.loop.call_later(self._limits.newcomer_s, self._refuse)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -346,7 +346,7 @@ class TokenGuard:
         return self._token is None or hmac.compare_digest(key, self._token)
 
     def too_long(self, message: str) -> Exception:
-        """What is raised in the application that reads a body which is too long."""
+        """Return the exception that an application gets when it reads a body which is too long."""
         return HttpRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
 
     def _check_length(self, headers: Mapping[bytes, bytes]) -> None:
@@ -409,7 +409,7 @@ class JsonApp:
         answer = self._routes.get((scope["method"], scope["path"]))
         if answer is None:
             listed = ", ".join(f"{method} {path}" for method, path in self._routes)
-            raise HttpRefusal(HTTPStatus.NOT_FOUND, f"there are {listed}")
+            raise HttpRefusal(HTTPStatus.NOT_FOUND, f"unknown path; choose from {listed}")
         data = await _body(receive)
         if data is None:
             return
@@ -423,14 +423,14 @@ class JsonApp:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 return
-            status, found = working.result()
+            status, content = working.result()
         except asyncio.CancelledError:
             raise HttpRefusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server stops; send it again later") from None
         finally:
             for task in (working, leaving):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
-        text = json.dumps(found).encode()
+        text = json.dumps(content).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": text})
@@ -484,7 +484,7 @@ class HttpServer:
             timeout_keep_alive=limits.keep_alive_s,
             timeout_graceful_shutdown=int(limits.stop_s),
         )
-        self._uvicorn = _Uvicorn(config)
+        self.uvicorn = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -493,8 +493,8 @@ class HttpServer:
         Raises:
             OSError: the server ended while it started.
         """
-        self._task = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
-        while not self._uvicorn.started:
+        self._task = asyncio.ensure_future(self.uvicorn.serve(sockets=[self._socket]))
+        while not self.uvicorn.started:
             if self._task.done():
                 await self._task
                 raise OSError(errno.ECANCELED, "the HTTP server ended while it started")
@@ -516,7 +516,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Stop: take no new calls, and give those in progress a few seconds."""
-        self._uvicorn.should_exit = True
+        self.uvicorn.should_exit = True
         if self._task is not None:
             await self._task
         self._socket.close()

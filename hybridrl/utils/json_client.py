@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 _BUSY = (429, 503)  # the service has too much to do, and says so at once
 _LARGEST = 1 << 28  # bytes of an answer
@@ -132,7 +132,7 @@ class JsonClient:
         except (ValueError, RecursionError):
             raise ServiceError(f"an answer that is no JSON: {data[:100]!r}") from None
         if not isinstance(answer, dict):
-            raise ServiceError(f"an answer that is no object: {data[:100]!r}")
+            raise ServiceError(f"the answer is not a JSON object: {data[:100]!r}")
         return answer
 
 
@@ -153,11 +153,11 @@ def _answer_to(request: urllib.request.Request, timeout_s: float, deadline: "_De
             data: bytes = reply.read(_LARGEST + 1)
             return data
     except urllib.error.HTTPError as error:
-        told = b""
+        detail = b""
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # what it says besides is not needed
-            told = error.read(2000)
+            detail = error.read(2000)
         busy, refused = error.code in _BUSY, error.code < 500 and error.code not in (408, *_BUSY)
-        what = f"HTTP {error.code} {error.reason}: {told.decode('utf-8', 'replace').strip()[:300]}"
+        what = f"HTTP {error.code} {error.reason}: {detail.decode('utf-8', 'replace').strip()[:300]}"
         raise ServiceError(what, refused=refused, busy=busy, status=error.code) from None
 
 
@@ -183,7 +183,7 @@ class _Deadline:
         self._timer.cancel()
 
     def connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """What makes connections of a kind that end at the deadline."""
+        """Return a class of connections of a kind that end at the deadline."""
         deadline = self
 
         class Watched(kind):  # type: ignore[misc, valid-type]

@@ -32,7 +32,7 @@ _MAX_NAME = 1024
 
 @dataclass
 class NamedFiles:
-    """What one Python file reads.
+    """Modules and files that one Python file reads.
 
     Attributes:
         modules: modules that it may import: how many packages up a name begins (0: it is absolute), and the name.
@@ -71,9 +71,9 @@ def places(value: str | Path, folder: Path) -> list[Path]:
     text = str(value)
     if not 0 < len(text) <= _MAX_NAME or "\n" in text or "\0" in text:
         return []
-    given = Path(os.path.expanduser(text))
+    path = Path(os.path.expanduser(text))
     try:
-        candidates = [Path.cwd() / given, folder / given]
+        candidates = [Path.cwd() / path, folder / path]
         return list(dict.fromkeys(place.resolve() for place in candidates if place.exists()))
     except (OSError, ValueError, RuntimeError):  # no name of a file, or a loop of links
         return []
@@ -142,14 +142,14 @@ class _Reader:
                 yield from self._imported(node)
 
     def _imported(self, node: ast.Call) -> Iterator[tuple[int, str]]:
-        """What `import_module(name, package)` or `__import__(name)` imports."""
+        """Yield the module that `import_module(name, package)` or `__import__(name)` imports."""
         words = {word.arg: word.value for word in node.keywords}
-        given = [self.value(value) for value in (*node.args[:1], *filter(None, [words.get("name")]))]
+        names = [self.value(value) for value in (*node.args[:1], *filter(None, [words.get("name")]))]
         package = [self.value(value) for value in (*node.args[1:2], *filter(None, [words.get("package")]))]
-        if not given or not isinstance(given[0], str):
+        if not names or not isinstance(names[0], str):
             return
-        name = given[0].lstrip(".")
-        level = len(given[0]) - len(name)
+        name = names[0].lstrip(".")
+        level = len(names[0]) - len(name)
         if level and package and isinstance(package[0], str):  # by name, and not `__package__`
             parts = package[0].split(".")
             level, name = 0, ".".join([*parts[: len(parts) - level + 1], name])
@@ -242,12 +242,14 @@ def _method(path: Path, name: str, arguments: list[Any]) -> Path:
     return Path(getattr(path, name)(*map(str, arguments)))
 
 
-def _joined(operator: ast.operator, left: str | Path | None, right: str | Path | None) -> str | Path | None:
-    if left is None or right is None:
+def _joined(operator: ast.operator, first: str | Path | None, second: str | Path | None) -> str | Path | None:
+    if first is None or second is None:
         return None
-    if isinstance(operator, ast.Div) and (isinstance(left, Path) or isinstance(right, Path)):
-        return Path(left) / right
-    return left + right if isinstance(operator, ast.Add) and isinstance(left, str) and isinstance(right, str) else None
+    if isinstance(operator, ast.Div) and (isinstance(first, Path) or isinstance(second, Path)):
+        return Path(first) / second
+    return (
+        first + second if isinstance(operator, ast.Add) and isinstance(first, str) and isinstance(second, str) else None
+    )
 
 
 def _last(node: ast.AST | None) -> str:

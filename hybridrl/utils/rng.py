@@ -60,8 +60,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
         ValueError: the state has another format or is incomplete; nothing was set.
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"random state has format {found!r}, expected {FORMAT}: it is not one taken by rng_state()")
+        actual = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"random state has format {actual!r}, expected {FORMAT}: it is not one taken by rng_state()")
     try:
         python, legacy = state["python"], state["numpy"]
         python_state = (python["version"], tuple(python["words"]), python["gauss"])

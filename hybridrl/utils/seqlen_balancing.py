@@ -64,7 +64,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
         # Merge the two with the largest spread, the fullest part of one with the emptiest part of the other.
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        joined = [(a + b, fuller + emptier) for (a, fuller), (b, emptier) in zip(first, reversed(second), strict=True)]
         joined.sort(key=lambda place: -place[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
         number += 1

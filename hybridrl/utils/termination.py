@@ -84,10 +84,10 @@ def ending_in_order() -> Iterator[None]:
         return
     _settled = False
     ending = _Ending()
-    taken = [name for name in _ENDING if signal.getsignal(name) == signal.SIG_DFL]
-    for name in taken:
+    handled = [name for name in _ENDING if signal.getsignal(name) == signal.SIG_DFL]
+    for name in handled:
         signal.signal(name, ending.on_signal)
-    default_in_children(taken)
+    default_in_children(handled)
     try:
         yield
     except KeyboardInterrupt as error:
@@ -95,8 +95,8 @@ def ending_in_order() -> Iterator[None]:
             raise
         raise Terminated(ending.number) from error
     finally:
-        inherited_by_children(taken)
-        for name in taken:
+        inherited_by_children(handled)
+        for name in handled:
             signal.signal(name, signal.SIG_DFL)
 
 

@@ -138,11 +138,11 @@ def load_class(
     path: str, name: str | None, key: str, name_key: str, base: type = object, error: type[UserError] = UserError
 ) -> Any:
     """Call `load_object` for a class derived from `base`."""
-    found = load_object(path, name, key, name_key, error)
-    if not inspect.isclass(found) or not issubclass(found, base):
+    loaded = load_object(path, name, key, name_key, error)
+    if not inspect.isclass(loaded) or not issubclass(loaded, base):
         needed = "" if base is object else f" derived from {base.__module__}.{base.__qualname__}"
-        raise error(f"{name_key}={name}: it is no class{needed} in {path}, but {found!r}.")
-    return found
+        raise error(f"{name_key}={name}: it is not a class{needed} in {path}, but {loaded!r}.")
+    return loaded
 
 
 def loaded_file(entry: Any) -> str | None:

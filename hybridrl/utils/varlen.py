@@ -35,7 +35,7 @@ _SIZES: dict[int, Callable[[int], bool]] = {
 
 
 class Heads(NamedTuple):
-    """What a kernel is compiled for.
+    """Attention heads that a kernel is compiled for.
 
     Attributes:
         size: of a head.
@@ -93,9 +93,9 @@ def _by_fitting(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, sca
 
 def by_package(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """See `varlen_attention`; by the package flash-attn-4."""
-    attend = _package_function()
+    attend = package_function()
     assert attend is not None
-    found = attend(
+    result = attend(
         query,
         key,
         value,
@@ -108,7 +108,7 @@ def by_package(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scal
         window_size=(rows.window - 1, 0) if rows.window else (None, None),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    out: Tensor = found[0] if isinstance(found, tuple) else found
+    out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
 
@@ -141,12 +141,12 @@ def _pytorch_groups_heads() -> bool:
 @torch.compiler.assume_constant_result
 def has_package() -> bool:
     """Whether flash-attn-4 is installed, can be imported, and is made for this process's GPU."""
-    return _package_function() is not None
+    return package_function() is not None
 
 
 @functools.cache
-def _package_function() -> Callable[..., Any] | None:
-    """What computes attention in flash-attn-4; None where it cannot. An installed package that fails is told once."""
+def package_function() -> Callable[..., Any] | None:
+    """Return flash-attn-4's attention function; None where it cannot be used. A failing package is reported once."""
     if device.compute_capability()[0] not in _SIZES:
         return None
     try:
@@ -154,11 +154,11 @@ def _package_function() -> Callable[..., Any] | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     try:
-        found: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+        function: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     except Exception as error:
-        _tell(f"it cannot be imported ({type(error).__name__}: {_first_line(error)})")
+        _warn(f"it cannot be imported ({type(error).__name__}: {_first_line(error)})")
         return None
-    return found
+    return function
 
 
 @functools.cache
@@ -175,10 +175,10 @@ def package_works(heads: Heads, deterministic: bool) -> bool:
     except Exception as failure:
         if is_out_of_memory(failure):
             raise
-        _tell(f"heads of size {heads.size} fail ({type(failure).__name__}: {_first_line(failure)})")
+        _warn(f"heads of size {heads.size} fail ({type(failure).__name__}: {_first_line(failure)})")
         return False
     if not error < _TOLERANCE:
-        _tell(f"with heads of size {heads.size} its results are {error:.2g} away from those of plain attention")
+        _warn(f"with heads of size {heads.size} its results are {error:.2g} away from those of plain attention")
         return False
     return True
 
@@ -201,16 +201,16 @@ def _error_of_package(heads: Heads) -> float:
 
     def computed(attend: Callable[..., Tensor], where: torch.device, dtype: torch.dtype) -> list[Tensor]:
         own = [tensor.to(where, dtype, copy=True).requires_grad_(heads.gradient) for tensor in inputs]
-        of_queries, of_keys = (_boundaries(lengths).to(where) for lengths in (queries, keys))
+        of_queries, of_keys = (row_boundaries(lengths).to(where) for lengths in (queries, keys))
         rows = PackedRows(of_queries, max(queries), window, of_keys, max(keys))
         with torch.enable_grad():
             out = attend(*own, rows, heads.size**-0.5)
         gradients = torch.autograd.grad(out, own, upstream.to(where, dtype)) if heads.gradient else ()
         return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
 
-    found = computed(by_package, device.current_device(), heads.dtype)
+    results = computed(by_package, device.current_device(), heads.dtype)
     exact = computed(one_by_one, torch.device("cpu"), torch.float32)
-    errors = [(one - other).norm() / other.norm() for one, other in zip(found, exact, strict=True)]
+    errors = [(result - expected).norm() / expected.norm() for result, expected in zip(results, exact, strict=True)]
     return float(torch.stack(errors).max())  # NaN if one of them is
 
 
@@ -231,11 +231,11 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scal
     return torch.cat(outs)
 
 
-def _boundaries(lengths: Iterable[int]) -> Tensor:
+def row_boundaries(lengths: Iterable[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def _tell(reason: str) -> None:
+def _warn(reason: str) -> None:
     notify(f"the package {PACKAGE} is installed and not used: {reason}; attention is computed by PyTorch", "warning")
 
 

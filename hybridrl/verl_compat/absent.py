@@ -11,7 +11,7 @@ _MEGATRON = "Megatron is not supported yet; use strategy=fsdp2"
 
 #: module of verl, with everything below it -> why it is missing. The longest match counts.
 ABSENT = {
-    "verl.checkpoint_engine": "weights go to the rollout through hybridrl.weight_sync, which has no engines to choose",
+    "verl.checkpoint_engine": "hybridrl.hybrid_engine brings weights to the rollout and has no engines to choose",
     "verl.experimental": "verl's experiments are not part of hybridrl",
     "verl.experimental.agent_loop": "loops derive from hybridrl.agents.AgentLoopBase (docs/agents.md)",
     "verl.experimental.reward_loop": "there is one reward loop; derive a manager from hybridrl.reward.RewardManager",
@@ -49,7 +49,7 @@ ABSENT = {
     "verl.workers.reward_manager.PrimeRewardManager": "scores are computed in parallel by every manager",
     "verl.workers.reward_model": "reward.reward_model starts hybridrl.workers.reward_model",
     "verl.workers.rollout": "generation engines are hybridrl.rollout (docs/extending.md)",
-    "verl.workers.sharding_manager": "weights go to the rollout through hybridrl.weight_sync",
+    "verl.workers.sharding_manager": "weights go to the rollout through hybridrl.hybrid_engine",
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.checks.run import check
+from hybridrl.config.checks.check_run import check
 from hybridrl.config.command import read_words, refuse_options, user_file
 from hybridrl.config.compose import compose_config, configs_folder, parse_overrides
 from hybridrl.config.verl.keys import key_book

@@ -13,18 +13,20 @@ from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace, HasAdapters
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import RolloutError
-from hybridrl.hybrid_engine.topology import Layout
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.hybrid_engine.send_shards import ShardSender
+from hybridrl.hybrid_engine.stream import TransferReport, send_adapter, stream
+from hybridrl.hybrid_engine.transports import UpdateTarget, transports_to
+from hybridrl.layouts.topology import Layout
+from hybridrl.models.info import eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
+from hybridrl.models.model_config import config_of
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import in_place_engine
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import TransferReport, UpdateTarget, send_adapter, stream, transports_to
-from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
@@ -51,7 +53,7 @@ class WorkerRole:
 
 
 #: what each string means that the argument `role` may be; they are verl's
-PARTS = {
+WORKER_ROLES = {
     "actor": WorkerRole(trains=True),
     "actor_rollout": WorkerRole(trains=True, generates=True),
     "rollout": WorkerRole(generates=True),
@@ -64,19 +66,19 @@ class ActorRolloutRefWorker(ModelWorker):
 
     Args:
         config: the `actor_rollout_ref` part of the configuration.
-        role: one of `PARTS`. "rollout" generates with the model's own weights and has no optimizer; its settings are
-            those of `actor`. A reference policy in the same pool is a second worker in the same process.
+        role: one of `WORKER_ROLES`. "rollout" generates with the model's own weights and has no optimizer; its settings
+            are those of `actor`. A reference policy in the same pool is a second worker in the same process.
         timeout_s: how long a collective may wait for other ranks.
     """
 
     metric_prefix = "actor"
 
     def __init__(self, config: ActorRolloutRefConfig, role: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-        if role not in PARTS:
-            raise ValueError(f"role is {role!r}; an ActorRolloutRefWorker plays one of {', '.join(PARTS)}")
+        if role not in WORKER_ROLES:
+            raise ValueError(f"role is {role!r}; an ActorRolloutRefWorker plays one of {', '.join(WORKER_ROLES)}")
         super().__init__(timeout_s)
         self.config = config
-        self.role, self.part = role, PARTS[role]
+        self.role, self.worker_role = role, WORKER_ROLES[role]
         self.rollout: HFRollout | None = None
         self._shard_sender: ShardSender | None = None
         self._told_streamed = False
@@ -85,20 +87,20 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the model; see `ModelWorker.build_engine`."""
         config = self.config
-        part = config.ref if self.part.frozen else config.actor
-        optim = config.actor.optim if self.part.trains else None
+        part = config.ref if self.worker_role.frozen else config.actor
+        optim = config.actor.optim if self.worker_role.trains else None
         settings = engine_settings(part, config.model.external_lib)
         self.build_engine("language_model", part.strategy, config.model, settings, optim, steps, updates_per_step)
-        self.place_in_mesh(self.part.mesh)
+        self.place_in_mesh(self.worker_role.mesh)
         if self._is_own_reference:
             self.place_in_mesh("ref")
-        if not self.part.frozen:
+        if not self.worker_role.frozen:
             self.place_in_generation_mesh("rollout")  # each rank generates with whole weights, rows of its own
 
     @property
     def _is_own_reference(self) -> bool:
         """Whether the policy without its adapter is the reference policy."""
-        return not self.part.frozen and self.config.model.adapted
+        return not self.worker_role.frozen and self.config.model.adapted
 
     @property
     def reference(self) -> Engine | None:
@@ -148,7 +150,7 @@ class ActorRolloutRefWorker(ModelWorker):
         model, engine = self.config.model, self.engine
         tokenizer = tokenizer_of(model)
         assert isinstance(engine, GeneratesInPlace)  # checked at start-up, by resolve_rollout
-        in_place: type[HFRollout] = INFERENCE_ENGINES.get(InferenceEngines.in_place(self.config.rollout.name))
+        in_place: type[HFRollout] = INFERENCE_ENGINES.get(in_place_engine(self.config.rollout.name))
         return in_place(
             self.config.rollout,
             engine=engine,
@@ -163,7 +165,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         See `Rollout.generate`.
         """
-        if not self.part.generates:
+        if not self.worker_role.generates:
             raise RuntimeError(
                 f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate"
             )
@@ -176,7 +178,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def send_weights(self, targets: Sequence[UpdateTarget]) -> TransferReport:
         """Send the current weights to inference engines that are waiting for them.
 
-        See `hybridrl.weight_sync.send_shards` and, for what cannot be planned, `hybridrl.weight_sync.send`.
+        See `hybridrl.hybrid_engine.send_shards` and, for what cannot be planned, `hybridrl.hybrid_engine.stream`.
         """
         rollout = self.config.rollout
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
@@ -214,7 +216,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 self._shard_sender = ShardSender(
                     dtype, bucket_bytes, self.engine.copy_of_model, how.check_weights, how.delta
                 )
-            reason = self._shard_sender.why_not(self.engine.export_shards(dtype), targets)
+            reason = self._shard_sender.unsupported_reason(self.engine.export_shards(dtype), targets)
         if reason is None:
             return True
         key = "actor_rollout_ref.rollout.checkpoint_engine.method"

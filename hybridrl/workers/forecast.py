@@ -12,7 +12,7 @@ from hybridrl.config.roles import ROLES
 from hybridrl.config.strategies import engine_settings
 from hybridrl.config.teachers import teachers_of
 from hybridrl.engine.forecast import Forecast, Workload
-from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import MicroBatching, train_engine_class
 from hybridrl.registry import import_external_lib
 from hybridrl.workers.model_worker import micro_batching
 from hybridrl.workers.objectives import Objective
@@ -63,12 +63,12 @@ def forecast_model(config: SupervisedConfig, ranks: int, role: str = "model") ->
     together = objective.rows_together
     size = data.micro_batch_size_per_gpu * together
     micro = replace(micro_batching(size, data.use_dynamic_bsz, data.max_token_len_per_gpu), rows_together=together)
-    # Every token but the first may have a loss (`hybridrl.trainer.supervised.rows.as_responses`).
+    # Every token but the first may have a loss (`hybridrl.trainer.supervised.objective_rows.as_responses`).
     rows = -(-data.train_batch_size // ranks) * together
     if role == "reference":
         settings = engine_settings(config.engine, config.model.external_lib).changed(forward_only=True)
         work = Workload(1, data.max_length - 1, rows, None, micro, entropy=False)
-        engine = TrainEngines.get(objective.model_type, config.engine.strategy)
+        engine = train_engine_class(objective.model_type, config.engine.strategy)
         return engine.forecast(objective.model_type, config.model, settings, None, ranks, work)
     work = Workload(1, data.max_length - 1, rows, micro, micro if data.val_files else None, entropy=False)
     return _forecast(objective.model_type, config.engine, config.model, config.optim, ranks, work)
@@ -169,5 +169,5 @@ def _workload(
 
 
 def _forecast(kind: str, part: Any, model: Any, optim: Any, ranks: int, work: Workload) -> Forecast | None:
-    engine = TrainEngines.get(kind, part.strategy)
+    engine = train_engine_class(kind, part.strategy)
     return engine.forecast(kind, model, engine_settings(part, model.external_lib), optim, ranks, work)

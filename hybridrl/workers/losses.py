@@ -20,8 +20,8 @@ from hybridrl.algorithms import (
     get_policy_loss_prepare_fn,
     kl_penalty,
 )
+from hybridrl.algorithms.algorithm_registry import reads_whole_sequences
 from hybridrl.algorithms.config_access import ConfigView
-from hybridrl.algorithms.registry import reads_whole_sequences
 from hybridrl.algorithms.sequences import Sequences, SplitSequences
 from hybridrl.config import ActorConfig, CriticConfig, PPOTrainerConfig, RolloutCorrectionConfig
 from hybridrl.config.strategies import engine_settings
@@ -142,12 +142,12 @@ class PolicyLoss:
     @property
     def needs(self) -> tuple[str, ...]:
         """Further fields that the loss is called with."""
-        return tuple(name for name in POLICY_LOSSES.facts(self.mode).needs if name != "old_log_probs")
+        return tuple(name for name in POLICY_LOSSES.metadata(self.mode).needs if name != "old_log_probs")
 
     @property
     def samplers_old(self) -> bool:
         """Whether its old log-probabilities are the sampler's."""
-        return POLICY_LOSSES.facts(self.mode).samplers_old
+        return POLICY_LOSSES.metadata(self.mode).samplers_old
 
     @property
     def reads_whole_sequences(self) -> bool:

@@ -12,9 +12,9 @@ import torch
 
 from hybridrl.config import EngineConfig, ModelConfig, OptimConfig
 from hybridrl.engine.capabilities import CopiesState
-from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import Engine, MicroBatching, create_train_engine
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, paper_slot
+from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, paper_slot
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.utils import device
@@ -79,7 +79,7 @@ class ModelWorker(Worker):
                 if optim.lr_warmup_steps > 0
                 else optim.lr_warmup_steps,
             )
-        self.engine = TrainEngines.create(model_type, strategy, model=model, engine=engine, optim=optim)
+        self.engine = create_train_engine(model_type, strategy, model=model, engine=engine, optim=optim)
         self.engine.initialize()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from hybridrl.protocol import DataProto
-from hybridrl.registry import OBJECTIVES, ObjectiveFacts
+from hybridrl.registry import OBJECTIVES, ObjectiveMetadata
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.losses import CountedLossFn, LossCounts
 
@@ -77,7 +77,7 @@ def register_objective(
     likelihood: bool = False,
     settings: type | str | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that adds an objective; see `ObjectiveFacts`.
+    """Decorator that adds an objective; see `ObjectiveMetadata`.
 
     Args:
         name: the value of `loss_type` that chooses it.
@@ -90,10 +90,10 @@ def register_objective(
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        facts = ObjectiveFacts(
+        metadata = ObjectiveMetadata(
             kind=kind, reference=reference, reads=reads, margins=margins, likelihood=likelihood, settings=settings
         )
-        OBJECTIVES.add(name, function, facts)
+        OBJECTIVES.add(name, function, metadata)
         return function
 
     return add
@@ -122,7 +122,7 @@ def dft(log_probs: torch.Tensor, settings: Any) -> torch.Tensor:
 
 def log_ratios(pairs: Pairs, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """log pi(y | x) - log pi_ref(y | x) of both answers, [N] each; with `per_token` divided by |y|."""
-    assert pairs.ref_chosen is not None and pairs.ref_rejected is not None  # `ObjectiveFacts.reference`
+    assert pairs.ref_chosen is not None and pairs.ref_rejected is not None  # `ObjectiveMetadata.reference`
     chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
     return (chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens) if per_token else (chosen, rejected)
 
@@ -234,34 +234,34 @@ class Objective:
     settings: Any
 
     @property
-    def facts(self) -> ObjectiveFacts:
+    def metadata(self) -> ObjectiveMetadata:
         """Return the properties of the objective."""
-        return OBJECTIVES.facts(self.name)
+        return OBJECTIVES.metadata(self.name)
 
     @property
     def model_type(self) -> str:
         """The kind of model that it trains."""
-        return "reward_model" if self.facts.kind == "scores" else "language_model"
+        return "reward_model" if self.metadata.kind == "scores" else "language_model"
 
     @property
     def output(self) -> str:
         """Name of the engine's output that the objective reads."""
-        return "values" if self.facts.kind == "scores" else "log_probs"
+        return "values" if self.metadata.kind == "scores" else "log_probs"
 
     @property
     def rows_together(self) -> int:
         """Rows of a batch that it compares with each other: 2 for pairs, the chosen answer first."""
-        return 1 if self.facts.kind == "tokens" else 2
+        return 1 if self.metadata.kind == "tokens" else 2
 
     @property
     def sft_coef(self) -> float:
         """Coefficient of the likelihood of chosen answers."""
         coefficient = self.settings.get("sft_coef")
-        return float(self.facts.likelihood) if coefficient is None else float(coefficient)
+        return float(self.metadata.likelihood) if coefficient is None else float(coefficient)
 
     def share(self, phase: str) -> CountedLossFn:
         """The loss function; metrics are called `<phase>/...`."""
-        compute = self._of_tokens if self.facts.kind == "tokens" else self._of_pairs
+        compute = self._of_tokens if self.metadata.kind == "tokens" else self._of_pairs
 
         def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts) -> Share:
             loss, metrics = compute(outputs[self.output], batch, counts)
@@ -285,7 +285,7 @@ class Objective:
         mask = tensors["response_mask"].bool()
         answers = torch.where(mask, outputs, 0.0).sum(1)
         (chosen, rejected), (chosen_tokens, rejected_tokens) = _both(answers), _both(mask.sum(1))
-        before = _both(tensors[REF_LOG_PROBS]) if self.facts.reference else (None, None)
+        before = _both(tensors[REF_LOG_PROBS]) if self.metadata.reference else (None, None)
         margins = _both(tensors[MARGINS])[0] if MARGINS in tensors.keys() else None
         pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, before[0], before[1], margins)
         losses, chosen_rewards, rejected_rewards = OBJECTIVES.get(self.name)(pairs, self.settings)

@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.strategies import engine_settings
-from hybridrl.engine.train_engine import Engine, TrainEngines
+from hybridrl.engine.train_engine import Engine, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
@@ -40,7 +40,7 @@ class PrimeWorker(ModelWorker):
         """Build and shard the model and its frozen copy; see `ModelWorker.build_engine`."""
         config = self.config
         settings = engine_settings(config, config.model.external_lib)
-        self._reference: Engine = TrainEngines.create(
+        self._reference: Engine = create_train_engine(
             "language_model", config.strategy, model=config.frozen, engine=settings.changed(forward_only=True)
         )
         self._reference.initialize()

@@ -8,7 +8,7 @@ from typing import Any
 from hybridrl.config import SupervisedConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.capabilities import HasAdapters
-from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import Engine, MicroBatching, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import merge_metrics
@@ -61,7 +61,7 @@ class SupervisedWorker(ModelWorker):
         )
         if reference:
             frozen = settings.changed(forward_only=True)
-            self._reference = TrainEngines.create(
+            self._reference = create_train_engine(
                 self.objective.model_type, config.engine.strategy, model=self.model, engine=frozen, optim=None
             )
             self._reference.initialize()

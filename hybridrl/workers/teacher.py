@@ -8,7 +8,7 @@ import torch
 from hybridrl.config.strategies import engine_settings
 from hybridrl.config.teachers import LOG_PROBS, TEACHER_INDEX, TOP_IDS, TOP_LOG_PROBS, Teachers
 from hybridrl.engine.logits_functions import TopTokens
-from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import Engine, MicroBatching, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -42,7 +42,7 @@ class TeacherWorker(ModelWorker):
         for teacher in self.config.teachers:
             settings = engine_settings(self.config.distillation, self.config.external_lib)
             dtype = teacher.settings.inference.dtype
-            engine = TrainEngines.create(
+            engine = create_train_engine(
                 "language_model",
                 self.config.distillation.strategy,
                 model=teacher.model,

@@ -8,8 +8,9 @@ from rollout_stage import ECHO, Recorded, config_for
 from template_families import write_model
 
 from hybridrl.agents import AgentRollout, create_agents
-from hybridrl.engine.train_engine import TrainEngines
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.engine.train_engine import create_train_engine
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout
 
@@ -23,7 +24,7 @@ def model(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path):
     settings = config_for(model, "").actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
     engine.initialize()
     return engine
 

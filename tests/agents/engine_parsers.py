@@ -9,7 +9,7 @@ from typing import Any
 from test_agents_parsers import ARGUMENTS, PARIS, WEATHER, coder, glm, hermes, kimi
 
 from hybridrl.agents import FunctionCall, MalformedCall
-from hybridrl.chat.parsers.base import ToolParser, tool_parser_of
+from hybridrl.chat.parsers.tool_parser import ToolParser, tool_parser_of
 from hybridrl.models.tokenizer import load_tokenizer
 
 Calls = list[dict[str, Any]]

@@ -16,7 +16,7 @@ import openai
 from template_families import ENDS, FAMILIES
 from transformers import AutoTokenizer
 
-from hybridrl.chat.images import ImageReader
+from hybridrl.chat.session_images import ImageReader
 from hybridrl.chat.turns import Turns
 from hybridrl.config import ModelConfig
 from hybridrl.models.vision import processor_of

@@ -3,7 +3,7 @@
 import time
 
 from hybridrl.agents import Environment, Step, register_environment
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.scored import Scored, Unscored
 
 PIECE = 6  # characters that make a step of `Length`
 
@@ -61,8 +61,8 @@ class Faulty(Environment):
         if self.how == "nothing":
             return None
         if self.how == "gives_up":
-            return None, NoVerdict("grading", "the move is ambiguous"), True
-        return Step(reward=Verdict(1.0, {"judged": True}), done=True)
+            return None, Unscored("grading", "the move is ambiguous"), True
+        return Step(reward=Scored(1.0, {"judged": True}), done=True)
 
 
 @register_environment("caller")

@@ -1,4 +1,4 @@
-"""Agents as users write them: nothing of hybridrl but, where they want, its verdicts."""
+"""Agents as users write them: nothing of hybridrl but, where they want, its scores."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import anthropic
 import httpx
 import openai
 
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.scored import Scored, Unscored
 
 
 def talks(base_url, api_key, row):
@@ -29,7 +29,7 @@ async def judges(base_url, api_key, row):
     assert os.environ["OPENAI_BASE_URL"] == base_url
     messages = [message for message in row["raw_prompt"] if message["role"] == "user"]
     answer = await client.messages.create(model="claude-9", messages=messages, max_tokens=8)
-    return Verdict(float(answer.usage.output_tokens), {"judged": "yes"})
+    return Scored(float(answer.usage.output_tokens), {"judged": "yes"})
 
 
 def by_kind(base_url, api_key, row):
@@ -57,7 +57,7 @@ def by_kind(base_url, api_key, row):
         os.system(f"sleep {row['mark']} &")
         time.sleep(1000)
     if kind == "abstains":
-        return NoVerdict("grading", "cannot tell")
+        return Unscored("grading", "cannot tell")
     if kind == "wrong":
         return "well done"
     if kind in ("long", "long_then_killed", "long_then_wrong", "long_then_goes_on"):
@@ -84,4 +84,4 @@ def routes(base_url, api_key, row):
     asked = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 5, "ignore_eos": True}}
     headers = {"Authorization": f"Bearer {api_key}"}
     answer = httpx.post(f"{root}/inference/v1/generate", json=asked, headers=headers, timeout=60).json()
-    return Verdict(0.0, {"told": answer["choices"][0]["routed_experts"]})
+    return Scored(0.0, {"told": answer["choices"][0]["routed_experts"]})

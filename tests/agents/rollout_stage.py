@@ -48,7 +48,7 @@ class Recorded:
 def prompts_of(rollout: AgentRollout, count: int, **columns) -> DataProto:
     """Prompts of different lengths."""
     messages = [[{"role": "user", "content": "Sort: " + "3 1 2 " * (number + 1)}] for number in range(count)]
-    turns, schemas = rollout._agents.turns, [tool.tool_schema for tool in rollout._agents.tools.values()]
+    turns, schemas = rollout.agents.turns, [tool.tool_schema for tool in rollout.agents.tools.values()]
     ids = [turns.prompt(one, schemas) for one in messages]
     width = max(map(len, ids))
     tensor = torch.tensor([[0] * (width - len(one)) + one for one in ids])

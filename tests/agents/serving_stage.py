@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from hybridrl.agents import AgentRollout, create_agents
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.rollout import HFRollout, InPlaceRollout
 from hybridrl.serve import RunServer, make_server
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-_CALLS = "{% for call in m.tool_calls or [] %}BEFORE{{ call.function.arguments | tojson }}AFTER{% endfor %}"
+CALLS = "{% for call in m.tool_calls or [] %}BEFORE{{ call.function.arguments | tojson }}AFTER{% endfor %}"
 _ROLES = (
     "{%% for m in messages %%}"
     "{%% if m.role == 'tool' %%}%(tool)s"
@@ -28,7 +28,7 @@ class Family:
     behind: str
 
 
-_CHATML_CALLS = _CALLS.replace("BEFORE", '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": ').replace(
+_CHATML_CALLS = CALLS.replace("BEFORE", '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": ').replace(
     "AFTER", "}\n</tool_call>"
 )
 _CHATML = {
@@ -82,7 +82,7 @@ FAMILIES = {
             "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>",
             "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
             "<|start_header_id|>assistant<|end_header_id|>\n\n{{ m.content }}"
-            + _CALLS.replace("BEFORE", '{"name": "{{ call.function.name }}", "parameters": ').replace("AFTER", "}")
+            + CALLS.replace("BEFORE", '{"name": "{{ call.function.name }}", "parameters": ').replace("AFTER", "}")
             + "<|eot_id|>",
             "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>",
             "<|start_header_id|>assistant<|end_header_id|>\n\n",

@@ -7,10 +7,10 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import create_agents
-from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -30,7 +30,7 @@ def test_an_episode_is_what_was_sampled_and_rewards_stand_on_their_turns(started
     batch = rollout.generate(prompts)
     episodes = {entry[0]: entry[1:] for entry in Length.log if len(entry) == 3}
     assert episodes["a", 0][0] == episodes["a", 1][0] != episodes["b", 0][0]  # seeds are those of prompts
-    fields, tokenizer = batch.batch, rollout._agents.tokenizer
+    fields, tokenizer = batch.batch, rollout.agents.tokenizer
     calls = {tuple(prompt): completion for prompt, completion in recorded.calls}
     for row, (uid, sample) in enumerate([("a", 0), ("a", 1), ("b", 0), ("b", 1)]):
         width = fields["prompts"].shape[1]
@@ -96,7 +96,7 @@ def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys
     told = capsys.readouterr().err
     (missing,) = batch.meta_info["missing_samples"]
     reasons = {"hangs": Reason.TIMEOUT, "gives_up": Reason.GRADING}
-    assert (missing.uid, missing.verdict.reason) == ("0-0", reasons.get(how, Reason.INFRA))
+    assert (missing.uid, missing.unscored.reason) == ("0-0", reasons.get(how, Reason.INFRA))
     assert {
         "raises": "the game server is gone",
         "hangs": "the environment did not answer within 2 s",
@@ -110,7 +110,7 @@ def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys
 def test_an_environment_may_declare_tools(started, model) -> None:
     rollout, recorded = started(env_config(model, "caller", f"{ROLLOUT}.multi_turn.max_assistant_turns=3"))
     batch = rollout.generate(prompts_of(rollout, 2))
-    text = rollout._agents.tokenizer.decode(batch.batch["input_ids"][0])
+    text = rollout.agents.tokenizer.decode(batch.batch["input_ids"][0])
     assert '"name": "echo"' in text and text.count("<tool_response>") >= 2
     assert batch.non_tensor_batch["env_done"].tolist() == [False, False]
     turns = batch.non_tensor_batch["env_turns"].tolist()
@@ -139,7 +139,7 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
     for text, reason in {
         "environments: []": "must be {environments",
         "environments: [{name: a}]": "class_name",
-        "environments: [{class_name: a}]": "no environment 'a'; known are gymnasium",
+        "environments: [{class_name: a}]": "'a'; choose from gymnasium",
         "environments: [{class_name: length, color: red}]": "color",
         f"environments: [{{class_name: {Length.__module__}.PIECE}}]": "no class",
         "environments: [{class_name: builtins.dict}]": "has no reset and no step",

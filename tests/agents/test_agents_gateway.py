@@ -22,10 +22,10 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
-from hybridrl.serve.images import Prompt
+from hybridrl.serve.client_images import Prompt
 from hybridrl.serve.replies import ReplyChoice
 from hybridrl.serve.schema import SessionSettings
-from hybridrl.serve.sessions import ServerSession
+from hybridrl.serve.session_table import ServerSession
 
 TOOLS: Any = [{"type": "function", "function": ECHO}]
 DATA_URL = "data:image/png;base64,AAAA"
@@ -452,7 +452,7 @@ def test_a_long_session_keeps_each_message_once() -> None:
         ids = [*ids, turn, 1]
     rewritten = [{"role": "user", "content": "another"}, *messages[1:3]]
     session.add(rewritten, TOOLS, Prompt([1]), ReplyChoice(Completion("x", [7], [-1.0], "stop"), "so"))
-    assert len(session._history) == 100 + 3
+    assert len(session.history) == 100 + 3
     assert session.messages() == [*rewritten, {"role": "assistant", "content": "so"}]
     assert session.stored("resp-49") == messages
     turns = session.trace()["turns"]

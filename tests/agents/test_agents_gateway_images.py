@@ -21,9 +21,9 @@ from vision_tools import PROMPTS, dataset_of, peer_inputs, picture, pictures, pn
 
 from hybridrl.config import ModelConfig, load_config
 from hybridrl.data import PromptLoader
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import digest, tokens_per_image
 from hybridrl.processes.peer import JSON
 from hybridrl.protocol import object_array
@@ -63,7 +63,7 @@ def test_trained_on_what_was_seen(vision_models: dict[str, Path], tmp_path: Path
     model, traces = vision_models["qwen3_vl"], tmp_path / "traces"
     config = config_for(model, f"{ROLLOUT}.agent.trace_dir={traces}")
     policy = config.actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=policy.model, engine=policy.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=policy.model, engine=policy.actor.fsdp_config)
     engine.initialize()
     dataset = dataset_of(write_prompts(tmp_path), model)
     with serving(config, engine, dataset) as (rollout, calls):
@@ -73,7 +73,7 @@ def test_trained_on_what_was_seen(vision_models: dict[str, Path], tmp_path: Path
         batch = respond(rollout, prompts, 1.0, global_steps=1)
         calls.calls.clear()
         deadline = time.monotonic() + 60
-        while rollout.server.process._images:  # the run keeps no image of a session that is over
+        while rollout.server.process.images:  # the run keeps no image of a session that is over
             assert time.monotonic() < deadline
             time.sleep(0.02)
     tool, other = picture(SHOWN, OTHER), picture((16, 16), 99)

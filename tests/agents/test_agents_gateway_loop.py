@@ -25,16 +25,16 @@ from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.agents.gateway import AgentFailed, AgentHost, Closed
 from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MISSING_SAMPLES
 from hybridrl.rollout.trace import read_trace, trajectories_of
+from hybridrl.scored import Reason, Scored, Unscored
 from hybridrl.serve import RunServer
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.utils.agent_host import AgentJob, AgentProgram
-from hybridrl.verdict import NoVerdict, Reason, Verdict
 
 AGENTS = Path(__file__).with_name("my_agents.py")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -70,7 +70,7 @@ def config_for(model: Path, *more: str) -> Any:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Any:
     settings = config_for(model).actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
     engine.initialize()
     return engine
 
@@ -91,7 +91,7 @@ def generated(
     made, recorded = rollout
     recorded.calls.clear()
     messages = [[{"role": "user", "content": f"Sort: {number} 2 1"}] for number in range(len(kinds))]
-    ids = [made._agents.turns.prompt(one) for one in messages]
+    ids = [made.agents.turns.prompt(one) for one in messages]
     assert len({len(one) for one in ids}) == 1
     tensor = torch.tensor(ids)
     columns = {"uid": [f"0-{n}" for n in range(len(kinds))], "sample": [0] * len(kinds), "raw_prompt": messages}
@@ -176,8 +176,8 @@ def test_an_agent_that_fails_takes_no_other_with_it(rollout: Any, capfd: pytest.
     assert batch.non_tensor_batch["uid"].tolist() == ["0-7", "0-8"]
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [None, 0.5]
     assert batch.non_tensor_batch["agent_requests_too_long"].tolist() == [1, 0]
-    missing = {kinds[int(one.uid[2:])]: one.verdict for one in batch.meta_info[MISSING_SAMPLES]}
-    assert {kind: verdict.reason for kind, verdict in missing.items()} == {
+    missing = {kinds[int(one.uid[2:])]: one.unscored for one in batch.meta_info[MISSING_SAMPLES]}
+    assert {kind: unscored.reason for kind, unscored in missing.items()} == {
         "silent": Reason.INFRA,
         "raises": Reason.INFRA,
         "exits": Reason.INFRA,
@@ -209,12 +209,12 @@ def test_only_an_agent_that_gives_up_on_its_length_counts_as_cut(rollout: Any) -
     kinds = ["long", "long_then_killed", "long_then_wrong", "long_then_goes_on"]
     batch = generated(rollout, kinds)
     assert batch.non_tensor_batch["uid"].tolist() == ["0-0"]
-    missing = {kinds[int(one.uid[2:])]: one.verdict.reason for one in batch.meta_info[MISSING_SAMPLES]}
+    missing = {kinds[int(one.uid[2:])]: one.unscored.reason for one in batch.meta_info[MISSING_SAMPLES]}
     assert missing == dict.fromkeys(kinds[1:], Reason.INFRA)
 
 
 def test_what_an_agent_returns_after_its_server_was_lost_is_no_score(rollout: Any) -> None:
-    gateway, process = rollout[0]._agents.gateways["gateway_agent"], rollout[0].server.process
+    gateway, process = rollout[0].agents.gateways["gateway_agent"], rollout[0].server.process
     before = process.process
     rollout[1].calls.clear()  # those of other tests
     lost = threading.Thread(target=_kill_once_used, args=(rollout[1], before.pid))
@@ -222,7 +222,7 @@ def test_what_an_agent_returns_after_its_server_was_lost_is_no_score(rollout: An
     batch = generated(rollout, ["shrugs"], mark=str(before.pid))
     lost.join()
     assert len(batch) == 0
-    assert [one.verdict.reason for one in batch.meta_info[MISSING_SAMPLES]] == [Reason.INFRA]
+    assert [one.unscored.reason for one in batch.meta_info[MISSING_SAMPLES]] == [Reason.INFRA]
     deadline = time.monotonic() + 120
     while True:  # the next test finds a server
         with contextlib.suppress(RolloutError):
@@ -259,7 +259,7 @@ def test_only_an_unknown_session_is_one_of_a_server_that_has_restarted(
         def log_message(self, *_: object) -> None:
             pass
 
-    gateway = rollout[0]._agents.gateways["gateway_agent"]
+    gateway = rollout[0].agents.gateways["gateway_agent"]
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     access = replace(gateway._server.access, url=f"http://127.0.0.1:{server.server_port}/v1")
@@ -293,7 +293,7 @@ if (row["wanted"] or "").startswith("sh "):
 if row["wanted"] == "exit":
     sys.exit(4)
 if row["wanted"] is not None:
-    open(os.environ["HYBRIDRL_VERDICT"], "w").write(row["wanted"])
+    open(os.environ["HYBRIDRL_SCORE"], "w").write(row["wanted"])
 """
 
 
@@ -313,7 +313,7 @@ def test_agents_find_their_clients_imported(tmp_path: Path) -> None:
         host.close()
 
 
-def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_reads_its_row_and_writes_its_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent.py").write_text(SCRIPT)
     monkeypatch.setenv("NO_PROXY", "kept.example")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -327,12 +327,12 @@ def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypa
 
     try:
         assert run(None) is None and run("0.25") == 0.25
-        assert run('{"reward": 1, "extra": {"a": 2}}') == Verdict(1.0, {"a": 2})
-        assert run('{"no_verdict": "infra", "detail": "no disk"}') == NoVerdict(Reason.INFRA, "no disk")
+        assert run('{"reward": 1, "extra": {"a": 2}}') == Scored(1.0, {"a": 2})
+        assert run('{"unscored": "infra", "detail": "no disk"}') == Unscored(Reason.INFRA, "no disk")
         for wanted, words in (
             ("exit", "exit code 4"),
-            ("{", "HYBRIDRL_VERDICT"),
-            ('{"no_verdict": "x"}', "no_verdict"),
+            ("{", "HYBRIDRL_SCORE"),
+            ('{"unscored": "x"}', "unscored"),
         ):
             with pytest.raises(AgentFailed, match=words):
                 run(wanted)

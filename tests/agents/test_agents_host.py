@@ -18,13 +18,13 @@ from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
 from hybridrl.processes.results import MalformedMessage, Result, decode_result
 from hybridrl.processes.supervisor import descendants
+from hybridrl.scored import Scored
 from hybridrl.utils.agent_host import AgentJob, AgentProgram
-from hybridrl.verdict import Verdict
 
 AGENT = """
 import os, pickle, signal, sys, time
 import numpy as np
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.scored import Unscored, Scored
 
 
 class Silent:
@@ -56,16 +56,16 @@ def act(base_url, api_key, row):
         time.sleep(row["seconds"])
         return row["number"]
     if kind == "numpy":
-        return Verdict(np.float32(0.5), {"values": np.arange(3), "share": np.float64(0.25)})
+        return Scored(np.float32(0.5), {"values": np.arange(3), "share": np.float64(0.25)})
     if kind == "odd":
-        return Verdict(1.0, {"value": object()})
+        return Scored(1.0, {"value": object()})
     if kind == "nan":
-        return Verdict(float("nan"))
+        return Scored(float("nan"))
     if kind == "deep":
         deep = []
         for _ in range(100_000):
             deep = [deep]
-        return Verdict(1.0, {"deep": deep})
+        return Scored(1.0, {"deep": deep})
     if kind in ("pickle", "framed", "endless"):
         data = pickle.dumps(("value", Harmful(row["path"])))
         if kind == "framed":
@@ -124,12 +124,12 @@ def test_what_an_agents_process_sends_is_never_executed(host: AgentHost, kind: s
     assert run(host, "waits", seconds=0, number=0.25) == 0.25
 
 
-def test_values_of_a_verdict_arrive(host: AgentHost) -> None:
-    assert run(host, "numpy") == Verdict(0.5, {"values": [0, 1, 2], "share": 0.25})
+def test_values_of_a_score_arrive(host: AgentHost) -> None:
+    assert run(host, "numpy") == Scored(0.5, {"values": [0, 1, 2], "share": 0.25})
 
 
 @pytest.mark.parametrize(("kind", "words"), [("odd", "extra"), ("nan", "nan"), ("deep", "extra")])
-def test_a_verdict_that_is_none_is_refused(host: AgentHost, kind: str, words: str) -> None:
+def test_a_score_that_is_none_is_refused(host: AgentHost, kind: str, words: str) -> None:
     with pytest.raises(AgentFailed, match=words) as caught:
         run(host, kind)
     assert not caught.value.by_itself
@@ -140,9 +140,9 @@ def deep(depth: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "value", ["10**400", "Verdict(10**400)", "Silent()", deep(900), "'0.5'", "Verdict(1.0, {'x': 'y' * 2**27})"]
+    "value", ["10**400", "Scored(10**400)", "Silent()", deep(900), "'0.5'", "Scored(1.0, {'x': 'y' * 2**27})"]
 )
-def test_what_is_no_verdict_says_nothing_of_the_session(host: AgentHost, value: str) -> None:
+def test_what_is_unscored_says_nothing_of_the_session(host: AgentHost, value: str) -> None:
     """Such an agent did not fail by itself, so that a session whose last request was too long is not scored for it."""
     with pytest.raises(AgentFailed, match="returned") as caught:
         run(host, "value", value=value)
@@ -162,16 +162,16 @@ def test_a_result_arrives_though_the_agent_has_closed_its_output(host: AgentHost
 @pytest.mark.parametrize(
     "write",
     [
-        r"printf '\377\376' > $HYBRIDRL_VERDICT",
-        "printf 9%.0s $(seq 400) > $HYBRIDRL_VERDICT",
-        "(echo '{\"reward\":'; printf 9%.0s $(seq 400); echo '}') > $HYBRIDRL_VERDICT",
-        "mkdir $HYBRIDRL_VERDICT",
-        "mkfifo $HYBRIDRL_VERDICT",
-        "ln -s /dev/zero $HYBRIDRL_VERDICT",
-        "head -c 100000000 /dev/zero > $HYBRIDRL_VERDICT",
+        r"printf '\377\376' > $HYBRIDRL_SCORE",
+        "printf 9%.0s $(seq 400) > $HYBRIDRL_SCORE",
+        "(echo '{\"reward\":'; printf 9%.0s $(seq 400); echo '}') > $HYBRIDRL_SCORE",
+        "mkdir $HYBRIDRL_SCORE",
+        "mkfifo $HYBRIDRL_SCORE",
+        "ln -s /dev/zero $HYBRIDRL_SCORE",
+        "head -c 100000000 /dev/zero > $HYBRIDRL_SCORE",
     ],
 )
-def test_a_command_that_writes_no_verdict_did_not_fail_by_itself(write: str, tmp_path: Path) -> None:
+def test_a_command_that_writes_unscored_did_not_fail_by_itself(write: str, tmp_path: Path) -> None:
     """A folder or a pipe of that name was as if the command had left the score to the reward function."""
     (tmp_path / "agent.sh").write_text(write + "\n")
     made = AgentHost(AgentProgram(command=("/bin/sh", str(tmp_path / "agent.sh"))))

@@ -21,9 +21,10 @@ from hybridrl.agents import AgentRollout, ToolResponse, create_agents, register
 from hybridrl.config import load_config
 from hybridrl.engine.images import BatchImages
 from hybridrl.engine.microbatch import MicroBatching
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.registry import AGENT_LOOPS, import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout
@@ -62,7 +63,7 @@ class Started:
     def __init__(self, model: Path) -> None:
         import_external_lib(str(TOOLS))
         self.model, policy = model, config_for(model).actor_rollout_ref
-        self.engine = TrainEngines.create(
+        self.engine = create_train_engine(
             "language_model", "fsdp2", model=policy.model, engine=policy.actor.fsdp_config
         )
         self.engine.initialize()
@@ -176,14 +177,14 @@ def test_tokens_that_look_like_placeholders_are_plain(started: Started, prompts:
     class Writes(AGENT_LOOPS.get("looks_again")):
         async def run(self, sampling_params, **kwargs):
             token = started.engine.config.image_token_id
-            generate = self.server_manager._client.generate
+            generate = self.server_manager.client.generate
 
             async def forced(request):
                 found = await generate(request)
                 found.token_ids[1] = token
                 return found
 
-            self.server_manager._client = SimpleNamespace(generate=forced)
+            self.server_manager.client = SimpleNamespace(generate=forced)
             return await super().run(sampling_params, **kwargs)
 
     register("writes_placeholders")(Writes)

@@ -10,12 +10,12 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import create_agents
-from hybridrl.agents.interactions.gsm8k import Gsm8kInteraction
-from hybridrl.agents.interactions.load import load_interactions
-from hybridrl.agents.interactions.session import InteractionSession
+from hybridrl.agents.interactions.gsm8k_interaction import Gsm8kInteraction
+from hybridrl.agents.interactions.interaction_session import InteractionSession
+from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -52,7 +52,7 @@ def test_a_user_answers_until_it_ends_the_session(started, model, file) -> None:
     kwargs = [{"name": "polite", "times": 3, "mood": "good"}, {"times": 1}, None]
     batch = rollout.generate(prompts_of(rollout, 3, interaction_kwargs=kwargs))
     assert len(recorded.calls) == 5
-    log = sorted(rollout._agents.interactions.users["polite"].log.values(), key=lambda one: one["asked"]["times"])
+    log = sorted(rollout.agents.interactions.users["polite"].log.values(), key=lambda one: one["asked"]["times"])
     once, thrice = log
     assert all(one["ended"] for one in log) and thrice["asked"] == {"times": 3, "mood": "good"}
     scores = [len(seen[-1]["content"]) / 10 for seen in thrice["seen"]]
@@ -63,7 +63,7 @@ def test_a_user_answers_until_it_ends_the_session(started, model, file) -> None:
     assert objects["__num_turns__"].tolist() == [6, 2, 2]
     roles = [message["role"] for message in thrice["seen"][-1]]
     assert roles == ["user", "assistant", "user", "assistant", "user", "assistant"]
-    text = rollout._agents.tokenizer.decode(batch.batch["responses"][0])
+    text = rollout.agents.tokenizer.decode(batch.batch["responses"][0])
     assert "<|im_start|>user\nPlease go on (1).<|im_end|>\n<|im_start|>assistant\n" in text
     assert "go on (2)" in text and "go on (3)" not in text and len(once["seen"]) == 1
     assert not batch.batch["turn_level_rewards"].any()  # reported, and not added to the score
@@ -85,7 +85,7 @@ def test_a_user_that_raises_spoils_its_own_session(started, model, file, capsys)
     batch = rollout.generate(prompts_of(rollout, 2, interaction_kwargs=kwargs))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1"]
     (missing,) = batch.meta_info["missing_samples"]
-    assert missing.verdict.reason is Reason.INFRA and "the judge is gone" in capsys.readouterr().err
+    assert missing.unscored.reason is Reason.INFRA and "the judge is gone" in capsys.readouterr().err
 
 
 def test_a_conversation_about_gsm8k(tmp_path) -> None:
@@ -108,7 +108,7 @@ def test_a_conversation_about_gsm8k(tmp_path) -> None:
 
     assert asyncio.run(talk("17", "It is 3.\n#### 18")) == ([(False, 0.0), (True, 1.0)], 1.0)
     assert asyncio.run(talk("18", "well, 18?")) == ([(True, 1.0), (False, 0.0)], 0.0)
-    assert not user._sessions
+    assert not user.sessions
     with pytest.raises(RolloutError, match="ground_truth"):
         asyncio.run(InteractionSession(user, {"name": "math"}, 20).reply([]))
 
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_refused(model, file) -> None:
     with pytest.raises(RolloutError, match="BaseInteraction"):
         load_interactions(str(file))
     file.write_text("interaction:\n- {class_name: guess}\n")
-    with pytest.raises(RolloutError, match="known are gsm8k"):
+    with pytest.raises(RolloutError, match="gsm8k"):
         load_interactions(str(file))
     config = user_config(model, "nowhere.yaml")
     with pytest.raises(RolloutError, match="no such file"):

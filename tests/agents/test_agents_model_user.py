@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hybridrl.agents.interactions.load import load_interactions
+from hybridrl.agents.interactions.load_interactions import load_interactions
 from hybridrl.agents.interactions.model_user import ModelUser, conversation_of
 from hybridrl.errors import RolloutError
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils.http_server import listening_socket
-from hybridrl.verdict import NoVerdictError, Reason
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from scripted_chat_server import Script, server_of
@@ -78,12 +78,12 @@ def test_a_model_plays_the_user(script: tuple[Asked, str]) -> None:
     assert "You want to bake a cake." in question and "Be kind." not in question and "12" not in question
     assert "You: Hi, can you help me?\nAssistant: Sure. With what?\n" in question
     assert reply(user, task="bake") == (True, "", None, {}), "the end is not shown"
-    with pytest.raises(NoVerdictError) as empty:
+    with pytest.raises(UnscoredError) as empty:
         reply(user, task="bake")
-    with pytest.raises(NoVerdictError) as refused:
+    with pytest.raises(UnscoredError) as refused:
         reply(user, task="swim")
-    assert empty.value.verdict.reason is refused.value.verdict.reason is Reason.INFRA
-    assert "said nothing" in str(empty.value.verdict) and "no answer to that" in str(refused.value.verdict)
+    assert empty.value.unscored.reason is refused.value.unscored.reason is Reason.INFRA
+    assert "said nothing" in str(empty.value.unscored) and "no answer to that" in str(refused.value.unscored)
     with pytest.raises(RolloutError, match=r"no interaction_kwargs\.task"):
         reply(user)
 
@@ -94,7 +94,7 @@ def test_a_template_of_ones_own_gets_the_rows_entries(script: tuple[Asked, str],
     user = ModelUser({"url": url, "template": str(tmp_path / "user.txt"), "end": "stop"})
     assert reply(user, task="a", mood="glad")[1] == "hm"
     assert said.questions == ["own form: a glad 4 stop"]
-    with pytest.raises(NoVerdictError, match="mood"):
+    with pytest.raises(UnscoredError, match="mood"):
         reply(user, task="a")
 
 
@@ -111,7 +111,7 @@ def test_parts_of_a_message_are_text() -> None:
         ({}, r"config\.url must be set"),
         ({"url": "host"}, r"config\.url=host: give an address"),
         ({"url": "URL", "model": "other"}, r"config\.model=other: the endpoint .* has script"),
-        ({"url": "URL", "moodel": "x"}, r"config\.moodel: there is no such setting; there are .*model"),
+        ({"url": "URL", "moodel": "x"}, r"config\.moodel: .*model"),
         ({"url": "URL", "timeout_s": "soon"}, r"config\.timeout_s"),
         ({"url": "URL", "template": "/nowhere.txt"}, r"config\.template=/nowhere\.txt"),
         ({"url": "http://127.0.0.1:9/v1"}, r"does not list its models"),

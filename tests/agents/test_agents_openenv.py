@@ -20,11 +20,11 @@ from template_families import FAMILIES
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
-from hybridrl.agents.environments.base import Action
+from hybridrl.agents.environments.environment import Action
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import pinned_file, python_of
-from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.agents.environments.openenv import OpenEnvEnvironment, OpenEnvError
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.errors import RolloutError
 from hybridrl.utils.http_server import HttpServer, ServingLimits, TokenGuard, listening_socket
 
@@ -138,18 +138,18 @@ def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, m
             f"{ROLLOUT}.agent.retries=0",
         )
     )
-    (server,) = OpenEnvEnvironment._servers.values()
+    (server,) = OpenEnvEnvironment.servers.values()
     first = rollout.generate(prompts_of(rollout, 3))
     assert all(first.non_tensor_batch["env_done"]) and first.batch["turn_level_rewards"].sum() > 0
     before = server.port()
-    server._process.kill()
-    server._process.wait()
+    server.process.kill()
+    server.process.wait()
     assert not answers(before)
     second = rollout.generate(prompts_of(rollout, 3))
     assert all(second.non_tensor_batch["env_done"]) and "it starts again" in capsys.readouterr().err
 
     async def die():
-        environment = OpenEnvEnvironment(**rollout._agents.environments.entries["echo"].config)
+        environment = OpenEnvEnvironment(**rollout.agents.environments.entries["echo"].config)
         await environment.reset({"seed": 1})
         try:
             await environment.step(Action("die"))
@@ -191,7 +191,7 @@ def test_a_server_that_is_ending_is_not_asked_again(tmp_path: Path, capsys: pyte
         with pytest.raises((OSError, http.client.HTTPException)):
             url = f"http://127.0.0.1:{port}/end"
             urllib.request.urlopen(urllib.request.Request(url, headers=server.headers), timeout=30)
-        assert server._process is not None and server._process.poll() is None
+        assert server.process is not None and server.process.poll() is None
         assert answers(server.port()) and "ended with status 3; it starts again" in capsys.readouterr().err
     finally:
         server.stop()
@@ -243,7 +243,7 @@ def test_an_episode_goes_on_during_an_attack(served, attack) -> None:
         await environment.close()
         return step.reward
 
-    port = OpenEnvEnvironment._servers[served["key"]].port()
+    port = OpenEnvEnvironment.servers[served["key"]].port()
     with attack(("127.0.0.1", port), "/ws"):
         assert asyncio.run(play()) == 0.5
 
@@ -310,7 +310,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch) -> None:
     file.write_text("environments:\n- class_name: openenv\n")
     with pytest.raises(RolloutError, match="openenv: config needs one of url"):
         load_environments(str(file), None, [])
-    with pytest.raises(RolloutError, match="known are openenv"):
+    with pytest.raises(RolloutError, match="openenv"):
         pinned_file("nothing")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents import FunctionCall, MalformedCall, Parsed, register_tool_parser
-from hybridrl.chat.parsers.base import tool_parser_of
+from hybridrl.chat.parsers.tool_parser import tool_parser_of
 from hybridrl.registry import TOOL_PARSERS
 
 WEATHER = {

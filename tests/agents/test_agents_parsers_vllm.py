@@ -6,7 +6,7 @@ import pytest
 from engine_parsers import WRITTEN, check, made
 from test_agents_parsers import WEATHER
 
-from hybridrl.chat.parsers.base import tool_parser_of
+from hybridrl.chat.parsers.tool_parser import tool_parser_of
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.rollout import RolloutError
 

@@ -9,9 +9,9 @@ import pytest
 from sandbox_tools import started_server
 
 from hybridrl.agents import FunctionCall
-from hybridrl.agents.tools.base import BaseTool, ToolResponse, in_thread
 from hybridrl.agents.tools.sandbox import PythonTool
-from hybridrl.agents.tools.session import ToolSession
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse, in_thread
+from hybridrl.agents.tools.tool_session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock
@@ -40,7 +40,7 @@ def test_as_a_tool(remote) -> None:
         tool = PythonTool({"type": "native", "wall_s": 20.0})
         (good, bad), _ = answers(tool, "print(2 ** 10)", "1 / 0", settings=settings)
     assert good == "1024" and "ZeroDivisionError" in bad and bad.endswith("[exit code 1]")
-    with pytest.raises(RolloutError, match="known are wall_s"):
+    with pytest.raises(RolloutError, match="wall_s"):
         PythonTool({"time": 3})
 
 

@@ -12,7 +12,7 @@ from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
-from hybridrl.agents.rollout import _run
+from hybridrl.agents.agent_rollout import run_coroutine
 from hybridrl.config import load_config
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.engine.microbatch import MicroBatching
@@ -21,15 +21,15 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import create_reward_manager
 from hybridrl.rollout import Rollout
+from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
 from hybridrl.trainer.ppo.early_scores import scored_early
-from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_trained_on_is_what_was_sampled(started, engine, model, name) -> None:
     rollout, recorded = started(config_for(model, FAMILIES[name].template))
     batch = rollout.generate(prompts_of(rollout, 6))
-    tokenizer = rollout._agents.tokenizer
+    tokenizer = rollout.agents.tokenizer
     calls = {tuple(prompt): completion for prompt, completion in recorded.calls}
     assert len(calls) == len(recorded.calls) > 12  # several turns
     fields = batch.batch
@@ -167,7 +167,7 @@ class Judged(AgentLoopBase):
         return [AgentLoopOutput(prompt, out.token_ids, mask, reward_score=score) for score in ends]
 
 
-def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_path) -> None:
+def test_a_session_gives_a_score_or_the_reason_why_not(started, model, tmp_path) -> None:
     file = tmp_path / "loops.yaml"
     file.write_text(f"- {{name: judged, _target_: {__name__}.Judged}}\n")
     rollout, _ = started(
@@ -179,23 +179,23 @@ def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_pat
         )
     )
     ends = [
-        [Verdict(0.5, {"acc": 1})],
-        [0.25, NoVerdict("grading", "no judge")],  # no part of the session remains
-        NoVerdictError("dropped"),
+        [Scored(0.5, {"acc": 1})],
+        [0.25, Unscored("grading", "no judge")],  # no part of the session remains
+        UnscoredError("dropped"),
         TimeoutError("too slow"),
         [float("nan")],
-        [Verdict(1.0, {"reward_model": {"ground_truth": "mine"}})],
+        [Scored(1.0, {"reward_model": {"ground_truth": "mine"}})],
     ]
     truths = [{"ground_truth": "1 2 3"}] * 6
     batch = rollout.generate(prompts_of(rollout, 6, agent_name=["judged"] * 6, ends=ends, reward_model=truths))
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
     assert batch.non_tensor_batch["acc"].tolist() == [1] and batch.non_tensor_batch["uid"].tolist() == ["0-0"]
     lost = batch.meta_info["missing_samples"]
-    assert [one.verdict.reason for one in lost] == ["grading", "dropped", "timeout", "infra", "infra"]
+    assert [one.unscored.reason for one in lost] == ["grading", "dropped", "timeout", "infra", "infra"]
     assert 2 <= lost[0].tokens <= 8 and {one.tokens for one in lost[1:]} == {None}  # an error cuts a session off
     assert not any(one.again for one in lost)
-    assert lost[0].verdict.detail == "no judge" and "reward_score nan" in lost[3].verdict.detail
-    assert "'reward_model'" in lost[4].verdict.detail and "column of the data" in lost[4].verdict.detail
+    assert lost[0].unscored.detail == "no judge" and "reward_score nan" in lost[3].unscored.detail
+    assert "'reward_model'" in lost[4].unscored.detail and "column of the data" in lost[4].unscored.detail
 
 
 def test_a_session_that_ran_out_of_time_is_not_run_again_at_once(started, model, tmp_path) -> None:
@@ -204,7 +204,7 @@ def test_a_session_that_ran_out_of_time_is_not_run_again_at_once(started, model,
     file.write_text(f"- {{name: judged, _target_: {__name__}.Judged}}\n")
     words = (f"{ROLLOUT}.agent.agent_loop_config_path={file}", f"{ROLLOUT}.agent.retries=2")
     rollout, _ = started(config_for(model, FAMILIES["qwen"].template, *words))
-    ends = [TimeoutError("too slow"), NoVerdictError("timeout"), ConnectionError("gone")]
+    ends = [TimeoutError("too slow"), UnscoredError("timeout"), ConnectionError("gone")]
     batch = rollout.generate(prompts_of(rollout, 3, agent_name=["judged"] * 3, ends=ends))
     lost = [(one.uid, one.again) for one in batch.meta_info["missing_samples"]]
     assert lost == [("0-0", False), ("0-1", False), ("0-2", True), ("0-2", True), ("0-2", False)]
@@ -253,7 +253,7 @@ def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, cap
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-2", "0-3"]
     lost = batch.meta_info["missing_samples"]
     assert [(one.uid, one.sample, one.again) for one in lost] == [("0-0", 0, True), ("0-0", 0, False), ("0-1", 0, True)]
-    assert {one.verdict.reason for one in lost} == {Reason.INFRA} and {one.tokens for one in lost} == {None}
+    assert {one.unscored.reason for one in lost} == {Reason.INFRA} and {one.tokens for one in lost} == {None}
     metrics = rollout.metrics()
     assert (metrics["agent_loop/sessions_retried"], metrics["agent_loop/sessions_failed"]) == (2.0, 1.0)
     assert "the environment is gone" in capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_an_error_of_the_sessions_is_never_that_of_their_closed_loop(monkeypatch
         raise RolloutError("the environment is gone")
 
     with pytest.raises(RolloutError, match="the environment is gone"):
-        _run(fails())
+        run_coroutine(fails())
 
 
 def test_a_loop_that_samples_otherwise_than_the_run_is_told(started, model, capsys) -> None:
@@ -326,7 +326,7 @@ def test_generation_that_fails_ends_all_sessions(started, model) -> None:
     [
         (f"{ROLLOUT}.multi_turn.function_tool_path=null", "which has no tools"),
         (f"{ROLLOUT}.multi_turn.function_tool_path=no_such.py", "no such file"),
-        (f"{ROLLOUT}.agent.default_agent_loop=unheard_of", "known are .*tool_agent"),
+        (f"{ROLLOUT}.agent.default_agent_loop=unheard_of", "tool_agent"),
         (f"{ROLLOUT}.agent.agent_loop_config_path=no_such.yaml", "no such file"),
     ],
 )
@@ -378,20 +378,20 @@ def test_a_session_is_scored_while_others_still_run(started, model, tmp_path, mo
         f"{ROLLOUT}.agent.default_agent_loop=waits_for_a_score",
     )
     rollout, _ = started(config)
-    manager = create_reward_manager(config, rollout._agents.tokenizer)
+    manager = create_reward_manager(config, rollout.agents.tokenizer)
     asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
-    submit = manager.submit
+    submit = manager.submit_responses
 
-    def submit_and_tell(batch):
-        futures = submit(batch)
+    def submit_and_tell(responses):
+        futures = submit(responses)
         for future in futures:
             future.add_done_callback(lambda _: (tmp_path / "scored").touch())  # called where the score is there
         return futures
 
-    monkeypatch.setattr(manager, "submit", submit_and_tell)
+    monkeypatch.setattr(manager, "submit_responses", submit_and_tell)
     try:
-        with scored_early(manager, rollout, asked) as scores:
-            batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
+        with scored_early(manager, asked) as scores:
+            batch = rollout.generate(asked, scores.on_finished)  # would wait for ever if sessions were scored after it
         batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
         early, later = scores(batch), manager(batch, return_dict=True)
         assert early["metrics"]["perf/reward_scored_early"] > 0

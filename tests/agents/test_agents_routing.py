@@ -16,7 +16,7 @@ from template_families import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
 from hybridrl.agents.loop import AgentLoopOutput
-from hybridrl.agents.record import trajectory_of
+from hybridrl.agents.trajectory_record import trajectory_of
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto

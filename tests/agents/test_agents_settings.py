@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.agents import AgentLoopBase, BaseTool
 from hybridrl.config import load_config
-from hybridrl.config.checks.agents import check_agents
+from hybridrl.config.checks.check_agents import check_agents
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import ConfigError
 

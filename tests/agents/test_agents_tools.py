@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool, side
-from hybridrl.agents.tools.base import tool_of
+from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool, session_executor
 from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
-from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
-from hybridrl.agents.tools.session import ToolSession
+from hybridrl.agents.tools.load_tools import close_tools, load_tools, selected_tools
+from hybridrl.agents.tools.tool import tool_of
+from hybridrl.agents.tools.tool_session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.sandbox import SandboxError
-from hybridrl.verdict import NoVerdictError, Reason, Verdict
+from hybridrl.scored import Reason, Scored, UnscoredError
 
 SETTINGS = MultiTurnConfig(max_parallel_calls=8, tool_timeout_s=5.0)
 
@@ -198,26 +198,26 @@ def test_a_tool_that_hangs_costs_its_session_the_time_limit_and_others_nothing(t
     assert len(took) == 1
 
 
-class Unscored(Stateful):
+class RewardFails(Stateful):
     """Its state is lost before it is scored."""
 
     async def calc_reward(self, instance_id, **kwargs):
         raise ConnectionError("the state is lost")
 
 
-def test_a_tool_whose_reward_fails_is_released_and_has_no_verdict() -> None:
-    tool = Unscored({})
+def test_a_tool_whose_reward_fails_is_released_and_has_unscored() -> None:
+    tool = RewardFails({})
     results, scores = run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})
     assert results[0].text == "2" and tool.log == ["create", "release"]
     assert scores["count"].reason is Reason.GRADING and "the state is lost" in scores["count"].detail
-    for lost, reason in [(NoVerdictError("infra", "no disk"), Reason.INFRA), (float("nan"), Reason.GRADING)]:
-        tool = Unscored({})
+    for lost, reason in [(UnscoredError("infra", "no disk"), Reason.INFRA), (float("nan"), Reason.GRADING)]:
+        tool = RewardFails({})
         tool.calc_reward = raises(lost) if isinstance(lost, Exception) else returns(lost)
         assert run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})[1]["count"].reason is reason
-    tool.calc_reward = returns(Verdict(0.25))
+    tool.calc_reward = returns(Scored(0.25))
     assert run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})[1] == {"count": 0.25}
-    tool.execute = raises(NoVerdictError("timeout"))
-    with pytest.raises(NoVerdictError, match="timeout"):  # no answer to the model: it ends the session
+    tool.execute = raises(UnscoredError("timeout"))
+    with pytest.raises(UnscoredError, match="timeout"):  # no answer to the model: it ends the session
         run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})
 
 
@@ -247,18 +247,19 @@ def test_a_thread_that_cannot_be_started_is_no_answer_of_the_tool(monkeypatch, t
                 raise RuntimeError("can't start new thread")
         original(thread)
 
-    monkeypatch.setattr(side, "_LOOPS", side._Loops())  # as in a process that has no threads yet
-    monkeypatch.setattr(side, "_CALLS", side._Calls())
+    # as in a process that has no threads yet
+    monkeypatch.setattr(session_executor, "LOOPS", session_executor.Loops())
+    monkeypatch.setattr(session_executor, "CALLS", session_executor.Calls())
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(NoVerdictError, match=r"^infra: .*can't start new thread"):
+    with pytest.raises(UnscoredError, match=r"^infra: .*can't start new thread"):
         run([tool_of(tool)], [(tool.__name__, {"a": 1} if tool is add else {})])
 
 
-def test_an_error_without_a_verdict_passes_between_processes() -> None:
-    for error in (NoVerdictError("timeout", "too slow"), SandboxError("no disk"), SandboxError("slow", Reason.TIMEOUT)):
+def test_an_error_without_a_score_passes_between_processes() -> None:
+    for error in (UnscoredError("timeout", "too slow"), SandboxError("no disk"), SandboxError("slow", Reason.TIMEOUT)):
         error.add_note("a note")
         found = pickle.loads(pickle.dumps(error))
-        assert type(found) is type(error) and found.verdict == error.verdict and str(found) == str(error)
+        assert type(found) is type(error) and found.unscored == error.unscored and str(found) == str(error)
         assert found.args == error.args and found.__notes__ == ["a note"]
 
 
@@ -361,17 +362,17 @@ def test_search_asks_a_server() -> None:
         url = f"http://127.0.0.1:{server.server_port}/retrieve"
         tool = HttpSearch({"retrieval_service_url": url, "topk": 2, "attempts": 1})
         (found,), _ = run([tool], [("search", {"query_list": ["cats", "dogs"]})])
-        with pytest.raises(NoVerdictError, match=r"^infra: search .* no JSON"):
+        with pytest.raises(UnscoredError, match=r"^infra: search .* no JSON"):
             run([tool], [("search", {"query_list": ["broken"]})])
         (refused,), _ = run([tool], [("search", {"query_list": ["422"]})])
         assert refused.fault == "error" and "HTTP 422" in refused.text  # the queries are at fault
-        with pytest.raises(NoVerdictError, match=r"^infra: search .* HTTP 404"):  # the address is
+        with pytest.raises(UnscoredError, match=r"^infra: search .* HTTP 404"):  # the address is
             run([tool], [("search", {"query_list": ["404"]})])
     finally:
         server.shutdown()
         server.server_close()
     assert "Doc 1 (Title: cats)\nAll of it." in found.text and "Doc 2" in found.text and "---" in found.text
-    with pytest.raises(NoVerdictError, match=r"^infra: search .*Refused"):  # the server is gone
+    with pytest.raises(UnscoredError, match=r"^infra: search .*Refused"):  # the server is gone
         run([tool], [("search", {"query_list": ["cats"]})])
     with pytest.raises(RolloutError, match="retrieval_service_url"):
         HttpSearch({})
@@ -409,7 +410,7 @@ def test_tools_of_a_yaml_file_and_of_a_python_file(tmp_path: Path) -> None:
         ("tools: []", r"must be \{tools"),
         ("tools: [", "tools.yaml"),
         ("tools:\n- config: {}", r"tools\[0\]: it has no class_name"),
-        ("tools:\n- class_name: calculater", "known are"),
+        ("tools:\n- class_name: calculater", "calculater"),
         ("tools:\n- class_name: json.JSONDecoder", "no class derived from"),
         ("tools:\n- class_name: calculator\n- class_name: calculator", "several tools are called calculator"),
         ("tools:\n- class_name: search", "retrieval_service_url"),
@@ -484,7 +485,7 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
         assert response.text == "a picture"
         assert [(one.size, one.convert("RGB").getpixel((0, 0))) for one in response.image] == [((17, 16), (255, 0, 0))]
         assert "an image cannot be read" in run(tools, asked[1:])[0][0].text
-        with pytest.raises(NoVerdictError, match="infra: MCP server demo: the connection has ended"):
+        with pytest.raises(UnscoredError, match="infra: MCP server demo: the connection has ended"):
             run(tools, [("dies", {})])  # no answer to the model: its sample would be judged without the tool
         assert run(tools, calls[:1])[0][0].text == "42"  # the next session has a new connection
     finally:

@@ -60,8 +60,8 @@ def test_rewards_of_a_rollout_are_the_score_of_its_tokens(rollout: Any, capfd: p
     columns = batch.non_tensor_batch
     assert columns["uid"].tolist() == ["0-0", "0-4"] and columns["trajectory_reward"].tolist() == [0.5, 0.5]
     assert columns["metric_length"].tolist() == [4.0, 4.0] and columns["reward_share"].tolist() == [0.25, 0.25]
-    missing = {kinds[int(one.uid[2:])]: one.verdict for one in batch.meta_info[MISSING_SAMPLES]}
-    reasons = {kind: verdict.reason.value for kind, verdict in missing.items()}
+    missing = {kinds[int(one.uid[2:])]: one.unscored for one in batch.meta_info[MISSING_SAMPLES]}
+    reasons = {kind: unscored.reason.value for kind, unscored in missing.items()}
     assert reasons == {"infra": "infra", "grading": "grading", "timeout": "timeout"}
     assert "grading of the task" in missing["grading"].detail
     completions = [list(completion.token_ids) for _, completion in rollout[1].calls]
@@ -75,7 +75,7 @@ def test_a_server_that_dies_starts_again_and_a_row_without_a_task_is_told(rollou
     for tasks, words in ((dies, "server of the environment failed"), ([None], "no column verifiers_task")):
         both = [*tasks, json.dumps({"prompt": "x"})] if tasks == [None] else tasks
         batch = generated(rollout, ["x"] * len(both), more={"verifiers_task": both})
-        assert words in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
+        assert words in batch.meta_info[MISSING_SAMPLES][0].unscored.detail
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
 
 
@@ -83,9 +83,9 @@ def test_rollouts_go_on_where_the_server_of_verifiers_died(rollout: Any) -> None
     """The bridge ends at the next rollout, and the run starts both again."""
     tasks = [json.dumps({"prompt": "x", "kind": kind}) for kind in ("server_dies", "fine")]
     batch = generated(rollout, ["x"], more={"verifiers_task": tasks[:1]})
-    assert "the server does not answer" in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
+    assert "the server does not answer" in batch.meta_info[MISSING_SAMPLES][0].unscored.detail
     batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
-    assert "the server of the environment failed" in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
+    assert "the server of the environment failed" in batch.meta_info[MISSING_SAMPLES][0].unscored.detail
     batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
 

@@ -11,14 +11,14 @@ from rollout_stage import ECHO, ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
 from hybridrl.agents import create_agents
-from hybridrl.agents.workers.pool import SessionPool
+from hybridrl.agents.workers.agent_pool import SessionPool
 from hybridrl.agents.workers.setup import setup_of
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.registry import import_external_lib
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 LOOPS = Path(__file__).with_name("worker_loops.py")
 
@@ -56,12 +56,11 @@ def test_results_are_the_same_with_any_number_of_workers(started, ray_session, m
     for workers in (0, 1, 2):
         rollout, _ = started(settings(model, workers), ROWS)
         seen: list[str] = []
-        rollout.on_finished = lambda found, seen=seen: seen.extend(one.uid for one in found)
         names = [None, "single_turn_agent", "tool_agent", None]
         prompts = prompts_of(rollout, 4, agent_name=names)
         prompts = DataProto.concat([prompts, prompts])
         prompts.non_tensor_batch["sample"][4:] = 1
-        batches.append(rollout.generate(prompts))
+        batches.append(rollout.generate(prompts, lambda rows, seen=seen: seen.extend(one.uid for one in rows)))
         metrics.append(rollout.metrics())
         told.append(sorted(seen))
         rollout.close()
@@ -86,8 +85,8 @@ def test_a_killed_process_spoils_its_own_sessions_and_starts_again(
     victims = {uid for uid, pid in process_of.items() if pid == process_of["0-0"]}
     assert len(victims) == 3 and set(batch.non_tensor_batch["uid"]) == process_of.keys() - victims
     lost = batch.meta_info["missing_samples"]
-    assert {one.uid for one in lost} == victims and {one.verdict.reason for one in lost} == {Reason.INFRA}
-    assert "process of the session died" in lost[0].verdict.detail
+    assert {one.uid for one in lost} == victims and {one.unscored.reason for one in lost} == {Reason.INFRA}
+    assert "process of the session died" in lost[0].unscored.detail
     metrics = rollout.metrics()
     assert metrics["agent_loop/workers_restarted"] == 1 and metrics["agent_loop/sessions_failed"] == 3
     assert f"process {process_of['0-0']} of 3 running sessions died" in capfd.readouterr().err
@@ -115,7 +114,7 @@ def test_what_cannot_leave_its_process_costs_its_own_session(started, ray_sessio
     ends = ["", "lock", "exits", "raises", "", "cancels"]
     batch = rollout.generate(prompts_of(rollout, 6, agent_name=["unsendable"] * 6, ends=ends))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-0", "0-4"]
-    details = [one.verdict.detail for one in batch.meta_info["missing_samples"]]
+    details = [one.unscored.detail for one in batch.meta_info["missing_samples"]]
     assert "cannot be sent to the controller" in details[0] and "SystemExit: 3" in details[1]
     assert details[2] == "OwnError: the disk is full" and "cancelled itself" in details[3]
     rollout._config.agent.on_error = "raise"

@@ -188,7 +188,7 @@ def test_aggregation_without_the_counts_it_needs() -> None:
         agg_loss(ones, ones, "token-mean", dp_size=2)
     with pytest.raises(AlgorithmError, match="needs global_batch_size"):
         agg_loss(ones, ones, "seq-mean-token-sum", dp_size=2, batch_num_tokens=3)
-    with pytest.raises(AlgorithmError, match="'mean'; known are token-mean"):
+    with pytest.raises(AlgorithmError, match=r"'mean'.*token-mean"):
         agg_loss(ones, ones, "mean")
     with pytest.raises(AlgorithmError, match="loss_scale_factor is 0"):
         agg_loss(ones, ones, "seq-mean-token-sum-norm", loss_scale_factor=0)
@@ -284,7 +284,7 @@ def test_full_kl_is_the_sum_over_the_vocabulary_and_the_mean_of_its_estimators()
 
 
 def test_kl_names_and_shapes() -> None:
-    with pytest.raises(AlgorithmError, match="'k4'; known are kl, k1"):
+    with pytest.raises(AlgorithmError, match=r"'k4'.*kl, k1"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(AlgorithmError, match=r"\[B, T, V\]; found shapes \(1, 2\)"):
         kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), "full")
@@ -324,7 +324,7 @@ def test_kl_controllers() -> None:
         controller.update(math.nan, 1)
     with pytest.raises(AlgorithmError, match="horizon=0"):
         algorithms.get_kl_controller(SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=1.0, horizon=0))
-    with pytest.raises(AlgorithmError, match="type is 'pid'; known are fixed and adaptive"):
+    with pytest.raises(AlgorithmError, match=r"type is 'pid'.*fixed and adaptive"):
         algorithms.get_kl_controller({"type": "pid", "kl_coef": 0.1})
 
 
@@ -398,7 +398,7 @@ def test_pf_ppo_draws_whole_rows_in_proportion() -> None:
             share = float((drawn["token_level_scores"] == value).float().mean())
             assert share == pytest.approx(weight / sum(weights), abs=0.05)
     assert float(algorithms.pf_ppo_weights(torch.zeros(3)).min()) > 0
-    with pytest.raises(AlgorithmError, match="reweight_method is 'max'; known are pow"):
+    with pytest.raises(AlgorithmError, match=r"reweight_method is 'max'.*pow"):
         algorithms.pf_ppo_weights(torch.zeros(3), "max")
     with pytest.raises(AlgorithmError, match="weight_pow is 0"):
         algorithms.pf_ppo_weights(torch.zeros(3), "pow", 0)
@@ -422,9 +422,9 @@ def test_health_numbers() -> None:
 
 
 def test_registries() -> None:
-    with pytest.raises(AlgorithmError, match=r"adv_estimator is 'ppo'; known are .*gae, .*register_adv_est"):
+    with pytest.raises(AlgorithmError, match=r"adv_estimator is 'ppo'.*gae, .*register_adv_est"):
         algorithms.get_adv_estimator_fn("ppo")
-    with pytest.raises(AlgorithmError, match=r"loss_mode is 'ppo'; known are .*bypass_mode, .*register_policy_loss"):
+    with pytest.raises(AlgorithmError, match=r"loss_mode is 'ppo'.*bypass_mode, .*register_policy_loss"):
         algorithms.get_policy_loss_fn("ppo")
     assert (
         algorithms.get_adv_estimator_fn(algorithms.AdvantageEstimator.GRPO) is algorithms.compute_grpo_outcome_advantage

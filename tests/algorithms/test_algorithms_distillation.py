@@ -54,12 +54,12 @@ def expected(name: str, p: np.ndarray, q: np.ndarray) -> np.ndarray:
 def test_all_built_in_losses_are_here() -> None:
     ours = [name for name in DISTILLATION_LOSSES.names() if DISTILLATION_LOSSES.is_builtin(name)]
     assert sorted(ours) == sorted((*TOKENS, *TOP, *VOCABULARY))
-    assert [DISTILLATION_LOSSES.facts(name).reads for name in (*TOKENS[:1], *TOP, *VOCABULARY)] == [
+    assert [DISTILLATION_LOSSES.metadata(name).reads for name in (*TOKENS[:1], *TOP, *VOCABULARY)] == [
         "tokens",
         *["top"] * 4,
         *["vocabulary"] * 3,
     ]
-    assert [name for name in ours if not DISTILLATION_LOSSES.facts(name).direct] == ["kl", "k1"]
+    assert [name for name in ours if not DISTILLATION_LOSSES.metadata(name).direct] == ["kl", "k1"]
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_loss_of_ones_own() -> None:
     try:
         register_distillation_loss("squares", reads="top")(lambda p, q: (p - q).square().sum(-1))
-        assert DISTILLATION_LOSSES.facts("squares").reads == "top"
+        assert DISTILLATION_LOSSES.metadata("squares").reads == "top"
         found = distillation_losses("squares", torch.zeros(2, 3, K), torch.ones(2, 3, K))
         assert torch.equal(found, torch.full((2, 3), float(K)))
         register_distillation_loss("unreduced", reads="top")(lambda p, q: p - q)
@@ -200,4 +200,4 @@ def test_a_loss_of_ones_own() -> None:
             distillation_losses("unreduced", torch.zeros(2, 3, K), torch.ones(2, 3, K))
     finally:
         for name in ("squares", "unreduced"):
-            DISTILLATION_LOSSES.objects.pop(name, None), DISTILLATION_LOSSES._facts.pop(name, None)
+            DISTILLATION_LOSSES.remove(name)

@@ -117,7 +117,7 @@ def test_bfloat16_sums_over_chunks_in_float32() -> None:
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, vocabulary = 200, 300
-    monkeypatch.setitem(linear_statistics._CHUNK_ELEMENTS, "cpu", 10 * vocabulary)
+    monkeypatch.setitem(linear_statistics.CHUNK_ELEMENTS, "cpu", 10 * vocabulary)
     hidden = torch.randn(tokens, FEATURES, requires_grad=True)
     weight = torch.randn(vocabulary, FEATURES, requires_grad=True)
     labels = torch.randint(0, vocabulary, (tokens,))

@@ -103,7 +103,7 @@ def with_missing(name: str, lost: list[float]) -> dict[int, torch.Tensor]:
 def smallest(name: str) -> int:
     """Fewest samples that the test takes: what the estimator needs, and two tokens where advantages are whitened."""
     whitens = name in ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    return max(ADV_ESTIMATORS.facts(name).fewest_samples, 2 if whitens else 1)
+    return max(ADV_ESTIMATORS.metadata(name).fewest_samples, 2 if whitens else 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +114,7 @@ def test_a_group_that_lost_samples_at_random_is_worth_a_smaller_group(name) -> N
     for size, value in found.items():
         torch.testing.assert_close(value, expected_gradient(name, size), rtol=1e-9, atol=1e-12)
     unbiased = all(torch.allclose(value, TRUE, rtol=1e-9, atol=1e-12) for value in found.values())
-    assert unbiased == ADV_ESTIMATORS.facts(name).unbiased
+    assert unbiased == ADV_ESTIMATORS.metadata(name).unbiased
 
 
 def test_unbiased_estimators_are_so_for_a_sample_that_is_alone() -> None:
@@ -153,7 +153,7 @@ def test_a_missing_score_of_0_is_another_gradient_and_missing_by_reward_is_told_
 def test_groups_of_any_size_are_estimated_one_by_one(name) -> None:
     """The formula of a group uses its own samples; some estimators have a factor or a mean of the batch besides."""
     groups = [(0, 1, 2, 1), (1, 2), (2, 1, 1)]
-    if smallest(name) == 1 or ADV_ESTIMATORS.facts(name).alone:
+    if smallest(name) == 1 or ADV_ESTIMATORS.metadata(name).alone:
         groups.append((1,))
     whole, _ = estimate_advantages(name, *batch_of(groups), CONFIG)
     assert torch.isfinite(whole).all()

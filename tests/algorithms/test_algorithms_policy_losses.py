@@ -420,4 +420,4 @@ def test_a_loss_of_the_wrong_form_is_told_what_it_gets_and_returns(body: Any, se
                 loss_agg_mode="token-mean", config=None, rollout_is_weights=None,
             )  # fmt: skip
     finally:
-        POLICY_LOSSES.objects.pop("of_the_wrong_form", None), POLICY_LOSSES._facts.pop("of_the_wrong_form", None)
+        POLICY_LOSSES.remove("of_the_wrong_form")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from hybridrl.algorithms import estimate_advantages, masked_var, masked_whiten
+from hybridrl.algorithms.algorithm_registry import ADV_ESTIMATORS
 from hybridrl.algorithms.diagnostics import explained_variance, group_health
-from hybridrl.algorithms.registry import ADV_ESTIMATORS
 from hybridrl.config import AlgorithmConfig
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 

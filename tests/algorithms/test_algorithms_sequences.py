@@ -20,7 +20,7 @@ from hybridrl.algorithms import (
     global_counts,
     rollout_correction_preset,
 )
-from hybridrl.algorithms.registry import reads_whole_sequences
+from hybridrl.algorithms.algorithm_registry import reads_whole_sequences
 from hybridrl.algorithms.sequences import RowTotals, SplitSequences, other_rows
 
 torch.set_num_threads(1)

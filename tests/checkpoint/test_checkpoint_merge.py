@@ -29,14 +29,14 @@ from hybridrl.checkpoint.merge import main
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import TrainEngines
+from hybridrl.engine import create_train_engine
 from hybridrl.models.tiny import build_tokenizer
 
 IDS = torch.arange(10, 40).view(2, 15)
 
 
 def _engine(path: Path, model_type: str = "language_model") -> Any:
-    made = TrainEngines.create(
+    made = create_train_engine(
         model_type, "fsdp2", model=ModelConfig(path=str(path)), engine=FSDPConfig(), optim=OptimConfig()
     )
     made.initialize()

@@ -6,7 +6,7 @@ import re
 import pytest
 from reference_tables import value_of, verl_keys
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.node import declared, default_of
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.verl.keys import Assignment, KeyBook
@@ -262,9 +262,9 @@ def test_keys_inside_free_mappings_are_free():
 
 
 def test_names_are_those_that_the_library_has():
-    from hybridrl.observe.tracking import KNOWN
+    from hybridrl.observe.tracking import TRACKERS
 
-    assert set(names.LOGGERS) == set(KNOWN)
+    assert set(choices.LOGGERS) == set(TRACKERS)
 
 
 def test_every_acting_setting_is_read_by_the_library(repository):
@@ -281,13 +281,13 @@ def test_every_acting_setting_is_read_by_the_library(repository):
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_setting_has_a_meaning_and_a_default_of_its_type(root):
-    from hybridrl.config.convert import _checked, _fit
+    from hybridrl.config.convert import fit_type, within_limits
 
     for key, field in declared(ROOTS[root]).items():
         assert field.metadata["meaning"].strip(), key
         value = default_of(field)
         if value != "":
-            assert _checked(_fit(value, field.type), field.metadata["limits"]) == value, key
+            assert within_limits(fit_type(value, field.type), field.metadata["limits"]) == value, key
 
 
 JUNK = [None, "", "x", "1", -1, 0, 2.5, float("nan"), float("inf"), True, [], ["a"], [1], {}, {"a": 1}, {"a": [1]}]

@@ -21,13 +21,13 @@ CODE = """
     from dataclasses import dataclass
     from hybridrl.config import MegatronConfig
     from hybridrl.engine.fsdp.engine import FSDPEngine
-    from hybridrl.engine.train_engine import TrainEngines
+    from hybridrl.engine.train_engine import register_train_engine
 
     @dataclass
     class Layout(MegatronConfig):
         my_stages: int = 2
 
-    @TrainEngines.register("own_parallel", settings=Layout)
+    @register_train_engine("own_parallel", settings=Layout)
     class Parallel(FSDPEngine):
         pass
 
@@ -35,11 +35,11 @@ CODE = """
     class Depth:
         my_depth: int = 3
 
-    @TrainEngines.register("own_sharded", settings=Depth)
+    @register_train_engine("own_sharded", settings=Depth)
     class Sharded(FSDPEngine):
         pass
 
-    @TrainEngines.register("own_plain")
+    @register_train_engine("own_plain")
     class Plain(FSDPEngine):
         pass
 """

@@ -14,7 +14,7 @@ import pytest
 
 from hybridrl.config.data_names import dataset_name
 from hybridrl.data import DataError
-from hybridrl.data.files import fingerprints, read_table
+from hybridrl.data.data_files import fingerprints, read_table
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.jsonl"])

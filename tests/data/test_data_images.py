@@ -14,9 +14,9 @@ from vision_tools import PROMPTS, dataset_of, peer_inputs, picture, pictures, pn
 
 from hybridrl.config import ModelConfig
 from hybridrl.data import RLHFDataset
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.vision import ImageProcessor, digest, processor_of
 from hybridrl.protocol import DataProto, bookkeeping
 

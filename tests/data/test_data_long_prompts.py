@@ -15,8 +15,8 @@ from vision_tools import dataset_of, picture, png
 from hybridrl.config.compose import load_config
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.data import create_preference_dataset, create_rl_dataset, create_sft_dataset
-from hybridrl.data.chat import truncate
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.dataset_rendering import truncate
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError
 from hybridrl.models.chat import encode, exceeds
 from hybridrl.models.tokenizer import load_tokenizer

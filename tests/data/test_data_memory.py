@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.config import DataConfig
 from hybridrl.data import DataError, create_rl_dataset, save_rows
-from hybridrl.data.files import read_table
+from hybridrl.data.data_files import read_table
 
 #: no single type holds these columns, and parquet would add the missing keys of `info` as None
 MIXED = [

@@ -16,7 +16,7 @@ from hybridrl.data import (
     create_sft_dataset,
     create_sft_loader,
 )
-from hybridrl.trainer.supervised.rows import Totals, as_responses, as_scored, normalise
+from hybridrl.trainer.supervised.objective_rows import Totals, as_responses, as_scored, normalise
 
 PROMPT = [{"role": "user", "content": "Sort: 21"}]
 ROW = {"prompt": "Sort: 21", "chosen": "12", "rejected": "21"}

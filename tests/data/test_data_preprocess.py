@@ -13,7 +13,7 @@ from PIL import Image
 from vision_tools import picture, png
 
 from hybridrl.agents.tools.builtin import evaluate
-from hybridrl.agents.tools.load import load_tools
+from hybridrl.agents.tools.load_tools import load_tools
 from hybridrl.data import DataError
 from hybridrl.data.preprocess.calculator import write_calculator
 from hybridrl.data.preprocess.collab import write_collab
@@ -21,9 +21,9 @@ from hybridrl.data.preprocess.colours import COLOURS, write_colours
 from hybridrl.data.preprocess.geo3k import write_geo3k
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.data.preprocess.math import write_math
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.data.preprocess.search_r1 import write_search_r1
 from hybridrl.data.preprocess.sort import write_sort_data
-from hybridrl.data.preprocess.source import write_rows
 from hybridrl.errors import UserError
 from hybridrl.models.tiny import build_tokenizer
 from hybridrl.reward import default_compute_score

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.config import DataConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset, create_train_loader
-from hybridrl.data.chat import truncate
+from hybridrl.data.dataset_rendering import truncate
 from hybridrl.data.ground_truth import report_missing
 
 PREFIX, SUFFIX = "<|im_start|>user\nSort: ", "<|im_end|>\n<|im_start|>assistant\n"

@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.config import SFTDataConfig
 from hybridrl.data import DataError, create_sft_dataset, create_sft_loader
-from hybridrl.data.conversations import turn_of_token
+from hybridrl.data.conversation_dataset import turn_of_token
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -26,9 +26,9 @@ from vision_tools import (
 
 from hybridrl.config import ModelConfig, load_config
 from hybridrl.data import RLHFDataset, create_sft_dataset
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import digest, processor_of
 

@@ -50,7 +50,7 @@ def distilled(
         own: this rank's rows of it; the metrics of losses are their shares.
     """
     settings, actor = DistillationLossConfig(topk=TOP, **loss), actor or ActorConfig()
-    distillation = Distillation(settings, DISTILLATION_LOSSES.facts(settings.loss_mode).reads)
+    distillation = Distillation(settings, DISTILLATION_LOSSES.metadata(settings.loss_mode).reads)
     mask = fields["response_mask"]
     loss_fn = distillation.loss_fn(policy_loss_fn(actor), actor)
     counts = LossCounts(int(mask.sum()), int(mask.any(1).sum()))

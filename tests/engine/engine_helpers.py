@@ -10,7 +10,7 @@ import transformers
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import Engine, TrainEngines
+from hybridrl.engine import Engine, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.utils.metrics import Metric
 
@@ -144,7 +144,7 @@ def make_engine(
         "lr_scheduler_type": "linear",
         "total_training_steps": 8,
     }
-    made = TrainEngines.create(
+    made = create_train_engine(
         model_type,
         "fsdp2",
         model=ModelConfig(path=str(path), **(model or {})),

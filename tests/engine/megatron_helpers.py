@@ -19,7 +19,7 @@ from transformers import (
 from hybridrl.config.schema.engine import OptimConfig
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import TrainEngines
+from hybridrl.engine import create_train_engine
 
 _KEYS = {
     "tp": "tensor_model_parallel_size",
@@ -46,7 +46,7 @@ def make_megatron(
         "lr_scheduler_type": "linear",
         "total_training_steps": 8,
     }
-    made = TrainEngines.create(
+    made = create_train_engine(
         model_type,
         "megatron",
         model=ModelConfig(path=str(path), **(model or {})),

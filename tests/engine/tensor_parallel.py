@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybridrl.engine import Geometry, MicroBatchedEngine
 from hybridrl.engine.fsdp.forward import compute_outputs
-from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
+from hybridrl.engine.micro_batched import OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import MicroBatchLayout
 
 VOCABULARY, HIDDEN, INNER, POSITIONS = 40, 16, 32, 64
@@ -127,12 +127,14 @@ class TensorParallelEngine(MicroBatchedEngine):
         dist.recv(hidden, self.stages[0])
         return hidden
 
-    def _outputs(self, hidden: torch.Tensor, layout: MicroBatchLayout, request: Wanted) -> dict[str, torch.Tensor]:
+    def _outputs(
+        self, hidden: torch.Tensor, layout: MicroBatchLayout, request: OutputRequest
+    ) -> dict[str, torch.Tensor]:
         logits = hidden.reshape(-1, HIDDEN)[layout.selected] @ self.parameters["head"].T
         return compute_outputs(logits.float(), layout, request.temperature, request.outputs)
 
     def forward_only(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest
     ) -> list[dict[str, torch.Tensor]] | None:
         outputs = []
         with torch.no_grad():
@@ -145,7 +147,7 @@ class TensorParallelEngine(MicroBatchedEngine):
         return outputs if self._is_last else None
 
     def forward_backward(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest, share_of_loss: ShareOfLoss
     ) -> None:
         for number, layout in enumerate(layouts):
             hidden = self._hidden(layout) if self._is_first else self._received(layout).requires_grad_()

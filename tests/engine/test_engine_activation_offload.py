@@ -16,7 +16,7 @@ from torch import nn
 
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp.activation_offload import ActivationOffload
-from hybridrl.engine.fsdp.activations import _checkpoint
+from hybridrl.engine.fsdp.activations import recomputed
 from hybridrl.errors import ModelError
 from hybridrl.utils import device
 
@@ -61,7 +61,7 @@ def layers() -> nn.ModuleList:
 def forward(offload: ActivationOffload | None, stack: Iterable[nn.Module], start: torch.Tensor) -> torch.Tensor:
     hidden = start * 2
     for layer in stack:
-        hidden = _checkpoint(layer, hidden) if offload is None else offload(_checkpoint, layer, hidden)
+        hidden = recomputed(layer, hidden) if offload is None else offload(recomputed, layer, hidden)
     return hidden.square().sum()
 
 
@@ -130,7 +130,7 @@ def test_an_input_that_is_changed_in_place_is_named(changed: int) -> None:
     def run() -> None:
         hidden = torch.randn(5, 8, requires_grad=True) * 2
         for number, layer in enumerate(stack):
-            before, hidden = hidden, offload(_checkpoint, layer, hidden)
+            before, hidden = hidden, offload(recomputed, layer, hidden)
             if number == changed:
                 before.add_(1)
         hidden.sum().backward()
@@ -150,7 +150,7 @@ def test_layers_with_several_inputs(watched: type[Watched]) -> None:
         for number, weight in enumerate(weights):
             own = start * number
             hidden = offload(
-                _checkpoint, lambda x, y, z, weight=weight: torch.tanh(x @ weight) * y + z, hidden, own, every
+                recomputed, lambda x, y, z, weight=weight: torch.tanh(x @ weight) * y + z, hidden, own, every
             )
         return list(torch.autograd.grad(hidden.sum(), [*weights, start, shared]))
 
@@ -165,7 +165,7 @@ def test_layers_with_several_inputs(watched: type[Watched]) -> None:
 
 def test_what_needs_no_gradient_stays(watched: type[Watched]) -> None:
     weight, mask = torch.randn(8, 8, requires_grad=True), torch.ones(8)
-    out = ActivationOffload(watched)(_checkpoint, lambda one, other: (one @ weight) * other, torch.randn(5, 8), mask)
+    out = ActivationOffload(watched)(recomputed, lambda one, other: (one @ weight) * other, torch.randn(5, 8), mask)
     out.sum().backward()
     assert not watched.events and weight.grad is not None
 

@@ -100,7 +100,7 @@ def test_selective_checkpointing_knows_kernels_by_their_names(name: str, kept: b
         def name(self) -> str:
             return name
 
-    assert (activations._policy(None, Operation()) == CheckpointPolicy.MUST_SAVE) is kept
+    assert (activations.recompute_policy(None, Operation()) == CheckpointPolicy.MUST_SAVE) is kept
 
 
 def test_an_mlp_gets_a_tile_at_a_time(micro_model: Path) -> None:

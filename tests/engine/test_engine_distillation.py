@@ -21,7 +21,7 @@ from hybridrl.workers.distillation import Distillation, computing
 
 Fields = dict[str, torch.Tensor]
 OVER_THE_VOCABULARY = [
-    name for name in DISTILLATION_LOSSES.names() if DISTILLATION_LOSSES.facts(name).reads == "vocabulary"
+    name for name in DISTILLATION_LOSSES.names() if DISTILLATION_LOSSES.metadata(name).reads == "vocabulary"
 ]
 
 

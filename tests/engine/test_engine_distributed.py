@@ -167,9 +167,11 @@ def check_language_model(rank: int, model: Path, work: Path) -> None:
     resumed.load(work / "two_ranks", ["model", "optimizer", "extra"])
     assert train(resumed, batch, 2) == straight
     close(weights(resumed), final, 0)
-    for parameter, other in zip(resumed._trainable.values(), engine._trainable.values(), strict=True):  # type: ignore[attr-defined]
-        for key, state in engine.optimizer.state[other].items():  # type: ignore[attr-defined]
-            again = resumed.optimizer.state[parameter][key]  # type: ignore[attr-defined]
+    for parameter, other in zip(
+        resumed.model_state.trainable.values(), engine.model_state.trainable.values(), strict=True
+    ):  # type: ignore[attr-defined]
+        for key, state in engine.model_state.optimizer.state[other].items():  # type: ignore[attr-defined]
+            again = resumed.model_state.optimizer.state[parameter][key]  # type: ignore[attr-defined]
             assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (again, state)))
 
     # A checkpoint of one rank continues on two.
@@ -338,7 +340,7 @@ def check_nonfinite(rank: int, model: Path) -> None:
     assert not caught.value.rows[0] and caught.value.rows[1]
     assert engine.train_batch(batch, MicroBatching(size=2), broken, on_nonfinite="skip")["skipped_steps"].value == 1
     close(weights(engine), before, 0)
-    assert not engine.optimizer.state  # type: ignore[attr-defined]
+    assert not engine.model_state.optimizer.state  # type: ignore[attr-defined]
 
 
 def check_memory_error(rank: int, model: Path) -> None:

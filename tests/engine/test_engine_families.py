@@ -102,9 +102,9 @@ def test_checkpointed_layers(model: Path, plain: Any, expected: dict[str, torch.
 
 
 def test_logits_in_chunks(model: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_statistics._CHUNK_ELEMENTS, "cpu", 7 * SIZES["vocab_size"])
+    monkeypatch.setitem(linear_statistics.CHUNK_ELEMENTS, "cpu", 7 * SIZES["vocab_size"])
     engine: Any = make_engine(model, model={"use_fused_kernels": True})
-    assert engine.has_plain_head
+    assert engine.forward_pass.fusing.supported
     assert_alike(computed(engine), expected)
 
 

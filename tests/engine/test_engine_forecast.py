@@ -25,7 +25,7 @@ from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.forecast import LiveBytes, Workload, peak_of
 from hybridrl.engine.fsdp.forecast import forecast
-from hybridrl.engine.fsdp.offload import _plain_parts
+from hybridrl.engine.fsdp.offload import plain_parts
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
 
@@ -111,9 +111,9 @@ class Elsewhere(device.Transfer):
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:
-    masters = engine._masters.tensors() if engine._masters else []
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    parts = [part for value in states if isinstance(value, torch.Tensor) for part in _plain_parts(value)]
+    masters = engine.model_state.masters.tensors() if engine.model_state.masters else []
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values()]
+    parts = [part for value in states if isinstance(value, torch.Tensor) for part in plain_parts(value)]
     return [*engine.module.parameters(), *masters, *parts]
 
 

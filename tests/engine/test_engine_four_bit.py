@@ -130,7 +130,7 @@ def test_the_base_takes_a_quarter_of_bfloat16(micro_model: Path) -> None:
 def test_a_critic_and_a_frozen_model(micro_model: Path, rounded_model: Path) -> None:
     packed = make_engine(micro_model, "value_model", optim=EPS, model=MODEL)
     plain = make_engine(rounded_model, "value_model", optim=EPS, model=PLAIN)
-    assert {name for name in packed._trainable if not lora.is_own(name)} == {"score.weight", "score.bias"}
+    assert {name for name in packed.model_state.trainable if not lora.is_own(name)} == {"score.weight", "score.bias"}
     found, expected = train(packed, loss=value_loss), train(plain, loss=value_loss)
     assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], abs=1e-5)
     close(adapter(packed), adapter(plain))
@@ -174,9 +174,9 @@ def test_resuming_is_bitwise_and_the_merged_model_has_the_rounded_base(
 
 
 def _names(folder: Path) -> list[str]:
-    from hybridrl.engine.saved_boxes import SavedBoxes
+    from hybridrl.engine.saved_slices import SavedSlices
 
-    with SavedBoxes(folder) as saved:
+    with SavedSlices(folder) as saved:
         return list(saved.names)
 
 

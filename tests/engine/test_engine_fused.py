@@ -51,7 +51,7 @@ CHANGED = ("soft cap", "scaled", "divided")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_statistics._CHUNK_ELEMENTS, "cpu", 7 * VOCABULARY)
+    monkeypatch.setitem(linear_statistics.CHUNK_ELEMENTS, "cpu", 7 * VOCABULARY)
 
 
 def trained(path: Path, fused: bool, **settings: object) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
@@ -304,7 +304,7 @@ def steps(folder: Path, fused: bool, rows: slice) -> dict[str, torch.Tensor]:
 
 
 def on_two_ranks(rank: int, folder: Path) -> None:
-    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * VOCABULARY
+    linear_statistics.CHUNK_ELEMENTS["cpu"] = 7 * VOCABULARY
     for kind in ("plain", "tied"):
         expected = torch.load(folder / f"{kind}.pt", weights_only=True)
         for name, tensor in steps(folder / kind, True, slice(rank * 6, rank * 6 + 6)).items():

@@ -167,7 +167,7 @@ def test_experts_and_routers_stay_frozen_and_transposed_weights_are_merged(kind:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     engine = make_engine(tmp_path, model=MODEL)
-    assert not any(".experts." in name or ".mlp.gate." in name for name in engine._trainable)
+    assert not any(".experts." in name or ".mlp.gate." in name for name in engine.model_state.trainable)
     train(engine, 3)
     ours, base = log_probs(engine), make_engine(tmp_path)
     assert (ours - log_probs(base)).abs().max() > 1e-2
@@ -224,7 +224,7 @@ def test_the_optimizer_holds_the_adapter_alone(micro_model: Path) -> None:
     for engine in (whole, small):
         train(engine, 1)
     held = [
-        sum(tensor.nbytes for state in engine.optimizer.state.values() for tensor in state.values())
+        sum(tensor.nbytes for state in engine.model_state.optimizer.state.values() for tensor in state.values())
         for engine in (whole, small)
     ]
     assert held[1] <= held[0] / 2 and small.first_step_bytes() <= whole.first_step_bytes() / 2
@@ -243,7 +243,7 @@ def test_the_reference_over_the_vocabulary_is_the_model_without_the_adapter(micr
 
 def test_a_critic_trains_its_head_as_a_whole(micro_model: Path, tmp_path: Path) -> None:
     engine = make_engine(micro_model, "value_model", model=MODEL)
-    assert {name for name in engine._trainable if not lora.is_own(name)} == {"score.weight", "score.bias"}
+    assert {name for name in engine.model_state.trainable if not lora.is_own(name)} == {"score.weight", "score.bias"}
     first = train(engine, 8, loss=value_loss)
     assert first[-1]["loss"] < first[0]["loss"]
     values = engine.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))["values"]

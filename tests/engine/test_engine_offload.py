@@ -20,7 +20,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2Config, Q
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.offload import HostCopies, _plain_parts, _rebuilt
+from hybridrl.engine.fsdp.offload import HostCopies, plain_parts, rebuilt_tensor
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.utils import device, distributed
 from hybridrl.workers.model_worker import ModelWorker
@@ -44,7 +44,7 @@ def infer(engine: Any) -> torch.Tensor:
 
 def places(engine: Any) -> list[int]:
     """Where the module's parameters and the optimizer's state are in memory."""
-    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values() if value.ndim]
     tensors = [*engine.module.parameters(), *states]
     locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return [tensor.data_ptr() for tensor in locals_ if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
@@ -59,7 +59,7 @@ def check_same_as_resident(model: Path, folder: Path, optim: dict[str, Any], **s
         make_engine(model, optim=optim, **settings),
         make_engine(model, optim=optim, **settings, **OFFLOAD),
     )
-    offloaded._offload.transfer = LateTransfer  # type: ignore[attr-defined]
+    offloaded.model_state.offload.transfer = LateTransfer  # type: ignore[attr-defined]
     for _ in range(2):
         assert step(offloaded) == step(resident)
         assert torch.equal(infer(offloaded), infer(resident))
@@ -101,12 +101,12 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_frozen_weights_are_copied_to_main_memory_once(micro_model: Path, stored: list[int]) -> None:
     """With an adapter, an update copies the adapter and its moments."""
     engine: Any = make_engine(micro_model, model={"lora_rank": 2}, **OFFLOAD)
-    assert sum(stored) > 10 * sum(parameter.nbytes for parameter in engine._trainable.values())
+    assert sum(stored) > 10 * sum(parameter.nbytes for parameter in engine.model_state.trainable.values())
     step(engine)  # makes the optimizer's state
     stored.clear()
     step(engine)
-    steps = 4 * len(engine._trainable)
-    assert sum(stored) == 3 * sum(parameter.nbytes for parameter in engine._trainable.values()) + steps
+    steps = 4 * len(engine.model_state.trainable)
+    assert sum(stored) == 3 * sum(parameter.nbytes for parameter in engine.model_state.trainable.values()) + steps
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.get("optimizer", "AdamW"))
@@ -178,8 +178,8 @@ def state_places(engine: Any) -> dict[tuple[str, str], int]:
     """Where each of the optimizer's tensors is in memory, by parameter and name."""
     return {
         (name, key): value.data_ptr()
-        for name, parameter in engine._trainable.items()
-        for key, value in engine.optimizer.state[parameter].items()
+        for name, parameter in engine.model_state.trainable.items()
+        for key, value in engine.model_state.optimizer.state[parameter].items()
     }
 
 
@@ -194,7 +194,7 @@ def test_a_loaded_state_takes_the_memory_of_the_one_before(micro_model: Path, tm
     engine.load(tmp_path, ["model", "optimizer"])
     after = state_places(engine)
     kept = {place: key for place, key in between.items() if fused or place[1] != "step"}
-    assert len(kept) >= 2 * len(engine._trainable)
+    assert len(kept) >= 2 * len(engine.model_state.trainable)
     assert {place: after[place] for place in kept} == kept
 
 
@@ -223,9 +223,9 @@ def test_a_loaded_state_is_where_it_rests(
     monkeypatch.setattr(checkpoint, "_read", lambda *_: None)  # only the device that is asked for exists here
     monkeypatch.setattr(device, "current_device", lambda: torch.device("meta"))
     checkpoint.parts(engine).load(tmp_path, ["optimizer"])
-    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
-    assert len(moments) == 2 * len(engine._trainable)
-    assert {part.device.type for moment in moments for part in _plain_parts(moment)} == {expected}
+    moments = [value for state in engine.model_state.optimizer.state.values() for value in state.values() if value.ndim]
+    assert len(moments) == 2 * len(engine.model_state.trainable)
+    assert {part.device.type for moment in moments for part in plain_parts(moment)} == {expected}
 
 
 @pytest.fixture
@@ -244,9 +244,9 @@ def moments(engine: Any) -> dict[tuple[str, str, int], torch.Tensor]:
     """The plain tensors of the optimizer's state, by parameter, name and number."""
     return {
         (name, key, number): part.clone()
-        for name, parameter in engine._trainable.items()
-        for key, value in engine.optimizer.state[parameter].items()
-        for number, part in enumerate(_plain_parts(value))
+        for name, parameter in engine.model_state.trainable.items()
+        for key, value in engine.model_state.optimizer.state[parameter].items()
+        for number, part in enumerate(plain_parts(value))
     }
 
 
@@ -264,7 +264,7 @@ def test_a_state_in_8_bits_is_read_into_main_memory(
     wrapped = DTensor.from_local
 
     def on_another_device(local: torch.Tensor, *others: Any, **named: Any) -> DTensor:
-        return wrapped(_rebuilt(local, lambda part: part.clone()), *others, **named)
+        return wrapped(rebuilt_tensor(local, lambda part: part.clone()), *others, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(DTensor, "from_local", on_another_device)
@@ -294,7 +294,7 @@ def test_an_error_in_the_middle_of_an_update(
     trained: Any = engine
     with pytest.raises(ZeroDivisionError, match="in the loss"), engine.loaded(optimizer=True):
         engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), failing, TEMPERATURE)
-    parameters = [*trained.exported.parameters.values(), *trained.module.parameters()]
+    parameters = [*trained.model_state.exported.parameters.values(), *trained.module.parameters()]
     assert all(parameter.grad is None for parameter in parameters)
     for _ in range(2):
         assert step(engine) == step(plain)

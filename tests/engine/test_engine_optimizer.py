@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from hybridrl.config.schema.engine import OptimConfig
-from hybridrl.engine.fsdp.offload import _plain_parts
+from hybridrl.engine.fsdp.offload import plain_parts
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_factor, state_bytes
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.value import load_value_model
 from hybridrl.utils import device
 
@@ -256,7 +256,7 @@ def test_memory_of_state_in_8_bits_is_known_before_the_first_step() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     states = [value for p in parameters for value in optimizer.state[p].values() if value.ndim]
-    assert found == sum(part.nbytes for value in states for part in _plain_parts(value))
+    assert found == sum(part.nbytes for value in states for part in plain_parts(value))
 
 
 def test_another_case_is_refused_with_the_name_of_the_class() -> None:

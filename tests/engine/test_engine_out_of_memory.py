@@ -114,7 +114,7 @@ def test_so_do_those_of_packed_rows_of_trees_and_of_a_critic(
     failed, smaller, larger = engines
     shares = bool(model.get("share_prefixes"))
     assert failed.packed == ("override_config" in model) and (failed.shares_prefixes is True) == shares
-    plan = failed._plan(make_batch(fields), micro)
+    plan = failed.plan_batch(make_batch(fields), micro)
     assert isinstance(plan, PrefixPlan) == shares and len(plan.groups) > 1
     limit = plan.halved_budget()
     with failing(failed, place, call=2):
@@ -138,7 +138,7 @@ def on_two_ranks(rank: int, model: Path, shared: int) -> None:
     engine: Any = make_engine(model, optim=PLAIN, ulysses_sequence_parallel_size=shared)
     rows = slice(None) if shared == 2 else slice(6 * rank, 6 * rank + 6)
     micro = MicroBatching(max_tokens=100 // shared, key="group.max_tokens")
-    plan = engine._plan(make_batch(FIELDS, rows), micro)
+    plan = engine.plan_batch(make_batch(FIELDS, rows), micro)
     if rank == 0:  # its collective ends with the other process
         with pytest.raises(RuntimeError):
             engine.train_batch(make_batch(FIELDS, rows), micro, policy_loss, TEMPERATURE)

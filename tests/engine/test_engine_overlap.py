@@ -14,7 +14,7 @@ from test_engine_offload import KINDS, OFFLOAD, world_of_one  # noqa: F401 (a fi
 
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.offload import _plain_parts
+from hybridrl.engine.fsdp.offload import plain_parts
 from hybridrl.utils import device
 
 FIELDS = make_fields()
@@ -24,7 +24,7 @@ MIXED = {"dtype": "bfloat16"}
 
 def late_engine(path: Path, **settings: Any) -> Any:
     engine: Any = make_engine(path, **settings, **OFFLOAD)
-    engine._offload.transfer = LateTransfer
+    engine.model_state.offload.transfer = LateTransfer
     return engine
 
 
@@ -36,10 +36,14 @@ def train(engine: Any, loss: Any = policy_loss, **options: Any) -> dict[str, flo
 
 def state_parts(engine: Any) -> list[torch.Tensor]:
     """Master weights and the optimizer's state, as they are now."""
-    masters = [] if engine._masters is None else engine._masters.tensors()
-    states = [engine.optimizer.state[one] for one in engine._trainable.values() if one in engine.optimizer.state]
+    masters = [] if engine.model_state.masters is None else engine.model_state.masters.tensors()
+    states = [
+        engine.model_state.optimizer.state[one]
+        for one in engine.model_state.trainable.values()
+        if one in engine.model_state.optimizer.state
+    ]
     tensors = [*masters, *(state[name] for state in states for name in sorted(state) if state[name].ndim)]
-    return [part for tensor in tensors for part in _plain_parts(tensor)]
+    return [part for tensor in tensors for part in plain_parts(tensor)]
 
 
 def test_the_first_pass_begins_before_the_state_is_there(micro_model: Path) -> None:
@@ -61,7 +65,7 @@ def test_the_first_pass_begins_before_the_state_is_there(micro_model: Path) -> N
         assert not any(part.isnan().any() for part in state_parts(late))
         first, seen[:] = list(seen), []
         assert train(late, watching) == train(resident)
-    assert first == [len(kept)] * 3 and len(kept) == 3 * len(late._trainable)  # in each of the micro-batches
+    assert first == [len(kept)] * 3 and len(kept) == 3 * len(late.model_state.trainable)  # in each of the micro-batches
     assert seen == [0, 0, 0]  # the second update of the same use has it from the beginning
     assert not any(torch.equal(now, before) for now, before in zip(state_parts(late), kept, strict=True))
 
@@ -84,8 +88,8 @@ def sent(engine: Any) -> list[torch.Tensor]:
 
 
 def copied(engine: Any) -> list[torch.Tensor]:
-    boxes = engine.copy_state(["model", "optimizer"]).boxes
-    return [box.values for part in ("model", "optimizer") for box in boxes[part]]
+    slices = engine.copy_state(["model", "optimizer"]).slices
+    return [tensor_slice.values for part in ("model", "optimizer") for tensor_slice in slices[part]]
 
 
 def trained_twice(engine: Any) -> list[dict[str, float]]:
@@ -188,7 +192,7 @@ def test_memory_that_lacks_for_the_state(micro_model: Path) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
             super().__init__(copies)
 
-    late._offload.transfer = Failing
+    late.model_state.offload.transfer = Failing
     with pytest.raises(torch.OutOfMemoryError), late.loaded(optimizer=True):
         pass
     assert len(begun) == 3

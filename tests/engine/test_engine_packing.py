@@ -19,7 +19,7 @@ from transformers.models.gptj import modeling_gptj
 
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import MicroBatching, TrainEngines
+from hybridrl.engine import MicroBatching, train_engine_class
 from hybridrl.errors import ModelError
 from hybridrl.models import attention
 from hybridrl.utils import device, distributed
@@ -187,7 +187,7 @@ def test_flash_attention_does_not_read_a_window_of_the_mask_alone(
 @pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn3"])
 def test_flash_attention_in_float32_is_refused_at_start_up(name: str, micro_model: Path) -> None:
     model = ModelConfig(path=str(micro_model), override_config={"attn_implementation": name})
-    check = TrainEngines.get("language_model", "fsdp2").check
+    check = train_engine_class("language_model", "fsdp2").check
     for dtype in ("float32", "fp32"):
         with pytest.raises(ModelError, match=rf"attn_implementation={name} .*fsdp_config.dtype={dtype}; .*bfloat16"):
             check(model, FSDPConfig(dtype=dtype), 1)

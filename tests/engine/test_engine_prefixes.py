@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from hybridrl.config import load_config
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import MicroBatching, TrainEngines
+from hybridrl.engine import MicroBatching, train_engine_class
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
-from hybridrl.engine.micro_batched import _savings
+from hybridrl.engine.micro_batched import prefix_savings
 from hybridrl.engine.microbatch import BatchPlan
 from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.errors import ModelError
@@ -252,7 +252,7 @@ def test_null_shares_where_it_pays(llama: Path, llamas: tuple[Any, Any], capfd: 
 def test_null_gives_way_to_other_settings(settings: dict[str, Any], llama: Path) -> None:
     engine: Any = make_engine(llama, model={**AUTO, **settings})
     assert engine.shares_prefixes is False
-    TrainEngines.get("language_model", "fsdp2").check(engine.model_config, FSDPConfig(use_torch_compile=True), 1)
+    train_engine_class("language_model", "fsdp2").check(engine.model_config, FSDPConfig(use_torch_compile=True), 1)
 
 
 def test_null_computes_rows_apart_whose_tokens_have_something_of_their_own(llama: Path) -> None:
@@ -362,7 +362,7 @@ def test_flops_of_passes_add_up_and_those_of_unknown_families_are_left_out(llama
         shared.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
     assert shared.pop_pass_metrics() == merge_metrics(parts)
     plan = PrefixPlan(FIELDS, MicroBatching(), Work(per_token=7))
-    assert set(_savings(plan, [plan.layout(rows) for rows in plan.groups])) == {"shared_prefix_frac"}
+    assert set(prefix_savings(plan, [plan.layout(rows) for rows in plan.groups])) == {"shared_prefix_frac"}
 
 
 def test_trees_are_in_the_order_of_their_work_and_balanced_where_it_pays() -> None:
@@ -420,7 +420,7 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     chosen = ModelConfig(path=str(micro_model), share_prefixes=True, **model)
     with pytest.raises(ModelError, match=f"share_prefixes=True .*{message}"):
-        TrainEngines.get("language_model", "fsdp2").check(chosen, FSDPConfig(**engine), 1)
+        train_engine_class("language_model", "fsdp2").check(chosen, FSDPConfig(**engine), 1)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_settings_that_do_not_fit_are_refused(
     ],
 )
 def test_models_whose_tokens_see_more_than_their_path(config: PreTrainedConfig, reason: str) -> None:
-    assert reason in (tree_attention.why_not_shared(config) or "")
+    assert reason in (tree_attention.sharing_unsupported_reason(config) or "")
 
 
 def test_a_model_that_cannot_share_says_so_and_trains(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -117,7 +117,7 @@ def step(engine: Any, batch: Any, micro: MicroBatching, loss: Any = policy_loss)
 
 
 def assert_close(engine: Any, expected: dict[str, torch.Tensor]) -> None:
-    got = dict(engine.exported.whole_tensors())
+    got = dict(engine.model_state.exported.whole_tensors())
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, atol=3e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
@@ -139,7 +139,7 @@ def test_an_update_adds_the_router_loss_of_transformers(models: dict[str, Path],
     engine: Any = make_engine(models[name], optim=SGD, model=MODES[mode], router_aux_loss_coef=COEFFICIENT)
     assert engine.packed == (mode != "padded")
     batch, micro = make_batch(FIELDS), MicroBatching(size=4)
-    groups = engine._plan(batch, micro).groups
+    groups = engine.plan_batch(batch, micro).groups
     assert len(groups) > 1
     expected, balance = plain_step(models[name], groups)
     metrics = step(engine, batch, micro)
@@ -154,7 +154,7 @@ def test_a_shared_token_counts_once_for_each_of_its_rows(models: dict[str, Path]
     settings = {"share_prefixes": True, "enable_gradient_checkpointing": recompute}
     engine: Any = make_engine(models[name], optim=SGD, model=settings, router_aux_loss_coef=COEFFICIENT)
     batch, micro = make_batch(fields), MicroBatching(size=6)
-    groups = engine._plan(batch, micro).groups
+    groups = engine.plan_batch(batch, micro).groups
     assert len(groups) > 1
     expected, balance = plain_step(models[name], groups, fields)
     metrics = step(engine, batch, micro)
@@ -167,7 +167,7 @@ def test_a_value_model_has_the_loss_of_its_backbone(models: dict[str, Path]) -> 
     path = models["mixtral"]
     engine: Any = make_engine(path, "value_model", optim=SGD, model=PACKED, router_aux_loss_coef=COEFFICIENT)
     batch, micro = make_batch(FIELDS), MicroBatching(size=4)
-    _, balance = plain_step(path, engine._plan(batch, micro).groups)
+    _, balance = plain_step(path, engine.plan_batch(batch, micro).groups)
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters() if name.endswith("gate.weight")}
     assert step(engine, batch, micro, value_loss)["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
     moved = dict(engine.module.named_parameters())
@@ -184,7 +184,7 @@ def test_a_router_that_records_other_logits_is_refused_before_the_weights_are_re
 def test_routers_that_record_something_else_are_refused_by_name(models: dict[str, Path]) -> None:
     """Doge records scores of two sets of keys per token."""
     loss = RouterLoss(AutoModelForCausalLM.from_pretrained(models["mixtral"]), COEFFICIENT, 2)
-    loss._logits = [torch.zeros(8, 4)]
+    loss.router_logits = [torch.zeros(8, 4)]
     origins = torch.arange(4)
     layout = MicroBatchLayout(origins[None], origins[None], origins, origins, None, origins=origins)
     with pytest.raises(ModelError, match=r"router_aux_loss_coef=0\.5: .* 8 rows of logits for 4 tokens"):

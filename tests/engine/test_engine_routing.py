@@ -90,7 +90,7 @@ def with_routing(experts: torch.Tensor, rows: list[int] | None = None) -> DataPr
 
 def trained(engine: Any, batch: DataProto, micro: MicroBatching) -> dict[str, torch.Tensor]:
     engine.train_batch(batch, micro, policy_loss, TEMPERATURE)
-    return {name: tensor.clone() for name, tensor in engine.exported.whole_tensors()}
+    return {name: tensor.clone() for name, tensor in engine.model_state.exported.whole_tensors()}
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

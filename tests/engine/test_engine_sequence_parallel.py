@@ -87,7 +87,7 @@ def trained(engine: Any, loss: Any = policy_loss, micro: MicroBatching | None = 
     apply = engine.apply_gradients
 
     def recorded(norm: torch.Tensor) -> None:
-        grads = {name: p.grad for name, p in engine._trainable.items()}
+        grads = {name: p.grad for name, p in engine.model_state.trainable.items()}
         record["gradients"].append(
             {n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in grads.items()}
         )
@@ -143,7 +143,7 @@ def routed_step(model: Path, share: bool, ranks: int, size: int) -> dict[str, An
     )
     gradients: dict[str, torch.Tensor] = {}
     engine.apply_gradients = lambda norm: gradients.update(
-        {name: whole(p.grad).clone() for name, p in engine._trainable.items() if p.grad is not None}
+        {name: whole(p.grad).clone() for name, p in engine.model_state.trainable.items() if p.grad is not None}
     )
     geometry, cuts = engine.geometry, (*CUTS[engine.geometry.dp_size], ROWS)
     batch = make_batch(related(FIELDS), slice(cuts[geometry.dp_rank], cuts[geometry.dp_rank + 1]))
@@ -174,13 +174,13 @@ def check_settings(model: Path, expected: dict[str, Any]) -> None:
     }
     for name, settings in variants.items():
         engine = make_engine(model, optim=OPTIM, ulysses_sequence_parallel_size=2, **settings)
-        assert name != "fused" or engine._fuses  # type: ignore[attr-defined]
+        assert name != "fused" or engine.forward_pass.fuses([])  # type: ignore[attr-defined]
         # A budget of tokens is per rank: the plans of two ranks that share have twice as many.
         micro = MicroBatching(max_tokens=30) if name == "fused" else None
         found = trained(engine, micro=micro)
         alike(found, expected["Qwen2"], name)
         if name == "fused":
-            assert engine.has_plain_head  # type: ignore[attr-defined]
+            assert engine.forward_pass.fusing.supported  # type: ignore[attr-defined]
 
 
 def check_value_model(model: Path, expected: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from engine_helpers import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hybridrl.engine import MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.engine import MicroBatching, NonFiniteError, create_train_engine
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import takes_boundaries
 from hybridrl.utils.metrics import merge_metrics
@@ -262,8 +262,10 @@ def test_training_goes_on_bitwise_after_a_load(micro_model: Path, tmp_path: Path
     assert train(resumed, 2) == expected[2:]
     final = weights(straight)
     assert all(torch.equal(tensor, final[name]) for name, tensor in weights(resumed).items())
-    for parameter, state in zip(resumed._trainable.values(), straight.optimizer.state.values(), strict=True):  # type: ignore[attr-defined]
-        for key, tensor in resumed.optimizer.state[parameter].items():  # type: ignore[attr-defined]
+    for parameter, state in zip(
+        resumed.model_state.trainable.values(), straight.model_state.optimizer.state.values(), strict=True
+    ):  # type: ignore[attr-defined]
+        for key, tensor in resumed.model_state.optimizer.state[parameter].items():  # type: ignore[attr-defined]
             assert torch.equal(tensor, state[key]), key
 
 
@@ -309,7 +311,7 @@ def test_engine_without_optimizer_only_computes(micro_model: Path) -> None:
     from hybridrl.config.schema.engine import FSDPConfig
     from hybridrl.config.schema.model import ModelConfig
 
-    engine = TrainEngines.create(
+    engine = create_train_engine(
         "language_model", "fsdp2", model=ModelConfig(path=str(micro_model)), engine=FSDPConfig()
     )
     engine.initialize()
@@ -319,7 +321,7 @@ def test_engine_without_optimizer_only_computes(micro_model: Path) -> None:
     with pytest.raises(ValueError, match="asked for values"):
         engine.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))
     with pytest.raises(ModelError, match=r"strategy.*'other'.*fsdp2"):
-        TrainEngines.create("language_model", "other", model=None, engine=None)
+        create_train_engine("language_model", "other", model=None, engine=None)
 
 
 def test_faulty_batches_are_named(micro_model: Path) -> None:

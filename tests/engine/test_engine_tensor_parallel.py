@@ -16,7 +16,7 @@ import torch
 from tensor_parallel import TensorParallelEngine
 
 from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.engine import ExportsShards, TrainEngines
+from hybridrl.engine import ExportsShards, register_train_engine
 from hybridrl.engine.capabilities import require
 from hybridrl.errors import ModelError, WorkerError
 from hybridrl.protocol import DataProto
@@ -225,7 +225,7 @@ def test_a_missing_capability_is_refused_by_name() -> None:
 
 def test_generation_in_place_needs_an_engine_that_can(micro_model: Path) -> None:
     """Refused when the rollout is chosen, before a model is loaded."""
-    TrainEngines.register("tensor_parallel_for_tests", model_types=("language_model",))(TensorParallelEngine)
+    register_train_engine("tensor_parallel_for_tests", model_types=("language_model",))(TensorParallelEngine)
     config = ActorRolloutRefConfig()
     config = replace(
         config,

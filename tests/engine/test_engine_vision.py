@@ -200,7 +200,7 @@ def test_an_update_trains_the_vision_tower_unless_it_is_frozen(vision_model: Pat
     assert bool(seen) is not frozen
     assert changed - seen == {name for name in before if "visual" not in name}
     if frozen:
-        kinds = {name for name in engine._trainable if "visual" in name}
+        kinds = {name for name in engine.model_state.trainable if "visual" in name}
         assert not kinds
 
 
@@ -286,12 +286,12 @@ def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file
 
     engine = make_engine(vision_model)
     batch = sampled(engine, vision_model, file, samples=1)
-    plan = engine._plan(batch, MicroBatching(size=1))
+    plan = engine.plan_batch(batch, MicroBatching(size=1))
     layout = plan.layout([2])
     assert layout.images is None
     other = with_some_image(layout, engine.config)
     np.testing.assert_equal(other.images.tensors["pixel_values"].numpy(), smallest_image(engine.config)["pixel_values"])
-    logits = [engine._logits(one) for one in (layout, other)]
+    logits = [engine.forward_pass.logits(one) for one in (layout, other)]
     assert logits[0].equal(logits[1])
     logits[1].sum().backward()
     tower = [p.grad for name, p in engine.module.named_parameters() if "visual" in name]
@@ -323,5 +323,5 @@ def test_an_adapter_sees_images_too(vision_model: Path, file: Path, tmp_path: Pa
     engine.save(tmp_path, ["hf_model"])
     torch.testing.assert_close(log_probs(make_engine(tmp_path / "hf_model")), ours, atol=1e-5, rtol=1e-5)
     frozen = make_engine(vision_model, model=settings, freeze_vision_tower=True)
-    assert any(".visual." in name for name in engine._trainable)
-    assert frozen._trainable and not any(".visual." in name for name in frozen._trainable)
+    assert any(".visual." in name for name in engine.model_state.trainable)
+    assert frozen.model_state.trainable and not any(".visual." in name for name in frozen.model_state.trainable)

@@ -19,47 +19,53 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hybridrl.checkpoint.merge import main as merge_command
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range, write_boxes
+from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, slices_of_range, write_slices
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box, whole
+from hybridrl.layouts.slices import TensorSlice, whole
 from hybridrl.models.tiny import build_tokenizer
 
 ALL = ["model", "optimizer", "extra"]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 2, 4), (1, 6)])
-def test_a_range_of_a_flattened_tensor_is_boxes(shape: tuple[int, ...]) -> None:
+def test_a_range_of_a_flattened_tensor_is_slices(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(prod(shape)).view(shape)
     for start in range(prod(shape) + 1):
         for stop in range(start, prod(shape) + 1):
             found = torch.full((stop - start,), -1)
-            for box, at in boxes_of_range(shape, start, stop):
-                values = tensor[box.within(whole(shape))].reshape(-1)
+            for tensor_slice, at in slices_of_range(shape, start, stop):
+                values = tensor[tensor_slice.within(whole(shape))].reshape(-1)
                 assert (found[at : at + len(values)] == -1).all()
                 found[at : at + len(values)] = values
             assert torch.equal(found, torch.arange(start, stop))
 
 
-def test_boxes_read_back_as_any_other_boxes(tmp_path: Path) -> None:
+def test_slices_read_back_as_any_other_slices(tmp_path: Path) -> None:
     tensor = torch.arange(60, dtype=torch.float64).view(6, 10)
-    parts = {0: [Box((0, 0), (4, 5)), Box((4, 0), (6, 10))], 1: [Box((0, 5), (4, 10)), Box((0, 0), (4, 5))]}
-    for rank, boxes in parts.items():
-        saved = [SavedBox("w", (6, 10), box, tensor[box.within(whole((6, 10)))]) for box in boxes]
-        write_boxes(tmp_path, rank, [*saved, SavedBox("w/step", (), Box((), ()), torch.tensor(3.0))])
-    with SavedBoxes(tmp_path) as read:
+    parts = {
+        0: [TensorSlice((0, 0), (4, 5)), TensorSlice((4, 0), (6, 10))],
+        1: [TensorSlice((0, 5), (4, 10)), TensorSlice((0, 0), (4, 5))],
+    }
+    for rank, slices in parts.items():
+        saved = [
+            SavedSlice("w", (6, 10), tensor_slice, tensor[tensor_slice.within(whole((6, 10)))])
+            for tensor_slice in slices
+        ]
+        write_slices(tmp_path, rank, [*saved, SavedSlice("w/step", (), TensorSlice((), ()), torch.tensor(3.0))])
+    with SavedSlices(tmp_path) as read:
         assert torch.equal(read.read("w", whole((6, 10))), tensor)
-        assert torch.equal(read.read("w", Box((1, 3), (5, 7))), tensor[1:5, 3:7])
-        assert read.read("w/step", Box((), ())) == 3
+        assert torch.equal(read.read("w", TensorSlice((1, 3), (5, 7))), tensor[1:5, 3:7])
+        assert read.read("w/step", TensorSlice((), ())) == 3
         assert {name: read.shape(name) for name in read.names} == {"w": (6, 10), "w/step": ()}
         assert {name: read.dtype(name) for name in read.names} == {"w": torch.float64, "w/step": torch.float32}
-    (tmp_path / "boxes_00001.safetensors").unlink()
-    with SavedBoxes(tmp_path) as read, pytest.raises(ModelError, match=r"40 of the 60 elements of w"):
+    (tmp_path / "slices_00001.safetensors").unlink()
+    with SavedSlices(tmp_path) as read, pytest.raises(ModelError, match=r"40 of the 60 elements of w"):
         read.read("w", whole((6, 10)))
-    (tmp_path / "boxes_00000.safetensors").write_bytes(b"broken")
-    with pytest.raises(ModelError, match=r"boxes_00000.*cannot be read"):
-        SavedBoxes(tmp_path)
-    with pytest.raises(ModelError, match=r"no boxes_"):
-        SavedBoxes(tmp_path / "absent")
+    (tmp_path / "slices_00000.safetensors").write_bytes(b"broken")
+    with pytest.raises(ModelError, match=r"slices_00000.*cannot be read"):
+        SavedSlices(tmp_path)
+    with pytest.raises(ModelError, match=r"no slices_"):
+        SavedSlices(tmp_path / "absent")
 
 
 def _train(engine: Any, steps: int = 1, loss: Any = policy_loss) -> None:
@@ -74,7 +80,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
     """Master weights and optimizer state of the whole model in a checkpoint, by name."""
     found = {}
     for part in ("model", "optimizer"):
-        with SavedBoxes(folder / part) as saved:
+        with SavedSlices(folder / part) as saved:
             found |= dict(saved.whole_tensors())
     return found
 
@@ -133,7 +139,7 @@ def _experts(folder: Path) -> None:
 
 
 def _hf_model(folder: Path, path: Path, saved: Path, weights: dict[str, torch.Tensor]) -> None:
-    """What is saved for Hugging Face, and what the command makes of the boxes, are the exported weights."""
+    """What is saved for Hugging Face, and what the command makes of the slices, are the exported weights."""
     if dist.get_rank() == 0:
         assert merge_command([str(saved), "--model", str(path), "--out", str(folder / "merged")]) == 0
         for hf in (saved / "hf_model", folder / "merged"):
@@ -194,7 +200,7 @@ def _across_engines(folder: Path) -> None:
         _same(_weights(fsdp), _weights(megatron))
         fsdp.save(saved / "same", ["model", "optimizer"])
         _same(_whole(saved / "same"), _whole(saved / "megatron"))
-        assert fsdp.schedule.last_epoch == 2
+        assert fsdp.model_state.schedule.last_epoch == 2
         _train(megatron)
         _train(fsdp)
         _close(_weights(fsdp), _weights(megatron))

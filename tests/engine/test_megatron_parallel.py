@@ -139,7 +139,7 @@ def check_dense(rank: int, work: Path) -> None:
 
 def check_interleaved_and_context(rank: int, work: Path) -> None:
     language, padded = "language_model", {"use_remove_padding": False}
-    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
+    linear_statistics.CHUNK_ELEMENTS["cpu"] = 7 * 256
     check(rank, work, "untied.language_model", language, pp=2, vpp=2, model=FUSED, override_ddp_config=OVERLAPPED)
     check(rank, work, "untied.language_model", language, pp=2, vpp=2, tp=2, model=padded)
     check(rank, work, "untied.language_model", language, cp=2, tp=2, model=FUSED)

@@ -48,12 +48,12 @@ def test_transformer_engine_packs_in_half_precision_only(
     monkeypatch.setattr(build, "has_transformer_engine", lambda: True)
     engine: Any = MegatronEngine("language_model", ModelConfig(path=str(tiny_model)), MegatronConfig())
     engine.dtype, engine.config = dtype, None
-    assert engine._may_pack() == packs
+    assert engine.may_pack() == packs
     assert ("use_remove_padding" in capsys.readouterr().err) != packs
 
 
 def test_layouts_that_do_not_fit_are_refused_with_those_that_do() -> None:
-    facts = {"num_attention_heads": 8, "num_query_groups": 4, "num_layers": 12}
+    model_fields = {"num_attention_heads": 8, "num_query_groups": 4, "num_layers": 12}
     for sizes, world, pattern in (
         (ParallelSizes(tp=8, etp=8), 8, r"tensor_model_parallel_size=8.*4 heads of keys and values.*1, 2, 4"),
         (ParallelSizes(pp=5), 5, r"pipeline_model_parallel_size=5.*12 layers.*1, 2, 3, 4, 6, 12"),
@@ -62,8 +62,8 @@ def test_layouts_that_do_not_fit_are_refused_with_those_that_do() -> None:
         (ParallelSizes(ep=2), 2, r"no experts"),
     ):
         with pytest.raises(ModelError, match=pattern):
-            sizes.check(world, facts)
-    experts = {**facts, "num_moe_experts": 6}
+            sizes.check(world, model_fields)
+    experts = {**model_fields, "num_moe_experts": 6}
     for sizes, world, pattern in (
         (ParallelSizes(ep=4), 4, r"expert_model_parallel_size=4.*6 experts.*1, 2, 3, 6"),
         (ParallelSizes(ep=6), 4, r"4 ranks of a pipeline stage.*1, 2"),
@@ -72,16 +72,18 @@ def test_layouts_that_do_not_fit_are_refused_with_those_that_do() -> None:
         with pytest.raises(ModelError, match=pattern):
             sizes.check(world, experts)
     counted = {f"account_for_{part}_in_pipeline_split": True for part in ("embedding", "loss")}
-    ParallelSizes(pp=8).check(8, {**facts, "num_layers": 94, **counted})
+    ParallelSizes(pp=8).check(8, {**model_fields, "num_layers": 94, **counted})
     for sizes, pattern in (
         (ParallelSizes(pp=8), r"^pipeline_model_parallel_size=8: 94 layers do not.*1, 2, 47, 94$"),
         (ParallelSizes(pp=2, vpp=3), r"virtual_pipeline_model_parallel_size=3 with pipeline_model_parallel_size=2"),
     ):
         with pytest.raises(ModelError, match=pattern):
-            sizes.check(8, {**facts, "num_layers": 94})
+            sizes.check(8, {**model_fields, "num_layers": 94})
     with pytest.raises(ModelError, match=r"94 layers and one for account_for_embedding_in_pipeline_split do not"):
-        ParallelSizes(pp=8).check(8, {**facts, "num_layers": 94, "account_for_embedding_in_pipeline_split": True})
-    ParallelSizes(tp=2, pp=2, vpp=3, etp=2).check(8, facts)
+        ParallelSizes(pp=8).check(
+            8, {**model_fields, "num_layers": 94, "account_for_embedding_in_pipeline_split": True}
+        )
+    ParallelSizes(tp=2, pp=2, vpp=3, etp=2).check(8, model_fields)
     ParallelSizes(tp=2, ep=2, etp=1).check(4, experts)
 
 

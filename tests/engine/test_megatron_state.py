@@ -37,7 +37,7 @@ from hybridrl.engine.forecast import peak_of
 from hybridrl.engine.logits_functions import FullKL, LogProbsAt, TopTokens, VocabularyLoss
 from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.build import mark_latents_replicated
-from hybridrl.engine.megatron.forward import why_not_fused
+from hybridrl.engine.megatron.forward import fusing_unsupported_reason
 from hybridrl.engine.megatron.parallel import ParallelSizes
 from hybridrl.engine.megatron.vocabulary import VocabularyShard, parallel_linear_statistics, parallel_statistics
 from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
@@ -106,7 +106,7 @@ def check_offload(model: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         resident = make_megatron(model, optim=OPTIM, dtype=dtype)
         offloaded = make_megatron(model, optim=OPTIM, dtype=dtype, **OFFLOAD)
-        offloaded._offload.transfer = LateTransfer
+        offloaded.model_state.offload.transfer = LateTransfer
         losses = [(policy_loss, policy_loss), (broken, broken), (watching(offloaded), policy_loss)]
         for own, loss in (losses[0], *losses):
             assert step(offloaded, own) == pytest.approx(step(resident, loss), abs=0, rel=0, nan_ok=True)
@@ -116,14 +116,18 @@ def check_offload(model: Path) -> None:
         gradients = offloaded.optimizer.gradient_buffers()
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*tensors, *gradients))
         assert bool(offloaded.optimizer.separate_masters()) == (dtype == "bfloat16")
-        copies = [offloaded.readable(tensor).clone() for tensor in tensors]
+        copies = [offloaded.model_state.readable(tensor).clone() for tensor in tensors]
         with offloaded.loaded(optimizer=True):
             assert all(tensor.isnan().all() for tensor in offloaded.optimizer.state_tensors())
-            found = [offloaded.readable(tensor) for tensor in tensors]
+            found = [offloaded.model_state.readable(tensor) for tensor in tensors]
             assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, found, strict=True))
         with offloaded.loaded(optimizer=True), resident.loaded(optimizer=True):
             got, expected = (
-                [box.values for boxes in engine.copy_state(["model", "optimizer"]).boxes.values() for box in boxes]
+                [
+                    tensor_slice.values
+                    for slices in engine.copy_state(["model", "optimizer"]).slices.values()
+                    for tensor_slice in slices
+                ]
                 for engine in (offloaded, resident)
             )
             assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
@@ -419,7 +423,7 @@ def check_fused(model: Path, tied: Path) -> None:
             options = {**settings.get("model", {}), "use_fused_kernels": fused}
             engine = make_megatron(path, optim=OPTIM, **{**settings, "model": options})
             batch, micro = make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4)
-            last = engine._schedule.outputs
+            last = engine.schedule.outputs
             with Logits(*(() if last is None else (256, 384, last.part.size))) as logits:
                 found = [engine.train_batch(batch, micro, policy_loss, TEMPERATURE, entropy=True) for _ in range(2)]
                 outputs.append(engine.infer(batch, micro, TEMPERATURE, STATISTICS))
@@ -443,10 +447,10 @@ def check_not_fused(rank: int, model: Path) -> None:
     step(critic, value_loss)
     (chunk,) = make_megatron(model, forward_only=True).chunks
     del chunk.output_layer.forward  # the engine's own
-    assert why_not_fused(chunk) is None
+    assert fusing_unsupported_reason(chunk) is None
     chunk.output_layer.register_forward_hook(lambda *_: None)
-    assert "changes its logits" in (why_not_fused(chunk) or "")
-    assert "output layer" in (why_not_fused(critic.chunks[0]) or "")
+    assert "changes its logits" in (fusing_unsupported_reason(chunk) or "")
+    assert "output layer" in (fusing_unsupported_reason(critic.chunks[0]) or "")
 
 
 def check_all(rank: int, model: Path) -> None:
@@ -464,7 +468,7 @@ def check_all(rank: int, model: Path) -> None:
     check_functions_of_split_vocabulary(rank)
     check_memory_of_functions(rank)
     check_not_fused(rank, model)
-    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
+    linear_statistics.CHUNK_ELEMENTS["cpu"] = 7 * 256
     check_fused(model, model / "tied")
 
 

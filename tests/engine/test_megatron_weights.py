@@ -23,9 +23,9 @@ from hybridrl.engine.megatron.first_weights import load_first_weights
 from hybridrl.engine.megatron.hf_weights import InMemory, export_shards, load_hf, open_source
 from hybridrl.engine.megatron.mapping import family_of, local_layers_name, padded_vocabulary
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.model_tensors import model_tensors
-from hybridrl.hybrid_engine.shards import boxes_of, whole
-from hybridrl.hybrid_engine.topology import MegatronLayout
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.slices import slices_of, whole
+from hybridrl.layouts.topology import MegatronLayout
 from hybridrl.registry import import_external_lib
 
 DENSE = [name for name in MODELS if "moe" not in name and "mix" not in name and "deepseek" not in name]
@@ -90,8 +90,8 @@ def _expected(config: Any, sizes: dict[str, int], wanted: dict[str, torch.Tensor
     found: dict[str, torch.Tensor] = {}
     for spec in specs:
         held = torch.zeros(spec.shape, dtype=torch.bool)
-        for box in boxes_of(spec, layout, layout.coordinates(dist.get_rank()), layers):
-            held[box.within(whole(spec.shape))] = True
+        for tensor_slice in slices_of(spec, layout, layout.coordinates(dist.get_rank()), layers):
+            held[tensor_slice.within(whole(spec.shape))] = True
         found |= dict(_checkpoint_parts(spec.name, held))
     if config.model_type == "mixtral":
         own = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."}

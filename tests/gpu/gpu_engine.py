@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from plain_engine import PlainEngine
 
+from hybridrl.hybrid_engine.receive import WeightReceiver
 from hybridrl.utils import device
-from hybridrl.weight_sync.receive import WeightReceiver
 
 CACHE_BYTES = 2 * 2**30
 

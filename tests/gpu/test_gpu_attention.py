@@ -38,7 +38,7 @@ def tensors_of(tokens: int, keys: int, heads: int, groups: int, size: int) -> li
 
 
 def boundaries(lengths: list[int]) -> torch.Tensor:
-    return varlen._boundaries(lengths).cuda()
+    return varlen.row_boundaries(lengths).cuda()
 
 
 def both_ways(

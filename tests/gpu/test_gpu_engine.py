@@ -15,7 +15,7 @@ from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.offload import _plain_parts
+from hybridrl.engine.fsdp.offload import plain_parts
 from hybridrl.utils import device
 
 pytestmark = pytest.mark.timeout(300)
@@ -75,7 +75,7 @@ def test_offloading_changes_nothing(world_of_one, tiny_model: Path, tmp_path: Pa
         assert step(offloaded, batch) == pytest.approx(step(resident, batch), rel=1e-3, abs=1e-5)
         torch.testing.assert_close(infer(offloaded, batch), infer(resident, batch), atol=1e-2, rtol=0)
     assert not any(_local(parameter).is_cuda for parameter in offloaded.module.parameters())
-    states = [value for state in offloaded.optimizer.state.values() for value in state.values()]
+    states = [value for state in offloaded.model_state.optimizer.state.values() for value in state.values()]
     assert states and not any(_local(value).is_cuda for value in states if isinstance(value, torch.Tensor))
     for cast in (None, torch.bfloat16):
         expected = exported(offloaded, cast)
@@ -114,7 +114,7 @@ def test_moments_in_8_bits_are_those_of_the_checkpoint(
     step(engine, batch)
     engine.save(tmp_path / "saved", ["model", "optimizer", "extra"])
     resumed.load(tmp_path / "saved", ["model", "optimizer", "extra"])
-    places = {"cpu"} if resumed._keeps_state_in_main_memory else {"cpu", "cuda"}  # step counters stay in main memory
+    places = {"cpu"} if resumed.keeps_state_in_main_memory else {"cpu", "cuda"}  # step counters stay in main memory
     expected, found = _state(engine), _state(resumed)
     assert found.keys() == expected.keys() and {tensor.device.type for tensor in found.values()} == places
     assert sum(tensor.dtype == torch.uint8 and bool(tensor.any()) for tensor in expected.values()) > 10
@@ -259,7 +259,7 @@ def _state(engine: Any) -> dict[tuple[str, str, int], torch.Tensor]:
     """The plain tensors of the optimizer's state, by parameter, name and number."""
     return {
         (name, key, number): part
-        for name, parameter in engine._trainable.items()
-        for key, value in engine.optimizer.state[parameter].items()
-        for number, part in enumerate(_plain_parts(value))
+        for name, parameter in engine.model_state.trainable.items()
+        for key, value in engine.model_state.optimizer.state[parameter].items()
+        for number, part in enumerate(plain_parts(value))
     }

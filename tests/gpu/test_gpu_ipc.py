@@ -14,11 +14,12 @@ import torch
 from gpu_helpers import free_gib
 from ray.exceptions import RayActorError
 
+from hybridrl.hybrid_engine import transports
+from hybridrl.hybrid_engine.receive import WeightReceiver
+from hybridrl.hybrid_engine.stream import stream
+from hybridrl.hybrid_engine.transports import CudaIpcTransport, SharedMemoryTransport, UpdateTarget, transports_to
 from hybridrl.utils import device
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync import send as sending
-from hybridrl.weight_sync.receive import WeightReceiver
-from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, UpdateTarget, stream, transports_to
 
 pytestmark = pytest.mark.timeout(240)
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -87,7 +88,7 @@ def test_a_gpu_that_cannot_be_shared_sends_through_main_memory(monkeypatch, figu
     """As in sandboxes without CUDA IPC; this machine has it."""
     assert device.why_not_shared() is None
     assert "ended with status 1" in str(device.opened_by_child(b"no handle", 0))
-    monkeypatch.setattr(sending, "why_no_ipc", lambda: "not supported")
+    monkeypatch.setattr(transports, "ipc_unsupported_reason", lambda: "not supported")
     target, sent = taker(), weights(4, 128)
     (transport,) = transports_to([target], "node")
     assert isinstance(transport, SharedMemoryTransport)

@@ -50,7 +50,7 @@ def test_results_with_a_slow_bus(world_of_one, tiny_model: Path, tmp_path: Path,
     batch = batch_of(lognormal(12, 20, 40), 200)
     try:
         resident, late = (built(kind, tiny_model, full_determinism=True, **more) for more in ({}, OFFLOAD))
-        late._offload.transfer = Slow
+        late.model_state.offload.transfer = Slow
         for _ in range(3):
             assert step(late, batch) == step(resident, batch)
             assert torch.equal(infer(late, batch), infer(resident, batch))
@@ -82,7 +82,7 @@ def test_copies_overlap_with_kernels(world_of_one, half_billion: Path, tmp_path:
     taken = sum(copy["dur"] for copy in copies)
     shared = common([(copy["ts"], end_of(copy)) for copy in copies], busy)
     overlapped = seconds(lambda: step(engine, batch))
-    engine._offload.transfer = Awaited
+    engine.model_state.offload.transfer = Awaited
     figures(
         state_copy_ms=taken / 1e3,
         state_copy_gb_per_s=sum(copy["args"]["bytes"] for copy in copies) / taken / 1e3,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.config import load_config
-from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import MicroBatching, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
 
@@ -36,7 +36,7 @@ def engine_of(model: Path, *overrides: str):
         "ppo_trainer",
         [f"actor_rollout_ref.model.path={model}", "data.train_files=x", *overrides],
     ).actor_rollout_ref
-    engine = TrainEngines.create(
+    engine = create_train_engine(
         "language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config, optim=config.actor.optim
     )
     engine.initialize()
@@ -78,7 +78,7 @@ def test_offloaded_state_leaves_the_device_between_uses(tiny_model) -> None:
         engine.train_batch(batch, MicroBatching(size=4), loss_fn)
         assert all(parameter.is_cuda for parameter in engine.module.parameters())
     assert not any(parameter.is_cuda for parameter in engine.module.parameters())
-    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values() if value.ndim]
     assert states and not any(value.is_cuda for value in states)
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.hybrid_engine.counter import AllocationCounter, ReceivedBytes
-from hybridrl.hybrid_engine.plan import plan, plan_boxes
+from hybridrl.hybrid_engine.exchange import Exchange, Shards, assemble
+from hybridrl.hybrid_engine.plan import plan, plan_slices
 from hybridrl.hybrid_engine.schedule import Round, schedule
-from hybridrl.hybrid_engine.shards import Box, Boxes, Cut, TensorSpec, boxes_of
-from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout
-from hybridrl.hybrid_engine.transfer import Exchange, Shards, assemble
+from hybridrl.layouts.slices import Cut, TensorSlice, TensorSlices, TensorSpec, slices_of
+from hybridrl.layouts.topology import GenerationLayout, MegatronLayout
+from hybridrl_testing.counters import AllocationCounter, ReceivedBytes
 
 WORLD = 8
 LAYERS = 8
@@ -32,39 +32,39 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 CPU = torch.device("cpu")
 
 
-def split(box: Box, chance: random.Random, times: int) -> list[Box]:
-    """Disjoint boxes that make up the box, by random cuts."""
-    boxes = [box]
+def split(tensor_slice: TensorSlice, chance: random.Random, times: int) -> list[TensorSlice]:
+    """Disjoint slices that make up the slice, by random cuts."""
+    slices = [tensor_slice]
     for _ in range(times):
-        one = boxes.pop(chance.randrange(len(boxes)))
+        one = slices.pop(chance.randrange(len(slices)))
         dim = chance.randrange(len(one.start))
         middle = chance.randint(one.start[dim], one.stop[dim])
         cut = (
-            Box(one.start, (*one.stop[:dim], middle, *one.stop[dim + 1 :])),
-            Box((*one.start[:dim], middle, *one.start[dim + 1 :]), one.stop),
+            TensorSlice(one.start, (*one.stop[:dim], middle, *one.stop[dim + 1 :])),
+            TensorSlice((*one.start[:dim], middle, *one.start[dim + 1 :]), one.stop),
         )
-        boxes += [part for part in cut if part.elements]
-    return boxes
+        slices += [part for part in cut if part.elements]
+    return slices
 
 
 def random_layout(
     chance: random.Random, ranks: int
-) -> tuple[dict[str, torch.Tensor], list[dict[str, Boxes]], list[dict[str, Boxes]]]:
-    """Tensors, and the boxes of each that every rank holds (all of it somewhere) and needs."""
+) -> tuple[dict[str, torch.Tensor], list[dict[str, TensorSlices]], list[dict[str, TensorSlices]]]:
+    """Tensors, and the slices of each that every rank holds (all of it somewhere) and needs."""
     state, held, needed = {}, [{} for _ in range(ranks)], [{} for _ in range(ranks)]
     for number in range(chance.randint(1, 6)):
         name, shape = f"t{number}", tuple(chance.randint(1, 9) for _ in range(chance.randint(1, 3)))
         generator = torch.Generator().manual_seed(chance.randrange(2**31))
         state[name] = torch.randint(0, 100, shape, generator=generator).to(chance.choice(DTYPES))
-        whole = Box((0,) * len(shape), shape)
-        owned: list[list[Box]] = [[] for _ in range(ranks)]
-        for box in split(whole, chance, chance.randint(0, 6)):
+        whole = TensorSlice((0,) * len(shape), shape)
+        owned: list[list[TensorSlice]] = [[] for _ in range(ranks)]
+        for tensor_slice in split(whole, chance, chance.randint(0, 6)):
             for rank in chance.sample(range(ranks), chance.randint(1, min(3, ranks))):
-                owned[rank].append(box)
+                owned[rank].append(tensor_slice)
         for rank in range(ranks):
             if owned[rank]:
                 held[rank][name] = tuple(owned[rank])
-            parts = split(whole, chance, 4) + split(whole, chance, 3)  # boxes that a process needs may overlap
+            parts = split(whole, chance, 4) + split(whole, chance, 3)  # slices that a process needs may overlap
             if wanted := chance.sample(parts, min(len(parts), chance.randint(0, 3))):
                 needed[rank][name] = tuple(dict.fromkeys(wanted))
     return state, held, needed
@@ -74,8 +74,8 @@ def run(
     rank: int,
     group: dist.ProcessGroup,
     state: dict[str, torch.Tensor],
-    held: list[dict[str, Boxes]],
-    needed: list[dict[str, Boxes]],
+    held: list[dict[str, TensorSlices]],
+    needed: list[dict[str, TensorSlices]],
     bucket_bytes: int,
 ) -> tuple[int, int, int]:
     """Carry out a plan in two thirds of a bucket, and check what arrives.
@@ -83,32 +83,36 @@ def run(
     Returns:
         The bytes received, the rounds, and the most bytes that were alive beyond the training shard.
     """
-    made = plan_boxes({name: tuple(value.shape) for name, value in state.items()}, held, needed)
+    made = plan_slices({name: tuple(value.shape) for name, value in state.items()}, held, needed)
     dtypes = {name: value.dtype for name, value in state.items()}
     most = bucket_bytes * 2 // 3  # two slots and what is sent are three parts of two buckets
     rounds = schedule(made, held, needed, dtypes, most, devices=[rank])
     shards = Shards(
         # what is held has more precision than what travels, and lies anywhere in memory
-        (name, box, state[name].double()[box.within(Box((0,) * len(box.start), state[name].shape))])
-        for name, boxes in held[rank].items()
-        for box in boxes
+        (
+            name,
+            tensor_slice,
+            state[name].double()[tensor_slice.within(TensorSlice((0,) * len(tensor_slice.start), state[name].shape))],
+        )
+        for name, slices in held[rank].items()
+        for tensor_slice in slices
     )
     exchange = Exchange(rank, CPU, group)
     with ReceivedBytes() as counter, AllocationCounter() as memory:  # the generation shard, and what the transfer takes
         generation = {
-            name: [(box, torch.empty(box.extents, dtype=dtypes[name])) for box in boxes]
-            for name, boxes in needed[rank].items()
+            name: [(tensor_slice, torch.empty(tensor_slice.extents, dtype=dtypes[name])) for tensor_slice in slices]
+            for name, slices in needed[rank].items()
         }
         transfer(rank, exchange, rounds, shards, generation, most)
     for name, parts in generation.items():
-        for box, value in parts:
-            assert torch.equal(value, state[name][tuple(map(slice, box.start, box.stop))]), name
+        for tensor_slice, value in parts:
+            assert torch.equal(value, state[name][tuple(map(slice, tensor_slice.start, tensor_slice.stop))]), name
     sizes = {name: value.dtype.itemsize for name, value in state.items()}
     planned = sum(int(one.received[rank]) * sizes[name] for name, one in made.tensors)
     sent = sum(int(one.sent[rank]) * sizes[name] for name, one in made.tensors)
-    kept = sum(int(one.kept[rank]) * sizes[name] for name, one in made.tensors)
+    kept = sum(int(one.reused[rank]) * sizes[name] for name, one in made.tensors)
     assert counter.total == planned == exchange.traffic.received, (counter.by_operation, planned)
-    assert (exchange.traffic.sent, exchange.traffic.kept) == (sent, kept)
+    assert (exchange.traffic.sent, exchange.traffic.reused) == (sent, kept)
     assert set(counter.by_operation) <= {"recv_"}, counter.by_operation
     return counter.total, len(rounds), memory.peak
 
@@ -118,7 +122,7 @@ def transfer(
     exchange: Exchange,
     rounds: list[Round],
     shards: Shards,
-    generation: dict[str, list[tuple[Box, torch.Tensor]]],
+    generation: dict[str, list[tuple[TensorSlice, torch.Tensor]]],
     most: int,
 ) -> None:
     """Fill the two slots in turn, as next to an engine, and copy what arrives into the generation shard."""
@@ -126,13 +130,13 @@ def transfer(
     for number, now in enumerate(rounds):
         bucket = slots[number % 2].fill_(0xAB)
         exchange.run(now, shards, bucket)
-        arrived: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        arrived: dict[str, list[tuple[TensorSlice, torch.Tensor]]] = {}
         for message in now.received_by(rank):
             for piece in message.pieces:
-                arrived.setdefault(piece.name, []).append((piece.box, piece.view(bucket)))
+                arrived.setdefault(piece.name, []).append((piece.slice, piece.view(bucket)))
         for name, parts in arrived.items():
-            for box, value in generation[name]:
-                assemble(value, box, parts, name)
+            for tensor_slice, value in generation[name]:
+                assemble(value, tensor_slice, parts, name)
         needs = sum(m.size for m in now.received_by(rank))
         assert needs <= most or len(now.names) == 1, "a round of several tensors is larger than its limit"
     exchange.close()
@@ -168,12 +172,12 @@ def table_2(rank: int, groups: dict[int, dist.ProcessGroup]) -> list[dict[str, i
         )
         slots = plan(specs, training, generation, LAYERS).slots
 
-        def boxes(layout, index) -> dict[str, Boxes]:  # type: ignore[no-untyped-def]
+        def slices(layout, index) -> dict[str, TensorSlices]:  # type: ignore[no-untyped-def]
             at = layout.coordinates(index)
-            return {spec.name: found for spec in specs if (found := boxes_of(spec, layout, at, LAYERS))}
+            return {spec.name: found for spec in specs if (found := slices_of(spec, layout, at, LAYERS))}
 
-        held = [boxes(training, device) for device in range(ranks)]
-        needed = [boxes(generation, slots[device]) for device in range(ranks)]
+        held = [slices(training, device) for device in range(ranks)]
+        needed = [slices(generation, slots[device]) for device in range(ranks)]
         bucket = size // 4
         received, rounds, peak = run(rank, groups[ranks], state, held, needed, bucket)
         layouts = {"t": t, "p": p, "t_g": t_g, "p_g": p_g, "dp": dp}

@@ -21,13 +21,13 @@ from recorded_load import PROCESSES, compare, run, write
 from safetensors.torch import load_file
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.hybrid_engine.plan import plan_boxes
+from hybridrl.hybrid_engine.buckets import Bucket, BucketEntry, Checkpoint, RequiredSlices, ShardBucket
+from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.schedule import schedule
-from hybridrl.hybrid_engine.shards import whole
-from hybridrl.hybrid_engine.topology import GenerationLayout, parse_layout
+from hybridrl.layouts.slices import whole
+from hybridrl.layouts.topology import GenerationLayout, parse_layout
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.sglang import compat, weights
-from hybridrl.weight_sync.messages import Bucket, BucketEntry, Checkpoint, Requirement, ShardBucket
 
 BUCKET = 30_000  # bytes: several rounds per model
 
@@ -88,15 +88,15 @@ def update(model: torch.nn.Module, state: State, rank: int) -> None:
     dtypes = {name: value.dtype for name, value in state.items()}
     with tempfile.TemporaryDirectory() as folder:
         weights.load(model, weights.message(weights.Question(Checkpoint(shapes, dtypes), folder)))
-        requirement: Requirement = pickle.loads(Path(folder, str(rank)).read_bytes())
-    held, needed = [{name: (whole(shape or (1,)),) for name, shape in shapes.items()}], [dict(requirement.boxes)]
-    rounds = schedule(plan_boxes(shapes, held, needed), held, needed, dtypes, BUCKET)
+        required: RequiredSlices = pickle.loads(Path(folder, str(rank)).read_bytes())
+    held, needed = [{name: (whole(shape or (1,)),) for name, shape in shapes.items()}], [dict(required.slices)]
+    rounds = schedule(plan_slices(shapes, held, needed), held, needed, dtypes, BUCKET)
     segment = SharedMemory(create=True, size=max(now.bucket for now in rounds))
     for now in rounds:
         received = tuple(now.received_by(0))
         data = torch.frombuffer(segment.buf, dtype=torch.uint8)
         for piece in (piece for message in received for piece in message.pieces):
-            piece.view(data).copy_(state[piece.name][piece.box.within(whole(shapes[piece.name]))])
+            piece.view(data).copy_(state[piece.name][piece.slice.within(whole(shapes[piece.name]))])
         del data
         bucket = ShardBucket(
             "shared_memory", (segment.name,) * PROCESSES, now.bucket, now.names, (received,) * PROCESSES

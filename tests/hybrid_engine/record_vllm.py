@@ -15,8 +15,8 @@ from itertools import groupby
 import torch
 from recorded_load import PROCESSES, compare, run, write
 
-from hybridrl.hybrid_engine.topology import GenerationLayout, parse_layout
-from hybridrl.models.loading import load_model_config
+from hybridrl.layouts.topology import GenerationLayout, parse_layout
+from hybridrl.models.model_config import load_model_config
 
 
 @contextmanager

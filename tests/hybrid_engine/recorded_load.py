@@ -9,11 +9,11 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.record import LoadRecorder
-from hybridrl.hybrid_engine.shards import boxes_of, count
-from hybridrl.hybrid_engine.topology import GenerationLayout
-from hybridrl.models.loading import load_model_config
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.slices import count, slices_of
+from hybridrl.layouts.topology import GenerationLayout
+from hybridrl.models.model_config import load_model_config
 
 PROCESSES = 2
 
@@ -35,17 +35,17 @@ def compare(model: torch.nn.Module, load: Load, folder: str, layout: GenerationL
             load(recorder.sources())
         untouched = all(not parameter.any() for parameter in model.parameters())
         load((name, state[name].clone()) for name in recorder.unplanned)  # some loaders change what they get
-        for copy in (copy for copy in recorder.copies if copy.source not in recorder.unplanned):
-            part = state[copy.source][tuple(map(slice, copy.box.start, copy.box.stop))]
+        for copy in (copy for copy in recorder.loaded if copy.source not in recorder.unplanned):
+            part = state[copy.source][tuple(map(slice, copy.slice.start, copy.slice.stop))]
             whole = parameters[copy.parameter].data
-            there = whole[tuple(map(slice, copy.parameter_box.start, copy.parameter_box.stop))]
+            there = whole[tuple(map(slice, copy.parameter_slice.start, copy.parameter_slice.stop))]
             there.copy_(part.reshape(there.shape))
         by_hand = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for parameter in model.parameters():
             parameter.data.zero_()
         load((name, value.clone()) for name, value in state.items())
     return {
-        "copies": len(recorder.copies),
+        "copies": len(recorder.loaded),
         "unplanned": recorder.unplanned,
         "untouched": untouched,
         "wrong": [name for name, parameter in parameters.items() if not torch.equal(parameter, by_hand[name])],
@@ -54,10 +54,13 @@ def compare(model: torch.nn.Module, load: Load, folder: str, layout: GenerationL
 
 
 def _against_rules(recorder: LoadRecorder, folder: str, layout: GenerationLayout, rank: int) -> dict[str, object]:
-    """What the loader copies, against the boxes that the rules of `model_tensors` give this rank."""
+    """What the loader copies, against the slices that the rules of `model_tensors` give this rank."""
     specs, layers = model_tensors(load_model_config(folder))
-    found = {spec.name: boxes_of(spec, layout, layout.coordinates(rank), layers) for spec in specs}
-    rules = {name: sorted((box.start, box.stop) for box in boxes) for name, boxes in found.items()}
+    found = {spec.name: slices_of(spec, layout, layout.coordinates(rank), layers) for spec in specs}
+    rules = {
+        name: sorted((tensor_slice.start, tensor_slice.stop) for tensor_slice in slices)
+        for name, slices in found.items()
+    }
     required = recorder.required()
     names = [*required, *recorder.skipped, *recorder.unplanned]
     experts = {name for name in names if ".experts." in name}
@@ -67,8 +70,9 @@ def _against_rules(recorder: LoadRecorder, folder: str, layout: GenerationLayout
         ],
         "differ_from_rules": [
             name
-            for name, boxes in required.items()
-            if name in rules and sorted((box.start, box.stop) for box in boxes) != rules[name]
+            for name, slices in required.items()
+            if name in rules
+            and sorted((tensor_slice.start, tensor_slice.stop) for tensor_slice in slices) != rules[name]
         ],
         "without_rule": sorted(name for name in required if name not in rules and name not in experts),
         "experts_recorded": sum(count(required.get(name, ())) for name in experts),

@@ -24,13 +24,13 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import compared, plan
 from hybridrl.hybrid_engine.print_plan import main, parse_training
-from hybridrl.hybrid_engine.shards import Cut, boxes_of
-from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, ShardedLayout
-from hybridrl.models.loading import load_model_config
-from hybridrl.registry import TRAIN_ENGINES, TrainFacts
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.slices import Cut, slices_of
+from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, ShardedLayout
+from hybridrl.models.model_config import load_model_config
+from hybridrl.registry import TRAIN_ENGINES, TrainMetadata
 
 SIZES = {
     "vocab_size": 256,
@@ -76,8 +76,8 @@ def test_every_element_is_held_once_per_copy(family: str) -> None:
     for spec in specs:
         seen = np.zeros(spec.shape, dtype=int)
         for device in range(layout.devices):
-            for box in boxes_of(spec, layout, layout.coordinates(device), layers):
-                seen[tuple(map(slice, box.start, box.stop))] += 1
+            for tensor_slice in slices_of(spec, layout, layout.coordinates(device), layers):
+                seen[tuple(map(slice, tensor_slice.start, tensor_slice.stop))] += 1
         copies = (1 if spec.cut.dim is not None else 2) * (2 if spec.first and spec.last else 1)
         assert set(np.unique(seen)) == {copies}, spec.name
 
@@ -94,7 +94,7 @@ def test_a_transition_keeps_and_receives_the_whole_generation_shard(
 ) -> None:
     specs, layers = model_tensors(FAMILIES[family])
     made = plan(specs, training, generation, layers)
-    assert list(made.kept + made.received) == list(made.needed)
+    assert list(made.reused + made.received) == list(made.needed)
     volumes = compared(made)
     assert volumes["this plan"].received <= volumes["gather in the training group"].received
     if isinstance(training, MegatronLayout) and training.pp == 2 and generation.tp == 2:
@@ -214,7 +214,7 @@ def test_docs_show_what_the_command_prints(name: str, tmp_path: Path, capsys: py
 
 
 def test_the_command_as_a_user_types_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybridrl.hybrid_engine.plan", save(FAMILIES["llama"], tmp_path)]
+    command = [sys.executable, "-m", "hybridrl.hybrid_engine.print_plan", save(FAMILIES["llama"], tmp_path)]
     layouts = ["--training", "fsdp2:shard=2", "--generation", "tp=2"]
     done = subprocess.run([*command, *layouts], capture_output=True, text=True, timeout=600)
     assert (done.returncode, "received per device" in done.stdout) == (0, True), done.stderr
@@ -224,7 +224,7 @@ def test_fsdp_of_512_devices() -> None:
     """The largest plan that the docs speak of is exact in its sums."""
     specs, layers = model_tensors(LARGE["llama-70b"][0])
     made = plan(specs, ShardedLayout(512), GenerationLayout(tp=8, replicas=64), layers)
-    assert list(made.kept + made.received) == list(made.needed)
+    assert list(made.reused + made.received) == list(made.needed)
     assert made.sent.sum() == made.received.sum()
 
 
@@ -233,5 +233,5 @@ def test_the_command_knows_the_layouts_of_registered_engines(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"'own:shard=4' does not begin with one of fsdp2, megatron,"):
         parse_training("own:shard=4")
     monkeypatch.setitem(TRAIN_ENGINES.objects, "own", object())
-    monkeypatch.setitem(TRAIN_ENGINES._facts, "own", TrainFacts(layout=ShardedLayout))
+    monkeypatch.setitem(TRAIN_ENGINES._metadata, "own", TrainMetadata(layout=ShardedLayout))
     assert parse_training("own:shard=4") == ShardedLayout(shard=4)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.plan import best_slots, compared, engine_order, paper_fraction, plan
-from hybridrl.hybrid_engine.shards import Box, Cut, TensorSpec, boxes_of
-from hybridrl.hybrid_engine.topology import (
+from hybridrl.layouts.slices import Cut, TensorSlice, TensorSpec, slices_of
+from hybridrl.layouts.topology import (
     GenerationLayout,
     Layout,
     MegatronLayout,
@@ -48,14 +48,14 @@ def full_model(layers: int = 4, tied: bool = False) -> list[TensorSpec]:
     return specs if tied else [*specs, TensorSpec("lm_head", (203, 8), Cut(dim=0, vocabulary=True), last=True)]
 
 
-def indices(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> set[int]:
-    """The flat indices of the elements in the boxes, one by one."""
+def indices(slices: tuple[TensorSlice, ...], shape: tuple[int, ...]) -> set[int]:
+    """The flat indices of the elements in the slices, one by one."""
     found: set[int] = set()
-    for box in boxes:
-        ranges = [range(a, b) for a, b in zip(box.start, box.stop, strict=True)]
+    for tensor_slice in slices:
+        ranges = [range(a, b) for a, b in zip(tensor_slice.start, tensor_slice.stop, strict=True)]
         for index in itertools.product(*ranges):
             flat = int(np.ravel_multi_index(index, shape))
-            assert flat not in found, "boxes overlap"
+            assert flat not in found, "slices overlap"
             found.add(flat)
     return found
 
@@ -67,16 +67,16 @@ def assert_exact(specs: list[TensorSpec], training: Layout, generation: Generati
     received = np.zeros(training.devices, dtype=int)
     for spec in specs:
         held = [
-            indices(boxes_of(spec, training, training.coordinates(d), layers), spec.shape)
+            indices(slices_of(spec, training, training.coordinates(d), layers), spec.shape)
             for d in range(training.devices)
         ]
         needed = [
-            indices(boxes_of(spec, generation, generation.coordinates(made.slots[d]), layers), spec.shape)
+            indices(slices_of(spec, generation, generation.coordinates(made.slots[d]), layers), spec.shape)
             for d in range(training.devices)
         ]
         got: list[list[int]] = [[] for _ in held]
         for route in tensors[spec.name].routes:
-            elements = indices((route.box,), spec.shape)
+            elements = indices((route.slice,), spec.shape)
             assert elements <= held[route.source]
             for target in route.targets:
                 got[target] += elements
@@ -84,7 +84,7 @@ def assert_exact(specs: list[TensorSpec], training: Layout, generation: Generati
             assert sorted(got[device]) == sorted(needed[device] - held[device])
             received[device] += len(got[device])
     assert list(made.received) == list(received)
-    assert list(made.kept + made.received) == list(made.needed)
+    assert list(made.reused + made.received) == list(made.needed)
     assert made.sent.sum() == made.received.sum()
 
 
@@ -136,7 +136,7 @@ def test_two_shards_to_four_parts_by_hand() -> None:
     assert made.slots == (0, 2, 1, 3)
     assert list(made.received) == [8 + 12] * 4  # 4 of 8 rows less 2 of its own; half of 8 x 4 less half of 2 rows
     rows = dict(made.tensors)["rows"]
-    assert {(route.source, route.targets, route.box.start, route.box.stop) for route in rows.routes} == {
+    assert {(route.source, route.targets, route.slice.start, route.slice.stop) for route in rows.routes} == {
         (0, (1,), (0, 0), (2, 4)),
         (1, (0,), (2, 0), (4, 4)),
         (2, (3,), (4, 0), (6, 4)),
@@ -226,17 +226,22 @@ def test_equal_layouts_move_nothing() -> None:
     made = plan(specs, MegatronLayout(tp=2, pp=2, dp=2), GenerationLayout(tp=2, pp=2, replicas=2), 4)
     assert made.received.sum() == 0
     assert all(not tensor.routes for _, tensor in made.tensors)
-    assert list(made.held) == list(made.needed)
+    assert list(made.resident) == list(made.needed)
 
 
 def test_a_padded_vocabulary_is_clipped_to_its_real_rows() -> None:
     """203 rows: Megatron pads to 256 for TP 2 (128 + 75), engines to 256 for TP 4 (64, 64, 64, 11)."""
     spec = TensorSpec("embed", (203, 8), Cut(dim=0, vocabulary=True), first=True)
     training, generation = MegatronLayout(tp=2), GenerationLayout(tp=4)
-    rows = [boxes_of(spec, training, training.coordinates(d), 1)[0] for d in range(2)]
-    assert [(box.start[0], box.stop[0]) for box in rows] == [(0, 128), (128, 203)]
-    rows = [boxes_of(spec, generation, generation.coordinates(d), 1)[0] for d in range(4)]
-    assert [(box.start[0], box.stop[0]) for box in rows] == [(0, 64), (64, 128), (128, 192), (192, 203)]
+    rows = [slices_of(spec, training, training.coordinates(d), 1)[0] for d in range(2)]
+    assert [(tensor_slice.start[0], tensor_slice.stop[0]) for tensor_slice in rows] == [(0, 128), (128, 203)]
+    rows = [slices_of(spec, generation, generation.coordinates(d), 1)[0] for d in range(4)]
+    assert [(tensor_slice.start[0], tensor_slice.stop[0]) for tensor_slice in rows] == [
+        (0, 64),
+        (64, 128),
+        (128, 192),
+        (192, 203),
+    ]
 
 
 def test_layers_of_stages() -> None:

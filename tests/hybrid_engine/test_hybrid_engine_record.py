@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import FSDPConfig, ModelConfig
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.plan import plan_boxes
+from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.print_plan import format_plan
-from hybridrl.hybrid_engine.record import LoadRecorder, box_of
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.hybrid_engine.record import LoadRecorder
+from hybridrl.layouts.module_slices import slice_of
+from hybridrl.layouts.slices import TensorSlice
 
 
 @st.composite
@@ -53,16 +54,16 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.Tensor]:
 
 @settings(max_examples=400, deadline=None)
 @given(views())
-def test_a_view_is_a_box_just_when_its_elements_are_one_in_order(made: tuple[tuple[int, ...], torch.Tensor]) -> None:
+def test_a_view_is_a_slice_just_when_its_elements_are_one_in_order(made: tuple[tuple[int, ...], torch.Tensor]) -> None:
     shape, view = made
     elements = view.reshape(-1).tolist()
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     first, last = (divmod_index(elements[at], shape) for at in (0, -1))
     in_order = all(a <= b for a, b in zip(first, last, strict=True))
-    box = whole[tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))] if in_order else whole[:0]
-    found = box_of(view, shape)
-    if box.reshape(-1).tolist() == elements:
-        assert found == Box(first, tuple(index + 1 for index in last))
+    tensor_slice = whole[tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))] if in_order else whole[:0]
+    found = slice_of(view, shape)
+    if tensor_slice.reshape(-1).tolist() == elements:
+        assert found == TensorSlice(first, tuple(index + 1 for index in last))
     else:
         assert found is None
 
@@ -103,24 +104,24 @@ def test_recorded_copies_give_the_same_parameters_as_the_load(rank: int) -> None
             engine.load(rank, name, tensor)
     assert recorder.unplanned == {}
     assert not any(parameter.any() for parameter in engine.parameters.values()), "recording writes nothing"
-    for copy in recorder.copies:
-        part = state[copy.source][tuple(map(slice, copy.box.start, copy.box.stop))]
+    for copy in recorder.loaded:
+        part = state[copy.source][tuple(map(slice, copy.slice.start, copy.slice.stop))]
         there = engine.parameters[copy.parameter]
-        there[tuple(map(slice, copy.parameter_box.start, copy.parameter_box.stop))] = part
+        there[tuple(map(slice, copy.parameter_slice.start, copy.parameter_slice.stop))] = part
     for name, tensor in state.items():
         loaded.load(rank, name, tensor)
     for name, parameter in loaded.parameters.items():
         assert torch.equal(parameter, engine.parameters[name])
-    assert recorder.required()["embed"] == (Box((rank * 4, 0), (min(rank * 4 + 4, 7), 4)),)
+    assert recorder.required()["embed"] == (TensorSlice((rank * 4, 0), (min(rank * 4 + 4, 7), 4)),)
 
 
-def whole(boxes: Iterable[Box]) -> list[tuple[slice, ...]]:
-    """The boxes as indices."""
-    return [tuple(map(slice, box.start, box.stop)) for box in boxes]
+def whole(slices: Iterable[TensorSlice]) -> list[tuple[slice, ...]]:
+    """The slices as indices."""
+    return [tuple(map(slice, tensor_slice.start, tensor_slice.stop)) for tensor_slice in slices]
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (1, 0)])
-def test_recorded_boxes_become_a_plan(slots: tuple[int, ...]) -> None:
+def test_recorded_slices_become_a_plan(slots: tuple[int, ...]) -> None:
     """Carried out element by element, the plan gives each device what its loader needs, once, and nothing else."""
     state = {"q": torch.randn(8, 4), "k": torch.randn(4, 4), "v": torch.randn(4, 4), "embed": torch.randn(7, 4)}
     state |= {"expert0": torch.randn(4, 8), "expert1": torch.randn(4, 8)}
@@ -135,16 +136,16 @@ def test_recorded_boxes_become_a_plan(slots: tuple[int, ...]) -> None:
         needed.append(recorder.required())
     middle = {name: -(-rows // 2) for name, (rows, _) in shapes.items()}
     held = [
-        {name: (Box((0, 0), (middle[name], columns)),) for name, (_, columns) in shapes.items()},
-        {name: (Box((middle[name], 0), shape),) for name, shape in shapes.items()},
+        {name: (TensorSlice((0, 0), (middle[name], columns)),) for name, (_, columns) in shapes.items()},
+        {name: (TensorSlice((middle[name], 0), shape),) for name, shape in shapes.items()},
     ]
-    made = plan_boxes(shapes, held, needed, slots)
+    made = plan_slices(shapes, held, needed, slots)
     assert [name for name, _ in made.tensors] == list(shapes)
     received = [0, 0]
     for name, tensor in made.tensors:
         memory = [torch.full(shapes[name], torch.nan) for _ in held]
-        for device, boxes in enumerate(held):
-            for index in whole(boxes[name]):
+        for device, slices in enumerate(held):
+            for index in whole(slices[name]):
                 memory[device][index] = state[name][index]
         missing = [torch.zeros(shapes[name], dtype=torch.int64) for _ in held]
         for device, slot in enumerate(slots):
@@ -153,7 +154,7 @@ def test_recorded_boxes_become_a_plan(slots: tuple[int, ...]) -> None:
         arrived = [torch.zeros_like(count) for count in missing]
         sent = [part.clone() for part in memory]
         for route in tensor.routes:
-            (index,) = whole([route.box])
+            (index,) = whole([route.slice])
             for target in route.targets:
                 memory[target][index] = sent[route.source][index]
                 arrived[target][index] += 1
@@ -162,31 +163,31 @@ def test_recorded_boxes_become_a_plan(slots: tuple[int, ...]) -> None:
             assert all(torch.equal(memory[device][i], state[name][i]) for i in whole(needed[slot][name]))
             received[device] += int(missing[device].sum())
     assert made.received.tolist() == received
-    assert (made.kept + made.received).tolist() == made.needed.tolist()
+    assert (made.reused + made.received).tolist() == made.needed.tolist()
     assert "2 devices\n" in format_plan(made, 2)
 
 
 @pytest.mark.parametrize(
     ("held", "needed", "slots", "says"),
     [
-        ([{"w": (Box((0,), (2,)),)}], [{"w": (Box((0,), (4,)),)}], None, "w: a part"),
-        ([{"w": (Box((0,), (5,)),)}], [{}], None, r"w: .*\(4,\)"),
-        ([{"x": (Box((0,), (4,)),)}], [{}], None, "x: .*no shape"),
-        ([{"s": (Box((), ()),)}], [{}], None, "s: .*dimensions"),
+        ([{"w": (TensorSlice((0,), (2,)),)}], [{"w": (TensorSlice((0,), (4,)),)}], None, "w: a part"),
+        ([{"w": (TensorSlice((0,), (5,)),)}], [{}], None, r"w: .*\(4,\)"),
+        ([{"x": (TensorSlice((0,), (4,)),)}], [{}], None, "x: .*no shape"),
+        ([{"s": (TensorSlice((), ()),)}], [{}], None, "s: .*dimensions"),
         ([{}], [{}, {}], None, "1 devices.*2"),
         ([{}, {}], [{}, {}], [0, 0], "slots"),
     ],
 )
-def test_boxes_that_do_not_fit_are_named(held: Any, needed: Any, slots: Any, says: str) -> None:
+def test_slices_that_do_not_fit_are_named(held: Any, needed: Any, slots: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        plan_boxes({"w": (4,), "s": ()}, held, needed, slots)
+        plan_slices({"w": (4,), "s": ()}, held, needed, slots)
 
 
 @pytest.mark.parametrize(
     ("load", "says"),
     [
         (lambda parameter, tensor: parameter.copy_(tensor.t().contiguous()), "clone"),
-        (lambda parameter, tensor: parameter.copy_(tensor.t()), "no box"),
+        (lambda parameter, tensor: parameter.copy_(tensor.t()), "no slice"),
         (lambda parameter, tensor: parameter.copy_(torch.cat([tensor[:2], tensor[2:]])), "cat"),
         (lambda parameter, tensor: parameter.copy_(tensor.to(torch.float32) * 2), "mul"),
         (lambda parameter, tensor: parameter.copy_(tensor[0]), "broadcasts"),
@@ -199,13 +200,13 @@ def test_boxes_that_do_not_fit_are_named(held: Any, needed: Any, slots: Any, say
         (lambda parameter, tensor: parameter.copy_((tensor * 2).mul_(2)), "mul"),
     ],
 )
-def test_what_is_no_copy_of_a_box_is_named(load: Callable[[torch.Tensor, torch.Tensor], Any], says: str) -> None:
+def test_what_is_no_copy_of_a_slice_is_named(load: Callable[[torch.Tensor, torch.Tensor], Any], says: str) -> None:
     parameter = torch.zeros(4, 4)
     recorder = LoadRecorder({"w": parameter}, {"w": (4, 4)}, torch.bfloat16)
     with recorder:
         for _, tensor in recorder.sources():
             load(parameter, tensor)
-    assert recorder.copies == [] and recorder.skipped == ()
+    assert recorder.loaded == [] and recorder.skipped == ()
     assert says in recorder.unplanned["w"]
     assert parameter.shape == (4, 4) and not parameter.any(), "recording writes nothing"
 
@@ -236,7 +237,7 @@ def test_only_the_tensor_whose_values_a_loader_uses_comes_whole(
             else:
                 torch.zeros(2, 4).copy_(tensor[:2])
     assert set(recorder.unplanned) == {"scale"} and says in recorder.unplanned["scale"]
-    assert recorder.required()["w"] == (Box((0, 0), (2, 4)),)
+    assert recorder.required()["w"] == (TensorSlice((0, 0), (2, 4)),)
 
 
 def test_what_the_loader_never_copies_is_skipped() -> None:
@@ -247,7 +248,7 @@ def test_what_the_loader_never_copies_is_skipped() -> None:
             if name == "w":
                 parameter.copy_(tensor.unsqueeze_(0))  # changes the shape of the tensor only
     assert (recorder.skipped, recorder.unplanned) == (("rotary.inv_freq",), {})
-    assert recorder.required() == {"w": (Box((0,), (4,)),)}
+    assert recorder.required() == {"w": (TensorSlice((0,), (4,)),)}
 
 
 #: layouts of two processes, and the families that have something to show in them
@@ -278,7 +279,7 @@ def test_vllm_s_loaders_are_planned_without_a_table(tmp_path: Path, finish: Call
 def exported(folder: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of which FSDP2 exports shards; a model that it cannot export is streamed."""
     model = ModelConfig(path=str(folder))
-    engine = TrainEngines.create("language_model", "fsdp2", model=model, engine=FSDPConfig(dtype="float32"))
+    engine = create_train_engine("language_model", "fsdp2", model=model, engine=FSDPConfig(dtype="float32"))
     engine.initialize()
     return {shard.name: shard.shape for shard in engine.export_shards()}
 

@@ -52,7 +52,7 @@ def test_loaders_are_planned_without_a_table(reports: dict[tuple[str, str, str],
 
 
 @pytest.mark.slow
-def test_boxes_are_those_of_the_rules(reports: dict[tuple[str, str, str], Any]) -> None:
+def test_slices_are_those_of_the_rules(reports: dict[tuple[str, str, str], Any]) -> None:
     """Without the heads and columns that SGLang adds on a CPU, where it puts whole heads on one rank."""
     for (kind, sizes, name), of_ranks in reports.items():
         for report in of_ranks if not kind else ():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.digest import digest
 from hybridrl.hybrid_engine.record import LoadRecorder, LoadReplay
-from hybridrl.hybrid_engine.shards import Box, Boxes, whole
+from hybridrl.layouts.digest import digest
+from hybridrl.layouts.slices import TensorSlice, TensorSlices, whole
 
 SHAPES = {"q": (8, 4), "k": (4, 4), "embed": (7, 4), "up": (6, 4), "down": (4, 6), "scale": (4,), "last": (3,)}
 DTYPES = dict.fromkeys(SHAPES, torch.float32) | {"scale": torch.float64}
@@ -70,16 +70,16 @@ def recorded(engine: LayeredEngine) -> LoadRecorder:
     return recorder
 
 
-def pieces(name: str, boxes: Boxes, value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes, each cut in two along its longest dimension, as they come from two training ranks."""
+def pieces(name: str, slices: TensorSlices, value: torch.Tensor) -> list[tuple[TensorSlice, torch.Tensor]]:
+    """The slices, each cut in two along its longest dimension, as they come from two training ranks."""
     found = []
-    for box in boxes:
-        dim = max(range(len(box.start)), key=lambda d: box.extents[d])
-        middle = (box.start[dim] + box.stop[dim] + 1) // 2
-        for begin, end in ((box.start[dim], middle), (middle, box.stop[dim])):
+    for tensor_slice in slices:
+        dim = max(range(len(tensor_slice.start)), key=lambda d: tensor_slice.extents[d])
+        middle = (tensor_slice.start[dim] + tensor_slice.stop[dim] + 1) // 2
+        for begin, end in ((tensor_slice.start[dim], middle), (middle, tensor_slice.stop[dim])):
             if begin < end:
-                start = (*box.start[:dim], begin, *box.start[dim + 1 :])
-                part = Box(start, (*box.stop[:dim], end, *box.stop[dim + 1 :]))
+                start = (*tensor_slice.start[:dim], begin, *tensor_slice.start[dim + 1 :])
+                part = TensorSlice(start, (*tensor_slice.stop[:dim], end, *tensor_slice.stop[dim + 1 :]))
                 found.append((part, value[part.within(whole(SHAPES[name]))].clone()))
     return found
 
@@ -120,7 +120,7 @@ def test_what_arrives_in_pieces_is_loaded_as_whole_tensors_are(rank: int) -> Non
         (lambda replay, engine: torch.zeros(4, 4).copy_(replay.tensor("q")[:4] * 2), "q.*mul"),
         (lambda replay, engine: torch.zeros(2, 4).copy_(replay.tensor("k")[:2]), "elements"),
     ],
-    ids=["computed", "another box"],
+    ids=["computed", "another slice"],
 )
 def test_another_load_than_the_recorded_one_is_refused(
     change: Callable[[LoadReplay, LayeredEngine], None], says: str
@@ -140,9 +140,9 @@ def test_tensors_that_are_missing_or_differ_from_their_digest_are_named() -> Non
     recorder = recorded(engine)
     replay = LoadReplay(SHAPES, DTYPES, recorder.uses, recorder.unplanned)
     for name in ("q", "k", "down"):
-        boxes = recorder.required().get(name) or (whole(SHAPES[name]),)
-        parts = pieces(name, boxes, torch.randn(SHAPES[name]))
-        digests = {box: digest(part, box, SHAPES[name]) for box, part in parts}
+        slices = recorder.required().get(name) or (whole(SHAPES[name]),)
+        parts = pieces(name, slices, torch.randn(SHAPES[name]))
+        digests = {tensor_slice: digest(part, tensor_slice, SHAPES[name]) for tensor_slice, part in parts}
         if name != "q":
             parts[-1][1][0, 0] += 1  # on the way
         replay.arrive(name, parts, digests)
@@ -160,9 +160,12 @@ def test_digests_of_parts_add_up_and_see_every_change(dtype: torch.dtype, monkey
     value = torch.arange(105).view(shape).to(dtype)
     value[1] = value[0].flip(0)  # a row of the same sum
     total = digest(value, whole(shape), shape)
-    boxes = [Box((0, 0, 0), (4, 5, 3)), Box((4, 0, 0), (7, 2, 3)), Box((4, 2, 0), (7, 5, 3))]
-    assert sum(digest(value[box.within(whole(shape))], box, shape) for box in boxes) % 2**64 == total
-    monkeypatch.setattr("hybridrl.hybrid_engine.digest._CHUNK", 16)
+    slices = [TensorSlice((0, 0, 0), (4, 5, 3)), TensorSlice((4, 0, 0), (7, 2, 3)), TensorSlice((4, 2, 0), (7, 5, 3))]
+    assert (
+        sum(digest(value[tensor_slice.within(whole(shape))], tensor_slice, shape) for tensor_slice in slices) % 2**64
+        == total
+    )
+    monkeypatch.setattr("hybridrl.layouts.digest._CHUNK", 16)
     assert digest(value, whole(shape), shape) == total
     changed, swapped = value.clone(), value.clone()
     changed[6, 4, 2] += 1

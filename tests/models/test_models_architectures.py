@@ -38,7 +38,8 @@ from engine_helpers import (
 )
 
 from hybridrl.engine import MicroBatching
-from hybridrl.models.loading import load_language_model, load_model_config
+from hybridrl.models.loading import load_language_model
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.stored import named_tensors, open_language_model
 from hybridrl.models.value import load_value_model, open_value_model
 from hybridrl.registry import import_external_lib

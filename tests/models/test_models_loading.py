@@ -17,10 +17,10 @@ from hybridrl.models.loading import (
     build_language_model,
     check_weights,
     load_language_model,
-    load_model_config,
     resolve_dtype,
     save_language_model,
 )
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.models.value import build_value_model, load_value_model, save_value_model
 from hybridrl.registry import import_external_lib

@@ -225,7 +225,7 @@ def test_recurrent_layers_mix_packed_sequences_so_they_are_aligned(tmp_path: Pat
     ],
 )
 def test_which_models_may_be_packed(name: str, settings: dict[str, Any], reason: str | None) -> None:
-    found = attention.why_not_packed(config_of(name, **settings))
+    found = attention.packing_unsupported_reason(config_of(name, **settings))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -242,7 +242,7 @@ def test_which_models_may_be_packed(name: str, settings: dict[str, Any], reason:
     ],
 )
 def test_which_models_the_kernel_in_pytorch_fits(name: str, settings: dict[str, Any], reason: str | None) -> None:
-    found = attention.why_not_varlen(config_of(name, **settings))
+    found = attention.varlen_unsupported_reason(config_of(name, **settings))
     assert found is None if reason is None else reason in str(found)
 
 

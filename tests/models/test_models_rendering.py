@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.models.chat import as_messages, fault_in_messages, with_answer
+from hybridrl.models.chat import as_messages, check_messages, with_answer
 from hybridrl.models.rendering import LostTextError, rendered, unread_fields
 from hybridrl.models.tiny import build_tokenizer
 from tests.agents.template_families import FAMILIES
@@ -81,7 +81,7 @@ def texts_of(message: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations())
 def test_text_in_is_text_out_or_a_named_error(tokenizers: dict[str, Any], name: str, messages: Any) -> None:
-    assert fault_in_messages(messages) is None
+    check_messages(messages)
     try:
         text = rendered(tokenizers[name], as_messages(messages), add_generation_prompt=False)
     except LostTextError as error:
@@ -199,7 +199,8 @@ def test_messages_have_one_form() -> None:
         ({"tool_calls": [1]}, "no function with a name"),
         ({"tool_calls": "add"}, "is not a list"),
     ):
-        assert fault in str(fault_in_messages([{"role": "assistant", "content": "", **fields}]))
+        with pytest.raises(ValueError, match=fault):
+            check_messages([{"role": "assistant", "content": "", **fields}])
 
 
 def test_an_answer_goes_on_with_the_turn_that_a_prompt_ends_with() -> None:

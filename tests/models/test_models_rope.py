@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, Qwe
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.info import engine_overrides
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.rope import check_length
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 100}

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.core_model_loading import MergeModulelist
 
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import load_language_model, load_model_config
+from hybridrl.models.loading import load_language_model
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.stored import named_tensors, open_language_model
 from hybridrl.models.value import ValueModel, open_value_model, save_value_model
 
@@ -105,12 +106,12 @@ def test_one_layer_at_a_time(tmp_path: Path) -> None:
 def test_files_that_break_while_they_are_read(tmp_path: Path) -> None:
     folder = experts(tmp_path / "experts")
     weights = open_language_model(folder, load_model_config(folder), "auto")
-    weights._layers["model.layers.1."]["model.layers.1.mlp.experts.0.up_proj.weight"] = torch.zeros(3, 3)
+    weights.layers["model.layers.1."]["model.layers.1.mlp.experts.0.up_proj.weight"] = torch.zeros(3, 3)
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts"):
         list(weights.tensors())
-    weights._layers["model.norm.weight"]["model.norm.weight"] = torch.zeros(3)
+    weights.layers["model.norm.weight"]["model.norm.weight"] = torch.zeros(3)
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        list(weights._read("model.norm.weight"))
+        list(weights.read_layer("model.norm.weight"))
 
 
 def test_value_head(tmp_path: Path, tied: Path) -> None:

@@ -16,8 +16,8 @@ from hybridrl.config.schema.model import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.info import check_files
 from hybridrl.models.kinds import KINDS
-from hybridrl.models.loading import load_model_config
-from hybridrl.trainer.ppo.build import _check_engines
+from hybridrl.models.model_config import load_model_config
+from hybridrl.trainer.ppo.build import check_engines
 
 KINDS_TRIED = ("language_model", "value_model", "reward_model")
 
@@ -121,7 +121,7 @@ def test_files_of_another_model_are_refused_before_anything_starts(
     words = [f"{name}={path}" for name, path in paths.items()] + [f"data.train_files={files[0]}", "data.val_files=null"]
     settings = load_config("ppo_trainer", [*words, "algorithm.adv_estimator=gae", "trainer.device=cpu"])
     with pytest.raises(ModelError, match=said):
-        _check_engines(settings)
+        check_engines(settings)
 
 
 @pytest.mark.parametrize("kind", KINDS_TRIED)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hybridrl.chat.parsers.base import tool_parser_of
+from hybridrl.chat.parsers.tool_parser import tool_parser_of
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.info import tokenizer_of

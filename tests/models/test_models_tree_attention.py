@@ -68,7 +68,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
         patch.setattr(tree_attention, "_BLOCK", 3)
         patch.setattr(varlen, "varlen_attn", varlen_attn)
         if kernel:
-            found = tree_attention._by_kernel(*inputs, paths, 0.3, window)
+            found = tree_attention.by_kernel(*inputs, paths, 0.3, window)
         else:
             found = tree_attention.tree_attention(*inputs, paths, 0.3, window)
     found = found[: tree.tokens]  # what padding attends to does not matter
@@ -84,6 +84,6 @@ def test_the_mask_of_a_block_does_not_grow_with_the_square_of_a_row() -> None:
     paths = Paths.of(tree_of(rows))
     like = torch.zeros(1)
     for run in paths.runs:
-        for part, before in tree_attention._blocks(run, 0):
+        for part, before in tree_attention.blocks_of(run, 0):
             paths.mask(part.stop - part.start, before, 0, like)
-    assert [mask.numel() for mask in paths._masks.values()] == [256 * (3000 + 256)]
+    assert [mask.numel() for mask in paths.masks.values()] == [256 * (3000 + 256)]

@@ -11,12 +11,12 @@ import yaml
 from hybridrl.config.roles import ROLES, MicroBatches, Pass, RoleSpec, Scoring, Update
 from hybridrl.errors import UserError
 from hybridrl.observe.advisor import Advice, advise
-from hybridrl.observe.history import load_history
 from hybridrl.observe.jsonl import JsonLines
 from hybridrl.observe.report import summarize, write_report
+from hybridrl.observe.run_history import load_history
 from hybridrl.observe.timeline import TIMELINE, Timeline, picture, read_timeline
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.utils.spans import CONTROLLER, TimedSpan
 
 BALANCED = {
@@ -239,7 +239,7 @@ def test_phases_of_every_role_have_a_rule(tmp_path: Path, monkeypatch, phase, co
 
 
 def test_an_engine_that_generates_in_the_training_workers_is_named(tmp_path: Path) -> None:
-    @InferenceEngines.register("in_place_of_advisor", in_place=True)
+    @register_inference_engine("in_place_of_advisor", in_place=True)
     class InPlace:
         pass
 

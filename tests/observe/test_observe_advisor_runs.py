@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridrl.observe.advisor import Advice, advise
-from hybridrl.observe.history import load_history
+from hybridrl.observe.run_history import load_history
 from hybridrl.observe.timeline import read_timeline
 
 #: both take longer than everything else of a step

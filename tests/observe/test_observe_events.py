@@ -23,10 +23,10 @@ from hybridrl.notify import listening, notify
 from hybridrl.observe.dump import dump_generations
 from hybridrl.observe.events import END, RESUME, EventLog, beginning, read_events, sessions
 from hybridrl.observe.figures import panel_chart, panels
-from hybridrl.observe.history import load_history
 from hybridrl.observe.report import write_report
+from hybridrl.observe.report_samples import choose, samples, spread
 from hybridrl.observe.run_folder import as_dict, write_run_info
-from hybridrl.observe.samples import choose, samples, spread
+from hybridrl.observe.run_history import load_history
 from hybridrl.observe.tracking import Tracking
 
 WORDS = ["data.train_files=a.parquet", "actor_rollout_ref.model.path='<m>'", "algorithm.adv_estimator=grpo"]

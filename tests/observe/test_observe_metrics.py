@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl import DataProto
 from hybridrl.config.roles import ROLES, Pass
-from hybridrl.observe.metrics import (
+from hybridrl.observe.step_metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,

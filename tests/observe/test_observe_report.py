@@ -18,9 +18,9 @@ from hybridrl.errors import UserError
 from hybridrl.observe import textplot
 from hybridrl.observe.dump import dump_generations
 from hybridrl.observe.figures import panels
-from hybridrl.observe.history import Curve, RunHistory, best, load_history, show_number, show_seconds
 from hybridrl.observe.report import main, summarize, write_report
 from hybridrl.observe.run_folder import write_run_info
+from hybridrl.observe.run_history import Curve, RunHistory, best, load_history, show_number, show_seconds
 from hybridrl.observe.tracking import Tracking
 
 

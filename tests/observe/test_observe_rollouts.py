@@ -9,9 +9,9 @@ import pytest
 from browser import Browser
 
 from hybridrl.observe.dump import dump_generations
-from hybridrl.observe.history import load_history
 from hybridrl.observe.report import write_report
 from hybridrl.observe.rollouts import ROLLOUTS, chosen, write_rollouts
+from hybridrl.observe.run_history import load_history
 from hybridrl.observe.tracking import Tracking
 
 PROMPTS = [f"Sort the numbers of case {number}." for number in range(6)]

@@ -15,7 +15,7 @@ from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import forget
 from hybridrl.observe.traces import SampleTrace, Traces, register_trace_backend
-from hybridrl.observe.traces.base import local_store, trace_of
+from hybridrl.observe.traces.sample_trace import local_store, trace_of
 from hybridrl.observe.traces.sender import check_backend
 from hybridrl.registry import TRACES
 
@@ -150,7 +150,7 @@ def test_a_slow_service_does_not_hold_the_run(notes, tmp_path, monkeypatch, caps
 
 
 def test_services_that_cannot_be_used_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RolloutError, match=r"trace.backend is 'jaeger'; known are .*mlflow.*weave"):
+    with pytest.raises(RolloutError, match=r"trace.backend is 'jaeger'.*mlflow.*weave"):
         check_backend("jaeger")
     monkeypatch.setitem(sys.modules, "weave", None)
     with pytest.raises(RolloutError, match=r"backend=weave needs the package weave, .*pip install weave"):

@@ -162,7 +162,7 @@ def test_unknown_and_missing_services_are_all_named_at_once(tmp_path: Path, monk
     with pytest.raises(TrackingError) as error:
         check_loggers(["console", "tensorbord", missing, "rl_insight"])
     text = str(error.value)
-    assert "'tensorbord' is unknown; known are console, file, tensorboard, wandb" in text
+    assert "'tensorbord' is unknown; choose from console, file, tensorboard, wandb" in text
     assert "Did you mean 'tensorboard'?" in text
     assert f"{missing!r} needs the package {missing}, which is not installed: " in text
     assert "'rl_insight' is not supported: use" in text

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.observe.metrics import (
+from hybridrl.observe.step_metrics import (
     bootstrap_metric,
     calc_maj_val,
     process_validation_metrics,

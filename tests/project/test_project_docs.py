@@ -86,7 +86,7 @@ def mentions(page: Path) -> Iterator[str]:
         yield from re.split(r"[\s,;()'\"]+", block)
 
 
-FOLDERS = "benchmarks|configs|constraints|docker|docs|examples|hybridrl|recipes|scripts|tests"
+FOLDERS = "benchmarks|configs|constraints|docker|docs|examples|hybridrl|packages|recipes|scripts|tests"
 PATHS = re.compile(rf"(?:{FOLDERS})/(?!(?:sort|calculator|colours)$)[\w/.-]*\w/?")  # data sources
 
 

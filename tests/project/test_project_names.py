@@ -23,13 +23,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the entry of an unset key
     "agents/agents.py": ("single_turn_agent", "tool_agent"),
     "algorithms/rollout_correction/apply.py": ("bypass_mode", "vanilla", "reinforce"),
-    "serve/api.py": ("hermes",),
+    "serve/openai_api.py": ("hermes",),
     # which of the built-in losses read a clip range; a user's own counts as one that reads every setting
     "config/schema/actor.py": ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
     # verl's settings, values and strings of the same name
     "algorithms/policy_losses/bypass.py": ("reinforce",),
     "algorithms/rollout_correction/presets.py": ("bypass_mode",),
-    "config/schema/names.py": ("hf", "mlflow", "reinforce", *KL),
+    "config/schema/choices.py": ("hf", "mlflow", "reinforce", *KL),
     "config/schema/root.py": ("megatron",),
     "config/schema/trainer.py": ("critic",),
     "observe/figures.py": ("critic",),
@@ -54,9 +54,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("deepseek_v2", "deepseek_v3"),
     ),
     # the table itself; a role's own checks, worker and forecast
-    "config/checks/algorithm.py": ("ref",),
-    "config/checks/distillation.py": ("actor_rollout", "teacher"),
-    "config/checks/run.py": ("reward_model",),
+    "config/checks/check_algorithm.py": ("ref",),
+    "config/checks/check_distillation.py": ("actor_rollout", "teacher"),
+    "config/checks/check_run.py": ("reward_model",),
     "config/roles.py": ("prime", "ref", "reward_model", "teacher"),
     "trainer/ppo/teachers.py": ("teacher",),
     "workers/forecast.py": ("prime",),

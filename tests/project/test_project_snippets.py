@@ -82,14 +82,14 @@ def test_a_loss_of_pairs() -> None:
 
     try:
         exec(python_of("docs/dpo.md", "register_objective"), {"__name__": "page"})
-        assert OBJECTIVES.facts("squared").reference
+        assert OBJECTIVES.metadata("squared").reference
         one = torch.ones(2)
         pairs = Pairs(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.5]), one, one, -2 * one, -4 * one)
         found = OBJECTIVES.get("squared")(pairs, DPOConfig(loss_type="squared", beta=0.5))
         chosen, rejected = torch.tensor([0.5, -0.5]), torch.tensor([1.0, 0.75])
         torch.testing.assert_close(found.losses, (chosen - rejected - 1) ** 2)
     finally:
-        OBJECTIVES.objects.pop("squared", None), OBJECTIVES._facts.pop("squared", None)
+        OBJECTIVES.remove("squared")
 
 
 def test_a_loss_of_distillation() -> None:
@@ -101,4 +101,4 @@ def test_a_loss_of_distillation() -> None:
         p, q = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
         torch.testing.assert_close(distillation_losses("squares", p, q), ((p - q) ** 2).sum(-1) / 5)
     finally:
-        DISTILLATION_LOSSES.objects.pop("squares", None), DISTILLATION_LOSSES._facts.pop("squares", None)
+        DISTILLATION_LOSSES.remove("squares")

@@ -60,6 +60,60 @@ def test_wheel_holds_package_and_configs_but_no_tests(wheel: Path, repository: P
     assert not [name for name in names if not name.startswith(("hybridrl/", "hybridrl-"))]
 
 
+def test_the_tests_distribution_has_the_version_of_the_package(repository: Path, tmp_path: Path) -> None:
+    import hybridrl
+
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    built = run(*pip, "--wheel-dir", tmp_path, repository / "packages" / "hybridrl-testing", cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    (file,) = tmp_path.glob("*.whl")
+    assert file.name.startswith(f"hybridrl_testing-{hybridrl.__version__}-")
+    names = zipfile.ZipFile(file).namelist()
+    assert "hybridrl_testing/gpu_packages/torchvision/__init__.py" in names and "hybridrl_testing/py.typed" in names
+
+
+IMPORT_ALL = """
+import importlib, sys
+missing = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing.setdefault(error.name.split(".")[0], []).append(name)
+for package, modules in missing.items():
+    print(package, *modules)
+"""
+#: programs, and what runs under another Python or needs an engine's own process
+NOT_IMPORTED = ("__main__", "hybridrl.verl_compat.path", "hybridrl.agents.environments.bridges")
+
+
+@pytest.mark.slow(20)
+def test_what_the_wheel_holds_imports_without_the_tests_distribution(
+    wheel: Path, installed_python: Path, tmp_path: Path
+) -> None:
+    files = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    modules = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+    modules = [name for name in modules if not any(part in name for part in NOT_IMPORTED)]
+    assert len(modules) > 500
+    away = run(installed_python, "-c", "import hybridrl_testing", cwd=tmp_path)
+    assert "No module named 'hybridrl_testing'" in away.stderr
+    imported = run(installed_python, "-c", IMPORT_ALL, *sorted(modules), cwd=tmp_path)
+    assert imported.returncode == 0, imported.stderr
+    missing = {line.split()[0]: line.split()[1:] for line in imported.stdout.splitlines()}
+    assert missing.keys() <= {"sglang", "vllm", "megatron", "triton"}, missing
+
+
+def test_without_the_tests_distribution_its_stand_ins_are_refused_by_name(
+    installed_python: Path, tmp_path: Path
+) -> None:
+    ask = "from hybridrl.rollout.sglang.compat import use_stand_ins; use_stand_ins()"
+    refused = run(installed_python, "-c", ask, cwd=tmp_path)
+    assert refused.returncode == 1
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("hybridrl.errors.RolloutError: actor_rollout_ref.rollout.name=sglang ")
+    assert "hybridrl_testing" in last and "scripts/install.sh cpu sglang" in last
+
+
 def test_installed_package_takes_no_configs_of_others(installed_python: Path, tmp_path: Path) -> None:
     """Neither beside its own YAML nor in place of it, should that be gone."""
     (site,) = installed_python.parents[1].glob("lib/python*/site-packages")

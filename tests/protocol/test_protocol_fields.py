@@ -11,7 +11,7 @@ WIDTHS = Widths(prompt=3, response=4)
 
 @pytest.fixture(autouse=True)
 def registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_FIELDS", dict(fields._FIELDS))
+    monkeypatch.setattr(fields, "FIELDS", dict(fields.FIELDS))
 
 
 def numbered(*shape: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ def alive(pid: int) -> bool:
 
 
 def scores(outcomes: Sequence[Outcome]) -> list[float | None]:
-    """The scores; None where there is no verdict, which must then be a reason and no number."""
-    assert all(math.isnan(one.score) == (one.no_verdict is not None) for one in outcomes)
-    return [None if one.no_verdict is not None else one.score for one in outcomes]
+    """The scores; None where there is no score, which must then be a reason and no number."""
+    assert all(math.isnan(one.score) == (one.unscored is not None) for one in outcomes)
+    return [None if one.unscored is not None else one.score for one in outcomes]
 
 
 def gone_within(pid: int, seconds: float) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from hybridrl.reward import default_compute_score
 from hybridrl.reward.score import answers, gsm8k, math_dapo, search_r1
 from hybridrl.reward.score.answers import same_answer
-from hybridrl.verdict import NoVerdictError, Reason
+from hybridrl.scored import Reason, UnscoredError
 
 RIGHT = [
     ("0.5", "50\\%"),
@@ -310,14 +310,14 @@ def test_search_r1(answer: str, truth: str, right: bool) -> None:
     assert search_r1.compute_score(f"<answer>{answer}</answer>", truth) == float(right)
 
 
-def test_an_expiry_is_no_verdict_and_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expiry_is_unscored_and_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_answer(r"\frac{2}{4}", r"\frac{1}{2}")  # imports everything
     answer, reference = r"\frac{x^2-1}{x-1}", "x+1"
     monkeypatch.setattr(answers, "_LIMIT_S", 1e-3)
     for _ in range(2):
-        with pytest.raises(NoVerdictError) as error:
+        with pytest.raises(UnscoredError) as error:
             same_answer(answer, reference)
-        assert error.value.verdict.reason is Reason.TIMEOUT
+        assert error.value.unscored.reason is Reason.TIMEOUT
     monkeypatch.setattr(answers, "_LIMIT_S", 30.0)
     assert same_answer(answer, reference)
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)

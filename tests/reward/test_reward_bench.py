@@ -41,7 +41,7 @@ def test_another_scale_is_no_disagreement(pairs, factor, shift):
         assert correlation(one, other) == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_verdict_that_only_one_has_is_a_disagreement():
+def test_a_score_that_only_one_has_is_a_disagreement():
     assert disagreements([1.0, None, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], 0.1) == [2, 3, 1]
     assert correlation([1.0, None], [1.0, 1.0]) is None
 
@@ -87,7 +87,7 @@ def test_two_functions_are_measured_and_compared(files, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     exact, lenient = found["functions"].values()
-    assert found["samples"] == 5 and exact["no_verdict"] == {"grading": 1, "timeout": 1}
+    assert found["samples"] == 5 and exact["unscored"] == {"grading": 1, "timeout": 1}
     assert (exact["exceptions"], exact["timeouts"], exact["runs_disagree"]) == (1, 1, 1)
     assert exact["changed"][0]["scores"] == [1.0, 2.0] and exact["changed"][0]["place"].endswith(":4")
     assert exact["scores"]["counts"] == {"0": 1, "1": 2} and exact["latency_s"]["max"] >= 1.0

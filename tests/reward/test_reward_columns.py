@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 
 def number(score: float) -> Outcome:
@@ -25,9 +25,9 @@ def columns(
     return (make or ExtraColumns(unscored))([extra_of(outcome) for outcome in outcomes], outcomes)
 
 
-LATE = without_score(NoVerdict("timeout"), 10.0, timed_out=True)
-FAILED = without_score(NoVerdict("grading"), 0.1, error="it raised")
-UNJUDGED = without_score(NoVerdict("infra"), 0.1)
+LATE = without_score(Unscored("timeout"), 10.0, timed_out=True)
+FAILED = without_score(Unscored("grading"), 0.1, error="it raised")
+UNJUDGED = without_score(Unscored("infra"), 0.1)
 
 
 def test_a_late_sample_invents_no_column(capsys: Any) -> None:
@@ -36,7 +36,7 @@ def test_a_late_sample_invents_no_column(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("unscored", [None, 0.0])
-def test_a_sample_without_a_verdict_scores_nothing_among_numbers(unscored) -> None:
+def test_an_unscored_sample_scores_nothing_among_numbers(unscored) -> None:
     assert columns(number(1.0), LATE, FAILED, unscored=unscored) == {"acc": [1.0, unscored, unscored]}
     assert columns(number(0.3), LATE, UNJUDGED, unscored=unscored) == {"score": [0.3, unscored, unscored]}
 

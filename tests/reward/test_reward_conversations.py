@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.engine import TrainEngines
+from hybridrl.engine import create_train_engine
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ModelError, RewardError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny import CHAT_TEMPLATE, build_tokenizer
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.value import head_shapes, value_config
@@ -82,7 +82,7 @@ def expected(folder: Path, template: str | None = None, max_length: int | None =
 def scored(config: PPOTrainerConfig, batch: DataProto) -> torch.Tensor:
     """The scores of this process's engine for a batch of `Conversations`."""
     part = config.reward.reward_model
-    engine = TrainEngines.create("value_model", "fsdp2", model=part.model, engine=part.fsdp_config, optim=None)
+    engine = create_train_engine("value_model", "fsdp2", model=part.model, engine=part.fsdp_config, optim=None)
     engine.initialize()
     return engine.infer(batch, MicroBatching(size=3), outputs=("values",))["values"][:, -1]
 

@@ -19,7 +19,7 @@ from hybridrl.reward import (
 )
 from hybridrl.reward.function import load
 from hybridrl.reward.pools import create_pool
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 LOCK = threading.Lock()
 LENGTH = "def length(solution_str, ground_truth): return len(solution_str)"
@@ -93,14 +93,14 @@ def test_the_parts_may_be_of_any_kind_and_score_as_samples_finish(config, user_f
         assert [future.result(timeout=120).score for future in submitted] == [127, 26]
 
 
-def test_a_sum_without_one_of_its_parts_is_no_verdict(scored, user_file):
+def test_a_sum_without_one_of_its_parts_is_unscored(scored, user_file):
     unjudged = """
-from hybridrl.verdict import NoVerdict
-def f(solution_str, ground_truth): return NoVerdict("grading", "no judge") if solution_str == "b" else 1
+from hybridrl.scored import Unscored
+def f(solution_str, ground_truth): return Unscored("grading", "no judge") if solution_str == "b" else 1
 """
     functions = {"judge": {"path": user_file(unjudged, "a.py")}, "length": {"path": user_file(LENGTH, "b.py")}}
     result = scored(functions, ["ab", "b"], ["1", "2"])
-    assert result["missing"] == [None, NoVerdict("grading", "no judge")]
+    assert result["missing"] == [None, Unscored("grading", "no judge")]
     assert result["reward_tensor"].sum(-1).isnan().tolist() == [False, True]
 
 

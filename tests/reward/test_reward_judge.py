@@ -1,5 +1,5 @@
 """A language model as judge, behind a real endpoint or served by the run: its questions, how answers are read, and what
-is no verdict.
+is no score.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridrl.reward import RewardError, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.judge import last_score
 from hybridrl.reward.scorers import judges_in
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.trainer.ppo.roles import active_roles
-from hybridrl.verdict import NoVerdictError, Reason
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -136,7 +136,7 @@ def test_template_and_parser_of_ones_own(judged_by, make_batch, user_file, tmp_p
     assert all(body["seed"] == 3 for body, _ in server.asked)
 
 
-def test_no_answer_and_one_without_a_score_are_no_verdict_and_never_0(judged_by, make_batch):
+def test_no_answer_and_one_without_a_score_are_unscored_and_never_0(judged_by, make_batch):
     answers = {"a": "I cannot say", "b": "", "c": None, "d": "Score: 0"}
     with endpoint(lambda question: answers[question.split("Answer:\n")[1][0]]) as server:
         found = judged_by(server.url)(make_batch(list("abcd"), **rows("1", "2", "3", "4")), return_dict=True)
@@ -227,7 +227,7 @@ def answering(texts: dict[str, str | None], asked: list | None = None):
             asked.append(messages)
         text = texts[messages[-1]["content"].split("-> ")[1][0]]
         if text is None:
-            raise NoVerdictError(Reason.INFRA, "the engine refused it")
+            raise UnscoredError(Reason.INFRA, "the engine refused it")
         return text, 0.25
 
     return answer

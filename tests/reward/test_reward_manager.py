@@ -19,7 +19,7 @@ from hybridrl.reward import (
     register,
 )
 from hybridrl.reward.factory import ask
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 LENGTHS_FILE = """
 def compute_score(solution_str, ground_truth):
@@ -197,7 +197,7 @@ def test_an_error_names_data_source_uid_and_prompt(manager_for, make_batch, user
 
 
 @pytest.mark.parametrize("on_error", [None, "zero"])
-def test_a_hang_is_no_verdict_unless_zero_is_asked_for(manager_for, make_batch, user_file, capsys, on_error):
+def test_a_hang_is_unscored_unless_zero_is_asked_for(manager_for, make_batch, user_file, capsys, on_error):
     path = user_file(
         """
         import time
@@ -222,16 +222,16 @@ def test_a_hang_is_no_verdict_unless_zero_is_asked_for(manager_for, make_batch, 
     assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in capsys.readouterr().err
 
 
-def test_a_function_may_give_verdicts_or_say_why_not(manager_for, make_batch, user_file):
+def test_a_function_may_give_scores_or_say_why_not(manager_for, make_batch, user_file):
     path = user_file(
         """
-        from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
+        from hybridrl.scored import Unscored, UnscoredError, Reason, Scored
         def compute_score(solution_str, ground_truth):
             if solution_str == "raises":
-                raise NoVerdictError(Reason.TIMEOUT, "the judge")
+                raise UnscoredError(Reason.TIMEOUT, "the judge")
             if solution_str == "none":
-                return NoVerdict("infra", "no disk")
-            return Verdict(0.5, {"acc": 1}) if solution_str == "good" else Verdict(2)
+                return Unscored("infra", "no disk")
+            return Scored(0.5, {"acc": 1}) if solution_str == "good" else Scored(2)
         """
     )
     manager = manager_for(path)
@@ -241,25 +241,25 @@ def test_a_function_may_give_verdicts_or_say_why_not(manager_for, make_batch, us
         manager.collect(batch, [future.result(timeout=120) for future in manager.submit(batch)]),
     ):
         assert result["reward_tensor"].sum(-1).nan_to_num(nan=9.0).tolist() == [0.5, 9.0, 9.0, 2.0]
-        assert result["missing"] == [None, NoVerdict("infra", "no disk"), NoVerdict("timeout", "the judge"), None]
+        assert result["missing"] == [None, Unscored("infra", "no disk"), Unscored("timeout", "the judge"), None]
         assert result["failed"] == [False] * 4 and result["metrics"]["reward/errors"] == 0
         assert result["reward_extra_info"] == {"score": [0.5, None, None, 2.0], "acc": [1, None, None, None]}
     path = user_file(
         """
-        from hybridrl.verdict import NoVerdict, Verdict
+        from hybridrl.scored import Unscored, Scored
         def compute_reward(responses, ground_truths):
-            return [NoVerdict("dropped") if r == "x" else Verdict(1) for r in responses]
+            return [Unscored("dropped") if r == "x" else Scored(1) for r in responses]
         """
     )
     result = manager_for(path)(make_batch(["a", "x"], **sort_columns("1", "2")), return_dict=True)
-    assert result["missing"] == [None, NoVerdict("dropped")]
+    assert result["missing"] == [None, Unscored("dropped")]
 
 
 def test_a_row_may_bring_along_why_it_has_no_reward(manager_for, make_batch, user_file):
     batch = make_batch(["ab", "abc"], **sort_columns("1", "2"))
-    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([NoVerdict("infra"), 1.5])
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([Unscored("infra"), 1.5])
     result = manager_for(user_file(LENGTHS_FILE))(batch, return_dict=True)
-    assert result["missing"] == [NoVerdict("infra"), None] and result["reward_tensor"][1].sum() == 1.5
+    assert result["missing"] == [Unscored("infra"), None] and result["reward_tensor"][1].sum() == 1.5
     assert result["reward_tensor"][0].sum().isnan()
 
 
@@ -445,7 +445,7 @@ def compute_score(solution_str, ground_truth):
 
 @pytest.mark.parametrize("fault", ["1 / 0", "__import__('os')._exit(3)", "(_ for _ in ()).throw(SystemExit)"])
 @pytest.mark.parametrize("on_error", ["zero", "drop", "refill"])
-def test_a_sample_that_fails_scores_0_or_has_no_verdict_and_is_told(
+def test_a_sample_that_fails_scores_0_or_has_unscored_and_is_told(
     manager_for, make_batch, user_file, on_error, fault, capsys
 ):
     manager = manager_for(user_file(FAULTY.format(fault=fault)), on_error=on_error, max_error_rate=0.25)

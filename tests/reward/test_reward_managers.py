@@ -16,13 +16,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import made
 
-from hybridrl.algorithms.registry import estimate_advantages
+from hybridrl.algorithms.algorithm_registry import estimate_advantages
 from hybridrl.errors import AlgorithmError
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.managers.steps import steps_of
 from hybridrl.reward.scorers import Rate, RateLimited
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_gdpo_takes_the_components_that_sessions_bring_along(manager_for, make_b
 
     info["right"] = [None, None, 1.0, 1.0]
     others |= {"right": np.array(info["right"], dtype=object)}
-    with pytest.raises(AlgorithmError, match=r"'right' .* missing.*rows \[0\].*Verdict.extra"):
+    with pytest.raises(AlgorithmError, match=r"'right' .* missing.*rows \[0\].*Scored.extra"):
         estimate_advantages("gdpo", tensors, others, config.algorithm)
 
 
@@ -256,12 +256,12 @@ def test_a_service_scores(manager_for, make_batch, config, monkeypatch):
     assert sample["prompt"] == [{"role": "user", "content": "Sort aa"}]
 
 
-def test_a_service_may_give_no_verdict_and_one_that_fails_gives_none(manager_for, make_batch):
+def test_a_service_may_give_unscored_and_one_that_fails_gives_none(manager_for, make_batch):
     def score(sample):
         answers = {
             "a": {"score": 2.0, "why": "short"},
-            "b": {"no_verdict": "timeout", "detail": "slow"},
-            "c": {"no_verdict": "odd"},
+            "b": {"unscored": "timeout", "detail": "slow"},
+            "c": {"unscored": "odd"},
         }
         return answers[sample["solution_str"]]
 
@@ -363,7 +363,7 @@ def test_a_step_ends_with_the_first_tokens_that_hold_its_text(manager_for, kind,
         for step in steps_of(whole, "b"):
             end += len(step)
             wanted.append(next(n for n, prefix in enumerate(prefixes) if prefix.startswith(whole[:end])))
-        assert manager._places(ids, [1] * len(ids)) == wanted
+        assert manager.places(ids, [1] * len(ids)) == wanted
 
     check()
 

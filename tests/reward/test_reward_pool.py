@@ -373,7 +373,7 @@ def test_a_sample_that_waits_delays_no_later_one(user_file, tmp_path, words, wor
         assert slow.result(timeout=120).score == 100
 
 
-def test_a_submitted_sample_that_hangs_has_no_verdict_and_the_others_get_their_scores(user_file, capsys):
+def test_a_submitted_sample_that_hangs_has_unscored_and_the_others_get_their_scores(user_file, capsys):
     path = user_file(
         """
         import re

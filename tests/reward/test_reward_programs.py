@@ -14,7 +14,7 @@ from sandbox_tools import started_server
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, default_compute_score
 from hybridrl.reward.score import SCORERS
 from hybridrl.reward.score.programs import compute_score, program_of, read_tests, same_output, same_value
-from hybridrl.verdict import Reason
+from hybridrl.scored import Reason
 
 SQUARES = {"inputs": ["2\n", "3", "-4"], "outputs": ["4", "9\n", "16"]}
 
@@ -192,14 +192,14 @@ def test_in_reward_processes_time_in_the_sandbox_does_not_count() -> None:
     assert min(one.seconds for one in found[:2]) > 1.0
 
 
-def test_a_server_scores_and_one_that_fails_gives_no_verdict() -> None:
+def test_a_server_scores_and_one_that_fails_gives_unscored() -> None:
     with started_server() as url:
         settings = {"sandbox_fusion_url": url, "memory_limit_mb": 512}
         with RewardPool(RewardFunction(kwargs=settings), num_workers=1) as pool:
             assert [one.score for one in pool.run(samples("print(int(input()) ** 2)", "print(4)"))] == [1.0, 1 / 3]
     with RewardPool(RewardFunction(kwargs=settings), num_workers=1) as pool:
         (found,) = pool.run(samples("print(1)"))
-    assert found.no_verdict.reason is Reason.INFRA and math.isnan(found.score)
+    assert found.unscored.reason is Reason.INFRA and math.isnan(found.score)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, Qwen2Model
 
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.engine import TrainEngines
+from hybridrl.engine import create_train_engine
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
@@ -125,7 +125,7 @@ def expected(folder: Path, mark: str) -> list[list[float]]:
 def scored(config: PPOTrainerConfig, read: DataProto) -> torch.Tensor:
     """What the reward model's worker gets of this process's engine."""
     part = config.reward.reward_model
-    engine = TrainEngines.create("step_model", "fsdp2", model=part.model, engine=part.fsdp_config, optim=None)
+    engine = create_train_engine("step_model", "fsdp2", model=part.model, engine=part.fsdp_config, optim=None)
     engine.initialize()
     return engine.infer(read, MicroBatching(size=3), outputs=("values",))["values"]
 

@@ -12,10 +12,11 @@ from pool_tools import ENGINE, until_ready
 from server_stage import Stage
 
 from hybridrl.config import load_config
+from hybridrl.hybrid_engine.stream import stream
+from hybridrl.hybrid_engine.transports import SharedMemoryTransport
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
 from hybridrl.single_controller import RayResourcePool
-from hybridrl.weight_sync.send import SharedMemoryTransport, stream
 
 
 @pytest.fixture(scope="module")

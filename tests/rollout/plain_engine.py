@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.hybrid_engine.buckets import Bucket
+from hybridrl.hybrid_engine.receive import WeightReceiver
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import draw
-from hybridrl.weight_sync.messages import Bucket
-from hybridrl.weight_sync.receive import WeightReceiver
 
 #: a prompt that begins with this token raises in the engine; with the next it takes its time, ends the process, hangs
 BROKEN, SLOW, DEADLY, HANGING = 118, 119, 120, 121

@@ -14,10 +14,10 @@ import ray
 import torch
 
 from hybridrl.config import ActorRolloutRefConfig, load_config
-from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import plan
-from hybridrl.hybrid_engine.topology import GenerationLayout, Layout
-from hybridrl.models.info import config_of
+from hybridrl.layouts.model_tensors import model_tensors
+from hybridrl.layouts.topology import GenerationLayout, Layout
+from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
@@ -35,10 +35,10 @@ class ScaledPolicy(ActorRolloutRefWorker):
     """A policy whose weights a test can change, and that sends them in buckets far smaller than a layer's parts."""
 
     def __init__(self, *args, **kwargs) -> None:
-        from hybridrl.weight_sync import send
+        from hybridrl.hybrid_engine import transports
 
         super().__init__(*args, **kwargs)
-        send._LEAST_BUCKET, send._PIPELINED = 2**12, 2**12
+        transports.LEAST_BUCKET, transports.PIPELINED = 2**12, 2**12
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def scale(self, factor: float) -> None:

@@ -10,16 +10,16 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.weight_sync.messages import Bucket, Checkpoint
 
 LIMIT_S = 120  # of a call; `stuck_timeout_s` is 300
 _SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8, ignore_eos=True)
 #: method and arguments
 CALLS: dict[str, tuple[Any, ...]] = {
     "begin_update": (),
-    "requirements": (Checkpoint({}, {}),),
+    "required_slices": (Checkpoint({}, {}),),
     "load_bucket": (Bucket("shared_memory", "none", ()),),
     "end_update": (1,),
 }

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridrl.hybrid_engine.plan import plan_boxes
+from hybridrl.hybrid_engine.buckets import Bucket, BucketEntry, Checkpoint, ShardBucket
+from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.schedule import schedule
-from hybridrl.hybrid_engine.shards import Boxes, whole
-from hybridrl.weight_sync.messages import Bucket, BucketEntry, Checkpoint, ShardBucket
+from hybridrl.layouts.slices import TensorSlices, whole
 
 
 def perturbed(folder: Path, seed: int):
@@ -63,11 +63,11 @@ def shards_of(folder: Path, seed: int, engine, run: Callable) -> None:  # type: 
     state = {name: value.detach() for name, value in perturbed(folder, seed).named_parameters()}
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     dtypes = dict.fromkeys(shapes, torch.float32)
-    needs = run(engine.requirements(Checkpoint(shapes, dtypes)))
+    needs = run(engine.required_slices(Checkpoint(shapes, dtypes)))
     assert len(needs) == 2 and not any(need.whole for need in needs)
-    held: list[dict[str, Boxes]] = [{name: (whole(shape),) for name, shape in shapes.items()}, {}]
-    needed = [dict(need.boxes) for need in needs]
-    made = plan_boxes(shapes, held, needed)
+    held: list[dict[str, TensorSlices]] = [{name: (whole(shape),) for name, shape in shapes.items()}, {}]
+    needed = [dict(need.slices) for need in needs]
+    made = plan_slices(shapes, held, needed)
     assert (
         0.45 < made.needed[1] / made.elements < 0.55
     )  # its half; its part of the padded vocabulary is the smaller one
@@ -79,7 +79,7 @@ def shards_of(folder: Path, seed: int, engine, run: Callable) -> None:  # type: 
         for message in now.messages:
             data = torch.frombuffer(segments[message.target].buf, dtype=torch.uint8)
             for piece in message.pieces:
-                piece.view(data).copy_(state[piece.name][piece.box.within(whole(shapes[piece.name]))])
+                piece.view(data).copy_(state[piece.name][piece.slice.within(whole(shapes[piece.name]))])
             del data
         messages = tuple(tuple(now.received_by(number)) for number in range(2))
         names = tuple(segment.name for segment in segments)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import load_config
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError
 from hybridrl.notify import listening
 from hybridrl.rollout import HFRollout
@@ -35,7 +35,7 @@ def settings(micro_model):
 @pytest.fixture(scope="module")
 def generate(settings):
     """Generates a batch with a real engine in this process, and notes the batches."""
-    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
     engine.initialize()
     return HFRollout(settings.rollout, engine=engine, eos_token_ids=EOS, pad_token_id=0).generate
 

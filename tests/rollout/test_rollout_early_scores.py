@@ -56,9 +56,8 @@ def prompts(first_tokens: list[int]) -> DataProto:
 def test_the_engine_waits_for_the_score_of_a_sample_that_has_finished(make_pool, manager, tmp_path) -> None:
     pool = make_pool(replicas=1, waits=str(tmp_path / "scored"))
     rollout, asked = ReplicatedRollout(pool), prompts([6, WAITING, 6])
-    with scored_early(manager, rollout, asked) as scores:
-        batch = rollout.generate(asked)  # would wait for ever if samples were scored after it
-    assert rollout.on_finished is None
+    with scored_early(manager, asked) as scores:
+        batch = rollout.generate(asked, scores.on_finished)  # would wait for ever if samples were scored after it
     batch.non_tensor_batch["raw_prompt"] = asked.non_tensor_batch["raw_prompt"]
     early = scores(batch)
     assert early["metrics"]["perf/reward_scored_early"] > 0

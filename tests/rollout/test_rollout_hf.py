@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.config import load_config
-from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import MicroBatching, create_train_engine
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout
@@ -29,7 +29,7 @@ def actor(tiny_model):
             "data.max_response_length=24",
         ],
     ).actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
     engine.initialize()
     return config, engine
 
@@ -219,7 +219,7 @@ def routed(tmp_path_factory, actor):
     def engine_of(dtype: str):
         settings = dataclasses.replace(config.actor.fsdp_config, dtype=dtype)
         chosen = dataclasses.replace(config.model, path=str(folder))
-        engine = TrainEngines.create("language_model", "fsdp2", model=chosen, engine=settings)
+        engine = create_train_engine("language_model", "fsdp2", model=chosen, engine=settings)
         engine.initialize()
         return engine
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import RolloutError
-from hybridrl.models.loading import load_model_config
+from hybridrl.models.model_config import load_model_config
 from hybridrl.models.vision import digest
 from hybridrl.rollout.images import PromptImages, ReceivedImages
 from hybridrl.rollout.vllm.compat import current_names

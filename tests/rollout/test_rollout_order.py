@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import load_config
-from hybridrl.hybrid_engine.topology import ShardedLayout
+from hybridrl.layouts.topology import ShardedLayout
 from hybridrl.rollout import RolloutError, start
 
 
@@ -32,7 +32,7 @@ def test_a_model_that_the_driver_cannot_build_is_placed_rank_after_rank(
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
             ],
         ).actor_rollout_ref
-        assert (start._order(config, policy, pool) is not None) == known
+        assert (start.replica_order(config, policy, pool) is not None) == known
         assert ("rank after rank" not in capfd.readouterr().err) == known
 
 

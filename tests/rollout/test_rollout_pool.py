@@ -122,14 +122,14 @@ def test_a_client_aborts_single_requests_and_gives_up_calls(pool) -> None:
 def test_training_comes_before_guests(make_pool, monkeypatch) -> None:
     pool = make_pool(replicas=1)
     order: list[str] = []
-    take = pool.scheduler._balancer.take
+    take = pool.scheduler.balancer.take
 
     def noting(*loads):
         given = take(*loads)
         order.extend(request.id for found in given.values() for request in found)
         return given
 
-    monkeypatch.setattr(pool.scheduler._balancer, "take", noting)
+    monkeypatch.setattr(pool.scheduler.balancer, "take", noting)
     pool.pause()
     guests = [replace(request, priority=CLIENT_PRIORITY) for request in requests(200, "guest")]
     futures = pool.submit(guests)

@@ -304,7 +304,7 @@ def test_many_sessions_of_several_turns_survive_a_lost_replica(pool, model, monk
 def pool_client_and_homes(pool, monkeypatch) -> tuple[PoolClient, dict[str, set[int]]]:
     """A client, and the replicas that each session's requests go to from now on."""
     homes: dict[str, set[int]] = {}
-    take = pool.scheduler._balancer.take
+    take = pool.scheduler.balancer.take
 
     def noting(*loads):
         given = take(*loads)
@@ -313,5 +313,5 @@ def pool_client_and_homes(pool, monkeypatch) -> tuple[PoolClient, dict[str, set[
                 homes.setdefault(request.session, set()).add(index)
         return given
 
-    monkeypatch.setattr(pool.scheduler._balancer, "take", noting)
+    monkeypatch.setattr(pool.scheduler.balancer, "take", noting)
     return PoolClient(pool), homes

@@ -36,12 +36,12 @@ from transformers import (
 
 from hybridrl.config import ModelConfig, RolloutConfig, load_config
 from hybridrl.config.schema.engine import FSDPConfig
-from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import MicroBatching, create_train_engine
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
 from hybridrl.rollout.batch import batch_of
-from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, create_inference_engine
 from hybridrl.rollout.replicas.actor import Replica
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -169,7 +169,7 @@ def hf_rollout(model_dir) -> HFRollout:
         "ppo_trainer",
         [f"actor_rollout_ref.model.path={model_dir}", "data.train_files=x", "data.val_files=x"],
     ).actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
+    engine = create_train_engine("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
     engine.initialize()
     return HFRollout(config.rollout, engine, EOS, pad_token_id=0, tokenizer=load_tokenizer(model_dir))
 
@@ -254,10 +254,10 @@ def test_what_a_teacher_reads(replica, reference, first: int, top: int) -> None:
     """Log-probabilities of a prompt's own tokens and of the likeliest, also behind a cached prefix."""
     ids = prompt(40)
     for text in (ids, ids + prompt(30, seed=1)):
-        (answer,) = replica.generate(Request(f"read{len(text)}", text, sampled(), reading=PrefillRequest(first, top)))
+        (answer,) = replica.generate(Request(f"read{len(text)}", text, sampled(), prefill=PrefillRequest(first, top)))
         assert (answer.finish_reason, answer.token_ids) == ("stop", [])
         assert_read(reference, text, answer, first, top)
-    (wrong,) = replica.generate(Request("wrong", prompt(MAX_LEN), sampled(), reading=PrefillRequest()))
+    (wrong,) = replica.generate(Request("wrong", prompt(MAX_LEN), sampled(), prefill=PrefillRequest()))
     assert wrong.finish_reason == "error" and f"a prompt of {MAX_LEN} tokens" in wrong.error
 
 
@@ -265,10 +265,14 @@ def assert_read(model, text: list[int], answer: Completion, first: int, top: int
     with torch.no_grad():
         every = (model(torch.tensor([text])).logits[0, first - 1 : -1].double() / temperature).log_softmax(-1)
     own = every.gather(1, torch.tensor(text[first:])[:, None])[:, 0]
-    np.testing.assert_allclose(answer.found.log_probs, own, atol=1e-4)
-    assert answer.found.top_ids.shape == answer.found.top_log_probs.shape == (len(text) - first, top)
-    np.testing.assert_allclose(answer.found.top_log_probs, every.topk(top).values, atol=1e-4)
-    np.testing.assert_allclose(every.gather(1, torch.tensor(answer.found.top_ids)), every.topk(top).values, atol=1e-4)
+    np.testing.assert_allclose(answer.prompt_logprobs.log_probs, own, atol=1e-4)
+    assert (
+        answer.prompt_logprobs.top_ids.shape == answer.prompt_logprobs.top_log_probs.shape == (len(text) - first, top)
+    )
+    np.testing.assert_allclose(answer.prompt_logprobs.top_log_probs, every.topk(top).values, atol=1e-4)
+    np.testing.assert_allclose(
+        every.gather(1, torch.tensor(answer.prompt_logprobs.top_ids)), every.topk(top).values, atol=1e-4
+    )
 
 
 def test_abort_hands_out_what_there_is_and_leaves_the_others(replica, reference) -> None:
@@ -383,7 +387,7 @@ def test_scores_are_those_of_transformers(loop, tmp_path, family: str, processes
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
     model.save_pretrained(tmp_path)
     spec = replace(spec_of(tmp_path, tensor_model_parallel_size=processes), task="score")
-    engine = InferenceEngines.create("sglang", spec)
+    engine = create_inference_engine("sglang", spec)
     engine.check(spec.config, spec.model, on_gpu=False)
     engine.check_scoring(spec.model)
     run(engine.start(), START_S)
@@ -394,13 +398,13 @@ def test_scores_are_those_of_transformers(loop, tmp_path, family: str, processes
         assert max(expected) - min(expected) > 0.1
 
         async def answers() -> list[Completion]:
-            requests = [Request(f"s{n}", text, sampled(), reading=PrefillRequest()) for n, text in enumerate(texts)]
+            requests = [Request(f"s{n}", text, sampled(), prefill=PrefillRequest()) for n, text in enumerate(texts)]
             return await asyncio.gather(*(engine.read(one) for one in requests))
 
         for _ in range(2):  # the second time from what the engine keeps
             found = run(answers())
-            assert [one.found.score for one in found] == pytest.approx(expected, abs=1e-4)
-        wrong = run(engine.read(Request("long", prompt(MAX_LEN + 1), sampled(), reading=PrefillRequest())))
+            assert [one.prompt_logprobs.score for one in found] == pytest.approx(expected, abs=1e-4)
+        wrong = run(engine.read(Request("long", prompt(MAX_LEN + 1), sampled(), prefill=PrefillRequest())))
         assert wrong.finish_reason == "error" and f"it has to be 1 to {MAX_LEN}" in str(wrong.error)
     finally:
         run(engine.close())
@@ -417,7 +421,7 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
     spec = replace(spec_of(model_dir, tensor_model_parallel_size=2), logits_temperature=0.5)
     before = set(psutil.Process().children(recursive=True))
     segments = set(glob.glob("/dev/shm/sgl*"))
-    engine = InferenceEngines.create("sglang", spec)
+    engine = create_inference_engine("sglang", spec)
     engine.check(spec.config, spec.model, on_gpu=False)
     run(engine.start(), START_S)
     started = [one for one in psutil.Process().children(recursive=True) if one not in before]
@@ -426,7 +430,7 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
 
     cold = {"temperature": 0.5}
     assert_log_probs(reference, prompt(12), run(engine.generate(Request("a", prompt(12), sampled()))), **cold)
-    read = run(engine.read(Request("r", prompt(40), sampled(), reading=PrefillRequest(9, 5))))
+    read = run(engine.read(Request("r", prompt(40), sampled(), prefill=PrefillRequest(9, 5))))
     assert_read(reference, prompt(40), read, 9, 5, **cold)
     run(engine.begin_update())
     buckets_of(tiny_model, 2, lambda bucket: run(engine.load_bucket(bucket)), buckets=2)
@@ -491,7 +495,7 @@ def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_m
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(limit)
 
     spec = replace(spec_of(routed_model, max_num_batched_tokens=64), records_routing=True)
-    engine = InferenceEngines.create("sglang", spec)
+    engine = create_inference_engine("sglang", spec)
     engine.check_routing(spec.config, spec.model, on_gpu=False)
     run(engine.start(), START_S)
     try:
@@ -517,7 +521,7 @@ def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_m
     batch = batch_of([Trajectory.single_turn(one.prompt_ids, answer, one.id, 0) for one, answer in rows], 0)
     mask, divergence = batch.batch["response_mask"].bool(), []
     for dtype, left_out in (("float32", ""), ("bfloat16", ""), ("bfloat16", "routed_experts")):
-        trainer = TrainEngines.create("language_model", "fsdp2", model=spec.model, engine=FSDPConfig(dtype=dtype))
+        trainer = create_train_engine("language_model", "fsdp2", model=spec.model, engine=FSDPConfig(dtype=dtype))
         trainer.initialize()
         given = batch.select(batch_keys=[name for name in batch.batch.keys() if name != left_out])
         computed = trainer.infer(given, MicroBatching(size=8), sampled().temperature, outputs=("log_probs",))
@@ -531,6 +535,6 @@ def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_m
 def test_a_start_that_fails_says_why(loop, model_dir) -> None:
     spec = spec_of(model_dir)
     spec.config.engine_kwargs.sglang["no_such_argument"] = 1
-    engine = InferenceEngines.create("sglang", spec)
+    engine = create_inference_engine("sglang", spec)
     with pytest.raises(RolloutError, match="no_such_argument"):
         asyncio.run_coroutine_threadsafe(engine.start(), loop).result(START_S)

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from policy_tools import assert_each_transfer_brings_the_trainers_weights, scaled_policy, settings
 
-from hybridrl.hybrid_engine.topology import MegatronLayout
+from hybridrl.layouts.topology import MegatronLayout
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("runs in the SGLang environment", allow_module_level=True)

@@ -15,7 +15,7 @@ import torch
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.rollout import RolloutError
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang import compat
 from hybridrl.rollout.sglang.weights import joined
@@ -76,12 +76,12 @@ def test_settings_that_cannot_work_are_refused(sglang_version, tiny_model, rollo
     sglang_version("0.5.23")
     spec = spec_of(tiny_model, **rollout)
     with pytest.raises(RolloutError, match=message):
-        InferenceEngines.get("sglang").check(spec.config, spec.model, on_gpu=False)
+        inference_engine_class("sglang").check(spec.config, spec.model, on_gpu=False)
 
 
 def test_what_would_make_other_images_of_them_is_refused(sglang_version, vision_models, tmp_path) -> None:
     sglang_version("0.5.23")
-    check = InferenceEngines.get("sglang").check
+    check = inference_engine_class("sglang").check
 
     def refused(path: Path, said: str, **rollout: int) -> None:
         spec = spec_of(path, **rollout)
@@ -101,7 +101,7 @@ def test_what_would_make_other_images_of_them_is_refused(sglang_version, vision_
 
 
 def test_classifiers_that_it_has_no_class_for_are_refused(tiny_model, tmp_path) -> None:
-    check = InferenceEngines.get("sglang").check_scoring
+    check = inference_engine_class("sglang").check_scoring
     check(
         ModelConfig(path=str(tiny_model))
     )  # a critic's folder names the language model, and is served as its classifier
@@ -203,7 +203,9 @@ def test_expandable_segments_are_off_in_its_process_only(monkeypatch, tiny_model
 def test_stand_in_kernel_writes_cache_locations() -> None:
     import importlib.util
 
-    file = compat.STAND_INS / "sgl_kernel" / "__init__.py"
+    from hybridrl_testing import GPU_PACKAGES
+
+    file = GPU_PACKAGES / "sgl_kernel" / "__init__.py"
     module_spec = importlib.util.spec_from_file_location("stand_in_sgl_kernel", file)
     kernel = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(kernel)
@@ -247,7 +249,7 @@ def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_mo
 
 def test_sglang_is_idle_before_its_memory_is_released() -> None:
     """Its scheduler ends if it is asked while the last batch is still in its books."""
-    from hybridrl.rollout.sglang.host import Host
+    from hybridrl.rollout.sglang.host import HostedEngine
 
     calls = []
 
@@ -258,7 +260,7 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
         async def release(self, tags) -> None:
             calls.append(tuple(tags))
 
-    host = object.__new__(Host)
+    host = object.__new__(HostedEngine)
     host.server, host._names, host._released = Server(), {}, set()
     asyncio.run(host.release(["kv_cache"]))
     asyncio.run(host.release(["weights", "kv_cache"]))

@@ -23,7 +23,8 @@ from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, load_config
 from hybridrl.data import PromptLoader
 from hybridrl.engine.images import BatchImages
-from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.info import tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny_vision import build_tiny_vision_model
 from hybridrl.models.vision import tokens_per_image
 from hybridrl.protocol import DataProto, object_array

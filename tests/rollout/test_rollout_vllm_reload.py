@@ -10,10 +10,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.
 
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.hybrid_engine.buckets import Checkpoint
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.rollout.vllm import compat
-from hybridrl.weight_sync.messages import Checkpoint
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
 
 
 def copy_into(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def test_a_half_loaded_layer_does_not_keep_tensors_without_memory() -> None:
     )
     shapes = {name: tuple(value.shape) for name, value in former.items()}
     found = receiver.require(Checkpoint(shapes, dict.fromkeys(shapes, torch.float32)))
-    assert found.boxes == {name: (Box((0,) * len(shape), shape),) for name, shape in shapes.items()}
+    assert found.slices == {name: (TensorSlice((0,) * len(shape), shape),) for name, shape in shapes.items()}
     assert all("without weights" in reason for reason in found.whole.values())
     assert all("could not" not in reason for reason in found.whole.values())
     for name, value in former.items():

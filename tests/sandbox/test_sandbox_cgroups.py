@@ -40,7 +40,7 @@ def test_a_group_of_version_2_is_made_where_memory_is_given(proc: Path) -> None:
 
 def test_a_group_that_cannot_be_joined_is_not_used(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a group needs fewer rights than entering it: programs would run without the limit, and nobody knew."""
-    made = cgroups._made
+    made = cgroups.make_group
 
     def without_entry(parent: Path, version: int, size: int) -> Path | None:
         group = made(parent, version, size)
@@ -48,7 +48,7 @@ def test_a_group_that_cannot_be_joined_is_not_used(proc: Path, monkeypatch: pyte
         (group / "cgroup.procs").mkdir()  # nothing can be written there, not even by root
         return group
 
-    monkeypatch.setattr(cgroups, "_made", without_entry)
+    monkeypatch.setattr(cgroups, "make_group", without_entry)
     with memory_group(64, proc) as group:
         assert group is None
 
@@ -93,8 +93,8 @@ def test_whose_limit_of_version_2_was_reached(tmp_path: Path, events: str, own: 
     file = tmp_path / "memory.events"
     file.write_text("oom 0\noom_kill 0\n")
     counters = [[str(file), "oom_kill"]]
-    before = jail._shortages(counters)
+    before = jail.shortages(counters)
     file.write_text(f"low 0\nhigh 0\nmax 3\n{events}")
     limits = {"group": str(tmp_path), "folder": "/", "files_mb": 1}
-    found = jail._without_shortage({"code": 137}, before, jail._shortages(counters), limits, "")
+    found = jail.without_shortage({"code": 137}, before, jail.shortages(counters), limits, "")
     assert ("failed" in found) == (not own and "oom_kill 1" in events)

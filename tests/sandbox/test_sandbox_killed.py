@@ -148,7 +148,7 @@ def test_the_time_for_the_start_is_not_that_of_the_program(monkeypatch) -> None:
     assert outcome_of(LocalSandbox(), RIGHT.replace("0.4", "2"), 5.0)
 
 
-def test_what_the_caller_lacks_is_no_verdict(tmp_path, monkeypatch) -> None:
+def test_what_the_caller_lacks_is_unscored(tmp_path, monkeypatch) -> None:
     """Out of descriptors, and no room for the program's folder."""
     sandbox = LocalSandbox()
     assert outcome_of(sandbox, RIGHT, 5.0)
@@ -181,7 +181,7 @@ def test_more_descriptors_than_select_takes() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_scorer_and_the_server_give_no_verdict() -> None:
+def test_the_scorer_and_the_server_give_unscored() -> None:
     truth = {"inputs": ["40 2"], "outputs": ["42"]}
     stop = threading.Event()
 

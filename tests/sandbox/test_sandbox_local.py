@@ -132,14 +132,14 @@ def test_it_has_no_capabilities(isolated) -> None:
 def test_its_user_is_one_that_the_user_namespace_knows() -> None:
     """As root of a container whose user namespace has 65536 users, at once or in parts, or root alone."""
     everyone = "         0          0 4294967295\n"
-    assert 1_000_000_000 <= jail._own_user(everyone, everyone) < 1_500_000_000
+    assert 1_000_000_000 <= jail.own_user(everyone, everyone) < 1_500_000_000
     small = "0 100000 65536\n"
-    assert 32768 <= jail._own_user(small, small) < 49152
+    assert 32768 <= jail.own_user(small, small) < 49152
     parts = "0 1000 1\n1 100000 65536\n"
-    assert 32769 <= jail._own_user(parts, parts) < 49153
+    assert 32769 <= jail.own_user(parts, parts) < 49153
     for maps in (("0 1000 1\n", "0 1000 1\n"), (small, "0 1000 1\n")):
         with pytest.raises(OSError, match="knows no users besides its own"):
-            jail._own_user(*maps)
+            jail.own_user(*maps)
 
 
 @pytest.mark.parametrize("ways", [("root",), ("user",), ()], ids=["root", "user", "none"])

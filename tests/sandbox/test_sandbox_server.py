@@ -20,8 +20,8 @@ from sandbox_tools import started_server
 
 from hybridrl.sandbox import Limits, LocalSandbox, Program, RemoteSandbox, SandboxError, Slots
 from hybridrl.sandbox.server import main
+from hybridrl.scored import Reason
 from hybridrl.utils import clock
-from hybridrl.verdict import Reason
 
 
 @pytest.fixture(scope="module")
@@ -271,10 +271,10 @@ def test_a_failure_is_tried_again(first) -> None:
         ((200, {"status": "Failed", "run_result": {"status": "Error", "return_code": None}}), 1),
     ],
 )
-def test_a_server_that_fails_gives_no_verdict(answer, asked) -> None:
+def test_a_server_that_fails_gives_unscored(answer, asked) -> None:
     with scripted(answer) as (server, sandbox), pytest.raises(SandboxError) as error:
         sandbox.run(Program(""))
-    assert server.asked == asked and error.value.verdict.reason is Reason.INFRA
+    assert server.asked == asked and error.value.unscored.reason is Reason.INFRA
 
 
 def test_nobody_listens() -> None:
@@ -325,8 +325,10 @@ def test_places_are_shared_by_processes(name) -> None:
 
 
 def test_threads_that_wait_for_a_place_of_their_own_process_do_not_look_at_the_files(name, monkeypatch) -> None:
-    looked, look = [], Slots._free
-    monkeypatch.setattr(Slots, "_free", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder))
+    looked, look = [], Slots.free_place
+    monkeypatch.setattr(
+        Slots, "free_place", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder)
+    )
 
     def run(_) -> None:
         begun.wait()

@@ -197,5 +197,5 @@ def test_a_control_group_bounds_files_in_memory(ways) -> None:
         return
     assert (found.output, found.code) == ("", 137)
     assert not [
-        left for parent, _ in cgroups._parents(PROC) for left in parent.glob(f"hybridrl-sandbox-{os.getpid()}-*")
+        left for parent, _ in cgroups.group_parents(PROC) for left in parent.glob(f"hybridrl-sandbox-{os.getpid()}-*")
     ]

@@ -33,7 +33,7 @@ from hybridrl.single_controller import (
     register,
 )
 from hybridrl.single_controller.ray import calls
-from hybridrl.single_controller.ray.postmortem import _end_or_crash, _likely_cause
+from hybridrl.single_controller.ray.postmortem import end_or_crash, likely_cause
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -308,9 +308,9 @@ def test_a_crash_with_a_long_report_is_a_crash() -> None:
         "Current thread",
     )
     stack = [f"frame {number}" for number in range(40)]
-    shown = _end_or_crash(["before", head, others, *stack, own, *stack])
+    shown = end_or_crash(["before", head, others, *stack, own, *stack])
     assert shown == [head, own, *stack[:23]]
-    assert _likely_cause("", "\n".join(shown)).startswith("it crashed (Fatal Python error)")
-    assert _end_or_crash(["before", head, *stack]) == [head, *stack[:24]]
-    assert _end_or_crash([*stack, head, own, "last"]) == [*stack[18:], head, own, "last"]
-    assert _end_or_crash(stack) == stack[15:]
+    assert likely_cause("", "\n".join(shown)).startswith("it crashed (Fatal Python error)")
+    assert end_or_crash(["before", head, *stack]) == [head, *stack[:24]]
+    assert end_or_crash([*stack, head, own, "last"]) == [*stack[18:], head, own, "last"]
+    assert end_or_crash(stack) == stack[15:]

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))  # it is loaded a
 
 from plain_engine import PlainEngine
 
-from hybridrl.weight_sync.messages import Bucket
+from hybridrl.hybrid_engine.buckets import Bucket
 
 
 class DeafEngine(PlainEngine):

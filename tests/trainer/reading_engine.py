@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.rollout.request import Completion, PromptLogprobs, Request
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
@@ -18,7 +18,7 @@ from plain_engine import PlainEngine
 DIES = "dies"
 
 
-@InferenceEngines.register("reading", scores=True, reads=True)
+@register_inference_engine("reading", scores=True, reads=True)
 class ReadingEngine(PlainEngine):
     """Reads with a Hugging Face model."""
 
@@ -50,15 +50,15 @@ class ReadingEngine(PlainEngine):
             if self.spec.task == "score":
                 hidden = self.model.model(ids[None]).last_hidden_state[0, -1]
                 return Completion(
-                    request.id, [], [], "stop", found=PromptLogprobs(score=float(self.model.score(hidden)))
+                    request.id, [], [], "stop", prompt_logprobs=PromptLogprobs(score=float(self.model.score(hidden)))
                 )
             logits = self.model(ids[None]).logits[0, :-1] / self.spec.logits_temperature
-        assert request.reading is not None
-        every, first = logits.log_softmax(-1), request.reading.first - 1
-        tops = every[first:].topk(request.reading.top)
+        assert request.prefill is not None
+        every, first = logits.log_softmax(-1), request.prefill.first - 1
+        tops = every[first:].topk(request.prefill.top)
         found = PromptLogprobs(
             log_probs=every.gather(1, ids[1:, None])[first:, 0].numpy(),
             top_log_probs=tops.values.numpy(),
             top_ids=tops.indices.numpy(),
         )
-        return Completion(request.id, [], [], "stop", found=found)
+        return Completion(request.id, [], [], "stop", prompt_logprobs=found)

@@ -9,8 +9,10 @@ import torch
 from hybridrl.config import load_config
 from hybridrl.data import PromptLoader
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout import Rollout
-from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.rollout.batch import batch_of, prompt_ids_of
+from hybridrl.rollout.rollout import OnFinished
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.sampler import Sampler
@@ -48,10 +50,10 @@ class OwnRollout(Rollout):
         self.change = change
         self.asked: list[DataProto] = []
 
-    def generate(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
         self.asked.append(prompts)
         trajectories = []
-        for row, (ids, uid, sample) in enumerate(zip(prompt_ids_of(prompts), *names_of(prompts), strict=True)):
+        for row, (ids, (uid, sample)) in enumerate(zip(prompt_ids_of(prompts), request_names(prompts), strict=True)):
             tokens = [row + 10] * (row % WIDTH + 1)
             zeros = [0.0] * len(tokens)
             trajectories.append(Trajectory(uid, sample, ids, tokens, [1] * len(tokens), zeros, [(0, len(tokens))]))

@@ -179,7 +179,7 @@ def test_a_rollback_goes_on_from_the_last_good_checkpoint(base, tmp_path, capsys
     ]
     with trained(run, *overrides, "trainer.n_gpus_per_node=2") as (trainer, _):
         assert trainer.learner.reward_transform.count == 2 * 18  # of steps 1 and 5
-        assert trainer.run.store.steps() == [1, 4, 5]  # the good one is kept beside the newest two
+        assert trainer.run.checkpoints.store.steps() == [1, 4, 5]  # the good one is kept beside the newest two
     said = capsys.readouterr().err
     assert f"step 4: going on with the models of {run / 'global_step_1'} " in said
     first, fourth, fifth = (parts(run, step) for step in (1, 4, 5))

@@ -21,7 +21,7 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 from hybridrl.checkpoint import CheckpointError, verify
 from hybridrl.observe.timeline import rank_seconds, read_timeline
 from hybridrl.trainer.supervised.run_supervised import run_supervised
-from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -31,19 +31,19 @@ import time
 from pathlib import Path
 from hybridrl.engine import saved_parts
 
-write = saved_parts.write_boxes
+write = saved_parts.write_slices
 
-def slow(folder, rank, boxes):
+def slow(folder, rank, slices):
     flags = Path(__file__).parent
     deadline = time.monotonic() + 300
     while not (flags / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     if (flags / "full").exists():
         raise OSError(28, "No space left on device")
-    write(folder, rank, boxes)
+    write(folder, rank, slices)
 
-if saved_parts.write_boxes.__name__ == "write_boxes":
-    saved_parts.write_boxes = slow
+if saved_parts.write_slices.__name__ == "write_slices":
+    saved_parts.write_slices = slow
 """
 
 Report = Callable[[SupervisedTrainer, int], None]
@@ -109,7 +109,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Callable[..., Any],
             assert (steps / "global_step_2.tmp").is_dir() and not (steps / "global_step_2").exists()
             (tmp_path / "go").touch()
         if step == 4:
-            trainer.run.complete_save()
+            trainer.run.checkpoints.complete()
             verify(steps / "global_step_2")
 
     run("goes_on", *words, after_step=after_step)
@@ -151,9 +151,9 @@ def test_a_stop_waits_for_the_checkpoint_and_a_full_disk_is_told_after_the_next_
 
 def test_an_engine_that_cannot_copy_its_state_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(
-        "from hybridrl.engine import TrainEngines\n"
+        "from hybridrl.engine import register_train_engine\n"
         "from hybridrl.engine.micro_batched import MicroBatchedEngine\n"
-        "@TrainEngines.register('plain', model_types=['language_model'])\n"
+        "@register_train_engine('plain', model_types=['language_model'])\n"
         "class PlainEngine(MicroBatchedEngine):\n    pass\n"
     )
     words = [f"model.external_lib={tmp_path / 'plain.py'}", "engine.strategy=plain", "checkpoint.async_save=True"]

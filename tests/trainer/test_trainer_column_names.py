@@ -16,10 +16,10 @@ from sampler_tools import PAD, OwnRollout, same
 
 import hybridrl
 from hybridrl.agents.loop import AgentLoopOutput
-from hybridrl.agents.record import trajectory_of
-from hybridrl.algorithms.registry import ADV_ESTIMATOR_REGISTRY, named_inputs
+from hybridrl.agents.trajectory_record import trajectory_of
+from hybridrl.algorithms.algorithm_registry import ADV_ESTIMATOR_REGISTRY, named_inputs
 from hybridrl.config import load_config
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.data import PromptLoader, RLHFDataset
 from hybridrl.data.loader import PromptCollator
 from hybridrl.errors import RewardError, RolloutError
@@ -30,10 +30,10 @@ from hybridrl.reward.column_checks import check_columns, check_read_columns
 from hybridrl.reward.signature import understand
 from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.request import Completion
+from hybridrl.scored import Scored
 from hybridrl.trainer.ppo.advantage import compute_advantage
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.sampler import Sampler
-from hybridrl.verdict import Verdict
 
 SOURCES = sorted(Path(hybridrl.__file__).parent.rglob("*.py"))
 ESTIMATORS = ("grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "gpg")
@@ -133,13 +133,13 @@ def test_a_key_of_a_reward_is_no_column_that_the_run_reads(name, tmp_path) -> No
         trained_on(written(tmp_path / "data.jsonl", {}), {name: 7.0})
 
 
-@pytest.mark.parametrize("brought", ["extra_fields", "verdict"])
+@pytest.mark.parametrize("brought", ["extra_fields", "scored"])
 @pytest.mark.parametrize("name", sorted({*DECLARED, *bookkeeping.columns(Writer.DATA)}))
 def test_an_extra_field_of_a_session_is_refused(name, brought) -> None:
     if brought == "extra_fields" and name in bookkeeping.columns(Writer.SESSION):
         return  # these are a session's to give
     fields_ = {name: 1} if brought == "extra_fields" else {}
-    score = Verdict(1.0, extra={name: 1}) if brought == "verdict" else 1.0
+    score = Scored(1.0, extra={name: 1}) if brought == "scored" else 1.0
     output = AgentLoopOutput([1], [2], [1], reward_score=score, extra_fields=fields_)
     completion = Completion("0", [2], [-0.5], "stop", [(0, 1)])
     with pytest.raises(RolloutError, match=rf"the extra field {name!r}.*another name"):

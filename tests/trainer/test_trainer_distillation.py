@@ -13,7 +13,7 @@ from trainer_tools import trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_config, validate
-from hybridrl.config.checks.distillation import distillation_notices
+from hybridrl.config.checks.check_distillation import distillation_notices
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import AlgorithmError, ConfigError, DataError, ModelError
 from hybridrl.models.info import tokenizer_of

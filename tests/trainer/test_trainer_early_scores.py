@@ -8,8 +8,9 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RewardError
 from hybridrl.models.tiny import build_tokenizer
 from hybridrl.protocol import object_array
+from hybridrl.protocol.sample_names import request_names
 from hybridrl.reward import RewardManager, create_reward_manager
-from hybridrl.rollout.batch import names_of, prompt_ids_of
+from hybridrl.rollout.batch import prompt_ids_of
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.trainer.ppo.early_scores import scored_early
 from hybridrl.trainer.ppo.sampler import respond
@@ -30,13 +31,13 @@ class Telling(OwnRollout):
         super().__init__(change)
         self.skipped = skipped
 
-    def generate(self, prompts):
-        names = list(zip(prompt_ids_of(prompts), *names_of(prompts), strict=True))
-        for row, (ids, uid, sample) in reversed(list(enumerate(names))):
+    def generate(self, prompts, on_finished=None):
+        names = list(zip(prompt_ids_of(prompts), request_names(prompts), strict=True))
+        for row, (ids, (uid, sample)) in reversed(list(enumerate(names))):
             tokens = [row + 10] * (row % WIDTH + 1)
             one = Trajectory(uid, sample, ids, tokens, [1] * len(tokens), [0.0] * len(tokens), [(0, len(tokens))])
-            if self.on_finished is not None and row not in self.skipped:
-                self.on_finished([one])
+            if on_finished is not None and row not in self.skipped:
+                on_finished([one])
         return super().generate(prompts)
 
 
@@ -64,18 +65,18 @@ def manager_for(tmp_path):
 def scored(manager, rollout):
     """A batch, and what is made of it with scores that were begun early."""
     asked = prompts_of(["a", "b"], samples=3)
-    with scored_early(manager, rollout, asked) as scores:
-        batch = respond(rollout, asked, 1.0)
+    with scored_early(manager, asked) as scores:
+        batch = respond(rollout, asked, 1.0, scores.on_finished)
     return batch, scores(batch)
 
 
 class Unasked(Telling):
     """Has also finished a sample that this batch does not have, as a phase of one's own may ask for it."""
 
-    def generate(self, prompts):
-        if self.on_finished is not None:
-            self.on_finished([Trajectory("another", 0, [1, 2], [3], [1], [0.0], [(0, 1)])])
-        return super().generate(prompts)
+    def generate(self, prompts, on_finished=None):
+        if on_finished is not None:
+            on_finished([Trajectory("another", 0, [1, 2], [3], [1], [0.0], [(0, 1)])])
+        return super().generate(prompts, on_finished)
 
 
 def test_samples_of_others_are_left_alone(manager_for) -> None:
@@ -124,9 +125,9 @@ def test_a_session_of_which_a_row_changed_is_scored_as_a_whole(manager_for) -> N
         return wide
 
     class TwoRows(Telling):
-        def generate(self, prompts):
-            self.on_finished([two_rows(0, 0.5), two_rows(1, 7.0)])
-            return super().generate(prompts)
+        def generate(self, prompts, on_finished=None):
+            on_finished([two_rows(0, 0.5), two_rows(1, 7.0)])
+            return super().generate(prompts, on_finished)
 
     def two_rows(turn, reward):
         return Trajectory("a", 0, [1, 1], [10], [1], [0.0], [(0, 1)], session="s", turn=turn, reward=reward)

@@ -11,12 +11,12 @@ from test_trainer_sft import configured, conversations  # noqa: F401 (a fixture)
 
 from hybridrl.config import ModelConfig, OptimConfig, load_config
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.rollout.select import resolve_rollout
-from hybridrl.trainer.ppo.build import _check_engines
+from hybridrl.trainer.ppo.build import check_engines
 from hybridrl.trainer.startup import check_engine
-from hybridrl.trainer.supervised.build import prepare
+from hybridrl.trainer.supervised.prepare_supervised import prepare
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,6 @@ def test_lengths_beyond_those_of_fixed_rotary_frequencies_are_refused(sft, model
     assert resolve_rollout(policy(limit - 10, "actor_rollout_ref").actor_rollout_ref, use_gpu=False) == "hf"
     with pytest.raises(ModelError, match=rf"prompt and response.*{limit + 1} tokens.*rope_type=dynamic"):
         resolve_rollout(policy(limit - 9, "actor_rollout_ref").actor_rollout_ref, use_gpu=False)
-    _check_engines(policy(limit - 10, "critic"))
+    check_engines(policy(limit - 10, "critic"))
     with pytest.raises(ModelError, match=rf"critic.*{limit + 1} tokens.*rope_type=dynamic"):
-        _check_engines(policy(limit - 9, "critic"))
+        check_engines(policy(limit - 9, "critic"))

@@ -407,7 +407,7 @@ def test_data_are_compared_in_order_and_folders_with_all_their_files(place: Path
 
 def test_responses_of_other_code_or_models_are_not_taken_for_finished(place: Path) -> None:
     """Generation compares the settings of its output by itself; those include what code and models they name."""
-    from hybridrl.trainer.generation.run_generation import _settings
+    from hybridrl.trainer.generation.run_generation import output_settings
 
     model, adapter = "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"
     for folder in ("model", "adapter"):
@@ -419,7 +419,9 @@ def test_responses_of_other_code_or_models_are_not_taken_for_finished(place: Pat
         return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
     def settings(*more: str) -> dict[str, Any]:
-        return _settings(load_config("generation", ["data.path=[train.jsonl]", "data.output_path=out.parquet", *more]))
+        return output_settings(
+            load_config("generation", ["data.path=[train.jsonl]", "data.output_path=out.parquet", *more])
+        )
 
     plain = settings()
     assert not any(name.startswith("content of") for name in plain)

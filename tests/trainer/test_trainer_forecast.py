@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
 from hybridrl.config.roles import ROLES
 from hybridrl.config.strategies import engine_settings
-from hybridrl.engine import TrainEngines
+from hybridrl.engine import create_train_engine
 from hybridrl.engine.forecast import peak_of
 from hybridrl.errors import PlacementError
 from hybridrl.programs import main
@@ -25,7 +25,7 @@ from hybridrl.trainer.forecast import print_found, set_key
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.ppo.memory import phase_peaks
 from hybridrl.trainer.supervised import forecast as tuning
-from hybridrl.trainer.supervised.rows import as_responses
+from hybridrl.trainer.supervised.objective_rows import as_responses
 from hybridrl.utils import device
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.forecast import NotComputed, forecast_model, forecast_roles
@@ -227,7 +227,7 @@ def tuning_settings(model: Path, **more: Any) -> SFTTrainerConfig:
 def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> None:
     """On conversations of full length, whose tokens all have a loss."""
     config = tuning_settings(micro_model)
-    engine: Any = TrainEngines.create(
+    engine: Any = create_train_engine(
         "language_model",
         "fsdp2",
         model=config.model,
@@ -246,7 +246,7 @@ def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> Non
         engine.train_batch(batch, micro, lambda outputs, _: (-outputs["log_probs"].mean(), {}), 1.0)
 
     step()  # makes the optimizer's state
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    states = [value for state in engine.model_state.optimizer.state.values() for value in state.values()]
     existing = [*engine.module.parameters(), *states]
     measured = sum(tensor.nbytes for tensor in existing) + peak_of(step, *existing)
     found = tuning.forecast_tuning(config)

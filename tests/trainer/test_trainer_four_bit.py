@@ -13,7 +13,7 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 from trainer_tools import trained
 
 from hybridrl.config import load_config
-from hybridrl.config.checks.run import check
+from hybridrl.config.checks.check_run import check
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RolloutError
 from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.generation.processes import check_reads_files

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_config
-from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 
 
 class Rows(list):

@@ -12,8 +12,8 @@ from judge_tools import PARSE, TEMPLATE, check_judgements
 from trainer_tools import lent, trained
 
 from hybridrl.config import load_config, validate
-from hybridrl.config.checks.judge import SERVED_FIELDS
-from hybridrl.config.served import _QUESTION, served_judge
+from hybridrl.config.checks.check_judge import SERVED_FIELDS
+from hybridrl.config.served import QUESTION_CHARACTERS, served_judge
 from hybridrl.errors import ConfigError, ModelError, RewardError, RolloutError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.reward import create_reward_manager
@@ -67,7 +67,7 @@ def words(micro_model: Path, sort_data: Path, tmp_path: Path) -> list[str]:
 def test_a_judge_in_a_pool_of_its_own_and_a_function_make_the_reward(
     ray_session, words: list[str], micro_model: Path, tmp_path: Path
 ) -> None:
-    """Answers that cannot be read are no verdicts: their samples are generated again."""
+    """Answers that cannot be read give no scores: their samples are generated again."""
     (tmp_path / "letters.py").write_text("def compute_score(solution_str):\n    return float(len(solution_str))\n")
     own = [
         f"{MODEL}.enable_resource_pool=True",
@@ -98,13 +98,13 @@ def test_a_judge_takes_turns_with_the_policys_engine(
     with trained(*words, *more) as (trainer, result):
         group = trainer.groups["judge"]
         assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
-        assert not group.pools[0].supervisor._memory, "memory that was not given back"
+        assert not group.pools[0].supervisor.memory, "memory that was not given back"
         assert lent(trainer, result.batch) == 1
     rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", micro_model, system=None)
     assert [row["score"] for row in rows] == pytest.approx([2 * row["judge"] for row in rows])
 
 
-def test_a_question_that_is_too_long_is_no_verdict(ray_session, words: list[str]) -> None:
+def test_a_question_that_is_too_long_is_unscored(ray_session, words: list[str]) -> None:
     own = [
         f"{MODEL}.rollout.max_model_len=9",
         "algorithm.missing.infra=raise",
@@ -189,7 +189,7 @@ def test_lengths_roles_and_memory_of_a_judge(words: list[str]) -> None:
     assert [spec.name for spec in active_roles(config)] == ["actor_rollout", "judge"]
     (model,) = served_judge(config)
     assert model.needs == 2 * 30 + 256 + len(TEMPLATE) + len("Be fair.") + 8
-    assert len(QUESTION) <= _QUESTION
+    assert len(QUESTION) <= QUESTION_CHARACTERS
     found = forecast_run(config, total)
     off = forecast_run(load_config("ppo_trainer", [*words[:-8], f"{MODEL}.enable=False"]), total)
     assert found.phases()["reward"] == pytest.approx(0.5 * total + off.phases()["gen"] - off.engine, rel=0.01)

@@ -16,7 +16,7 @@ from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import spread_over_ranks
 from hybridrl.trainer.ppo.learner import Learner
-from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.trainer.ppo.sampler import ScoredBatch
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.loss_prepass import ROW_IDS
 from hybridrl.workers.update_plan import UpdatePlan
@@ -58,7 +58,7 @@ class PlainGroup:
         self.calls.append("load_checkpoint")
 
 
-def sampled_batch(seed: int = 0) -> Sampled:
+def sampled_batch(seed: int = 0) -> ScoredBatch:
     rows = PROMPTS * SAMPLES
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.arange(WIDTH)[None] < torch.arange(1, rows + 1)[:, None].clamp(max=WIDTH)).long()
@@ -80,7 +80,7 @@ def sampled_batch(seed: int = 0) -> Sampled:
         non_tensors={"uid": np.repeat([f"0-{p}" for p in range(PROMPTS)], SAMPLES).astype(object)},
         meta_info={"temperature": 1.0},
     )
-    return Sampled(batch, {}, {})
+    return ScoredBatch(batch, {}, {})
 
 
 def learner_of(group: PlainGroup, folder: Path, *words: str) -> Learner:

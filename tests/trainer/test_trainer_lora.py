@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint.merge import main as merge
 from hybridrl.config import load_config
-from hybridrl.config.checks.run import check
+from hybridrl.config.checks.check_run import check
 from hybridrl.errors import ConfigError, ModelError, RolloutError
 from hybridrl.models.work import training_flops
 from hybridrl.rollout import resolve_rollout
@@ -55,9 +55,9 @@ def grpo(micro_model: Path, sort_data: Path) -> list[str]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from hybridrl.engine.saved_boxes import SavedBoxes
+    from hybridrl.engine.saved_slices import SavedSlices
 
-    with SavedBoxes(folder) as saved:
+    with SavedSlices(folder) as saved:
         return dict(saved.whole_tensors())
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import AlgorithmError, estimate_advantages
-from hybridrl.algorithms.registry import ADV_ESTIMATOR_REGISTRY
+from hybridrl.algorithms.algorithm_registry import ADV_ESTIMATOR_REGISTRY
 from hybridrl.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -76,7 +76,7 @@ def uids_of(batch: DataProto) -> list[str]:
 
 def filled(steps: PromptPool, batches: Iterator[DataProto]) -> tuple[DataProto, dict[str, float]]:
     """The next step, of as many generation batches as it takes."""
-    while steps.wanted:
+    while steps.needed:
         steps.add(next(batches))
     return steps.take()
 
@@ -101,7 +101,7 @@ def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
         "filter_groups/generated_score/mean": pytest.approx(9 / 12),
         "filter_groups/discarded_score/mean": 0.5,
     }
-    assert steps.waiting == 1 and steps.wanted == 2
+    assert steps.waiting == 1 and steps.needed == 2
     second, metrics = filled(steps, made)
     assert uids_of(second) == ["f", "g", "h"] and steps.waiting == 0
     assert metrics["filter_groups/carried_over"] == 1.0
@@ -133,8 +133,8 @@ def test_groups_of_any_size_in_any_order(batches, prompts, enable, random) -> No
         number += len(rows)
         expected |= {uid: found for uid, found in kept.items() if not enable or len({score for _, score in found}) > 1}
         steps.add(batch)
-        assert steps.waiting == len(expected) - len(taken) and steps.wanted == max(prompts - steps.waiting, 0)
-        while not steps.wanted:
+        assert steps.waiting == len(expected) - len(taken) and steps.needed == max(prompts - steps.waiting, 0)
+        while not steps.needed:
             batch, metrics = steps.take()
             now = list(expected)[len(taken) : len(taken) + prompts]
             taken += now
@@ -170,7 +170,7 @@ def test_a_surplus_goes_through_the_checkpoint(tmp_path) -> None:
     steps.save(tmp_path)
     other = pool(1)
     other.load(tmp_path)
-    assert other.wanted == 0
+    assert other.needed == 0
     kept, metrics = other.take()
     assert uids_of(kept) == ["b"] and kept.batch["token_level_scores"].sum(1).tolist() == [2, 0]
     assert metrics["filter_groups/carried_over"] == 1.0 and metrics["filter_groups/generated"] == 0.0

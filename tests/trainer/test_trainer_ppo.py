@@ -121,7 +121,7 @@ def test_a_client_waits_from_the_first_change_of_the_weights_to_their_update(bas
         trainer.learner.learn(trainer.sampler.next())
         assert asyncio.run(versions("learned", 2)) == [(2, 4)]
         assert asyncio.run(versions("between")) == [(2, 4)]
-        trainer.run.go_back(tmp_path / "global_step_1", trainer.learner.load)
+        trainer.run.checkpoints.go_back(tmp_path / "global_step_1", trainer.learner.load)
         assert asyncio.run(versions("loaded", 3)) == [(3, 4)]
 
 

@@ -43,13 +43,13 @@ initialize = FSDPEngine.initialize
 
 def planted(self):
     initialize(self)
-    if distributed.get_rank() == 1 and self.optimizer is not None:
+    if distributed.get_rank() == 1 and self.model_state.optimizer is not None:
         self.module.model.layers[-1].register_full_backward_hook(lambda *_: fail(self))
 
 
 def fail(engine):
     left = sorted(Path(__file__).parent.glob("fail_*"))
-    if engine.schedule.last_epoch == AFTER and left:
+    if engine.model_state.schedule.last_epoch == AFTER and left:
         left[0].unlink()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 

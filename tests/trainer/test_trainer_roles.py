@@ -14,10 +14,10 @@ import torch
 from trainer_tools import trained
 
 from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
-from hybridrl.config.checks.algorithm import check_full_kl
+from hybridrl.config.checks.check_algorithm import check_full_kl
 from hybridrl.config.roles import phases_per_token
 from hybridrl.engine.forecast import Workload
-from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.engine.train_engine import MicroBatching, train_engine_class
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.ppo.forecast import changes_that_fit
 from hybridrl.trainer.ppo.memory import memory_advice
@@ -174,7 +174,7 @@ def test_a_run_that_does_not_fit_is_told_keys_of_a_role_of_ones_own(tiny_model, 
         part, micro = ROLES["umpire"].settings_of(config), MicroBatching(1, None)
         work = Workload(100, 200, 1, micro if learns else None, micro)
         optim = part.optim if learns else None
-        engine = TrainEngines.get("language_model", part.strategy)
+        engine = train_engine_class("language_model", part.strategy)
         return engine.forecast("language_model", part.model, part.engine, optim, ranks, work)
 
     spec = RoleSpec(

@@ -15,7 +15,7 @@ from trainer_tools import trained
 from hybridrl.config import load_config
 from hybridrl.errors import ConfigError, ModelError, RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import inference_engine_class
 from hybridrl.rollout.select import resolve_rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.learner import MODEL_INPUTS
@@ -174,13 +174,13 @@ def test_what_engines_cannot_record_is_refused(
     given = [f"actor_rollout_ref.rollout.{word}" for word in words if word != "DENSE"]
     config = load_config("ppo_trainer", [*grpo, R3, *model, *given]).actor_rollout_ref
     with pytest.raises((RolloutError, ModelError), match=message):
-        InferenceEngines.get(name).check_routing(config.rollout, config.model, on_gpu)
+        inference_engine_class(name).check_routing(config.rollout, config.model, on_gpu)
 
 
 def test_the_settings_that_record_are_taken(grpo: list[str]) -> None:
     config = load_config("ppo_trainer", [*grpo, R3]).actor_rollout_ref
-    InferenceEngines.get("vllm").check_routing(config.rollout, config.model, on_gpu=True)
-    InferenceEngines.get("sglang").check_routing(config.rollout, config.model, on_gpu=False)
+    inference_engine_class("vllm").check_routing(config.rollout, config.model, on_gpu=True)
+    inference_engine_class("sglang").check_routing(config.rollout, config.model, on_gpu=False)
 
 
 def test_the_pass_that_records_is_not_left_out(grpo: list[str]) -> None:

@@ -10,11 +10,11 @@ from sampler_tools import OwnRollout, prompts_of, reward, same, sampler_of
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
+from hybridrl.scored import Unscored
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.sampler import Sampler, respond
-from hybridrl.verdict import NoVerdict
 
 
 def test_what_a_rollout_returns_is_kept_and_what_prompts_carry_reaches_it() -> None:
@@ -216,21 +216,21 @@ def test_the_batch_that_could_not_be_scored_is_kept_and_named_in_the_error(tmp_p
 
 
 class OwnPhases(Sampler):
-    """Asks for the rows backwards, and scores by the length of responses, without the reward function."""
+    """Generates the rows backwards, and scores by the length of responses, without the reward function."""
 
-    def generate(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
-        return super().generate(asked.select_idxs(list(range(len(asked)))[::-1]), timer, attempt)
+    def generate(self, samples: DataProto, *others: Any, **settings: Any) -> DataProto:
+        return super().generate(samples.select_idxs(list(range(len(samples)))[::-1]), *others, **settings)
 
     def score(self, batch: DataProto, timer: PhaseTimer, reward_fn: RewardManager | EarlyScores) -> dict[str, Any]:
         lengths = batch.batch["response_mask"].sum(dim=-1)
         rewards = torch.zeros(batch.batch["responses"].shape)
         rewards[:, 0] = lengths
-        verdicts = [NoVerdict("grading", "too short") if length == 1 else None for length in lengths]
-        return {"reward_tensor": rewards, "reward_extra_info": {"length": lengths.tolist()}, "missing": verdicts}
+        missing = [Unscored("grading", "too short") if length == 1 else None for length in lengths]
+        return {"reward_tensor": rewards, "reward_extra_info": {"length": lengths.tolist()}, "missing": missing}
 
 
 def test_phases_of_a_subclass_take_the_place_of_ours() -> None:
-    """Two generation batches per step, and samples without a verdict, which are generated again."""
+    """Two generation batches per step, and samples without a score, which are generated again."""
     sampler = sampler_of(rollout := OwnRollout(same), "data.gen_batch_size=2", kind=OwnPhases)
     for _ in range(2):
         sampled = sampler.next()

@@ -135,7 +135,7 @@ def test_models_take_turns_on_the_policys_devices(
             assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
             assert [len(pool.replicas) for pool in group.pools] == [2] * models
             for pool in group.pools:
-                assert not pool.supervisor._memory, "memory that was not given back"
+                assert not pool.supervisor.memory, "memory that was not given back"
         assert trainer.n_devices == 2
         fields = result.batch
         check_batch(fields, teachers)

@@ -17,17 +17,17 @@ from sampler_tools import PAD, OwnRollout, prompts_of
 from transformers import AutoTokenizer
 
 from hybridrl.algorithms.aggregation import LOSS_AGG_MODES
-from hybridrl.algorithms.sessions import split_sessions
+from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config import PPOTrainerConfig, load_config
 from hybridrl.config.roles import ROLES
 from hybridrl.errors import AlgorithmError
-from hybridrl.observe.metrics import compute_data_metrics
+from hybridrl.observe.step_metrics import compute_data_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, spread_over_ranks
 from hybridrl.trainer.ppo.learner import Learner
-from hybridrl.trainer.ppo.missing import MissingSamples
+from hybridrl.trainer.ppo.missing import MissingPolicy
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
@@ -113,7 +113,7 @@ def batch_of(sessions: list[Session]) -> DataProto:
 def gradients(batch: DataProto, loss_fn: Any, output: str, ranks: int, per_mini: int) -> torch.Tensor:
     """Of the losses of all mini-batches with respect to one number per token, [B, T]; row by row, on each rank."""
     leaf = torch.zeros_like(batch.batch["old_log_probs"], requires_grad=True)
-    sessions = split_sessions(batch.non_tensor_batch, len(batch))
+    sessions = sessions_of(batch)
     (mini_batches,) = epochs_of_mini_batches(batch.non_tensor_batch["uid"], per_mini, 1, False, 0)
     ids = None if sessions is None else sessions.groups.ids.numpy()
     spread, planned = spread_over_ranks(batch, mini_batches, ranks, sessions=ids)
@@ -251,7 +251,7 @@ def test_a_role_without_sequences_refuses_cut_sessions() -> None:
     spec = ROLES["prime"]
     assert spec.update is not None
     with pytest.raises(AlgorithmError, match="role prime learns from one response per sample"):
-        next(learner._update_batches(batch, spec, spec.update))
+        next(learner.update_batches(batch, spec, spec.update))
 
 
 def test_validation_has_one_answer_for_a_session(micro_model: Path) -> None:
@@ -273,7 +273,7 @@ def test_validation_has_one_answer_for_a_session(micro_model: Path) -> None:
         config.actor_rollout_ref.rollout,
         1,
         samples,
-        MissingSamples(config, PAD),
+        MissingPolicy(config, PAD),
     )
     assert samples.outputs == ["2", "333"] and samples.uids == ["p0", "p0"]
     assert samples.scores == [1.5, 0.0] and samples.extra == {"acc": [1.0, 0.0]}

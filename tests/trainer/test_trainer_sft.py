@@ -17,7 +17,7 @@ from hybridrl.config import SFTTrainerConfig, load_config
 from hybridrl.data import create_sft_dataset, create_sft_loader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerError
-from hybridrl.trainer.supervised.rows import as_responses
+from hybridrl.trainer.supervised.objective_rows import as_responses
 from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 pytestmark = pytest.mark.usefixtures("ray_session")

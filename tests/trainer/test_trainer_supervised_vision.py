@@ -13,11 +13,11 @@ from vision_tools import PROMPTS, peer_processor, pictures, png
 
 from hybridrl.config import load_config
 from hybridrl.data import create_pair_loader, create_preference_dataset, create_sft_dataset, create_sft_loader
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import processor_of
-from hybridrl.trainer.supervised.build import prepare
+from hybridrl.trainer.supervised.prepare_supervised import prepare
 from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 STEPS, BATCH, LR, BETA = 2, 4, 1e-2, 0.3

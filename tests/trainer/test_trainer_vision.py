@@ -16,8 +16,8 @@ from trainer_tools import trained
 from hybridrl.config import load_config
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.data.preprocess.colours import make_row
-from hybridrl.data.preprocess.source import write_rows
-from hybridrl.engine import TrainEngines
+from hybridrl.data.preprocess.preprocessing import write_rows
+from hybridrl.engine import create_train_engine
 from hybridrl.errors import ModelError, RolloutError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.rollout.hf.rollout import HFRollout
@@ -124,7 +124,7 @@ def test_batch_generation_answers_prompts_with_their_images(
     config = load_config("generation", words)
     policy = config.actor_rollout_ref
     tokenizer = load_tokenizer(model)
-    engine = TrainEngines.create("language_model", "fsdp2", model=policy.model, engine=FSDPConfig())
+    engine = create_train_engine("language_model", "fsdp2", model=policy.model, engine=FSDPConfig())
     engine.initialize()
     rollout = HFRollout(policy.rollout, engine, [tokenizer.eos_token_id], tokenizer.pad_token_id, tokenizer)
     responder = ClusterResponder.of(config, tokenizer, Endings(policy))

@@ -45,10 +45,10 @@ LAYOUTS = {
     ],
 }
 AUTO = """
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from plain_engine import PlainEngine
 
-InferenceEngines.register("first_on_gpu", auto=-1)(PlainEngine)
+register_inference_engine("first_on_gpu", auto=-1)(PlainEngine)
 """
 
 

@@ -92,7 +92,7 @@ def test_a_client_with_the_token_is_served_during_an_attack(echo: Echo, attack: 
     with attack(echo.address, "/echo"):
         for number in range(10):
             assert post(echo.address, number) == (200, {"body": number})
-    eventually(lambda: len(echo.server._uvicorn.server_state.connections) == 0)
+    eventually(lambda: len(echo.server.uvicorn.server_state.connections) == 0)
 
 
 @pytest.mark.parametrize("data", BAD_FRAMES)
@@ -137,7 +137,7 @@ def test_a_share_of_connections_is_kept_for_clients_with_the_token() -> None:
     with serving(connections=8, newcomer_s=30.0) as made, contextlib.ExitStack() as stack:
         address = made.address
         idle = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(8)]
-        eventually(lambda: len(made.server._uvicorn.server_state.connections) == 8)
+        eventually(lambda: len(made.server.uvicorn.server_state.connections) == 8)
         good = http.client.HTTPConnection(*address, timeout=60)
         for number in range(3):  # over one connection, which is kept
             good.request("POST", "/echo", json.dumps(number), {"Authorization": f"Bearer {TOKEN}"})

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from hybridrl.sandbox import Program, RemoteSandbox, SandboxError
+from hybridrl.scored import Reason
 from hybridrl.utils.json_client import JsonClient, ServiceError
-from hybridrl.verdict import Reason
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -126,7 +126,7 @@ ANSWER = {"status": "Success", "run_result": {"status": "Finished", "return_code
     ],
     ids=str,
 )
-def test_an_answer_that_lacks_what_the_program_did_is_no_verdict(wrong: dict[str, object]) -> None:
+def test_an_answer_that_lacks_what_the_program_did_is_unscored(wrong: dict[str, object]) -> None:
     """The output of a program that printed the right answer was taken for an empty one."""
 
     def body(result: dict[str, object]) -> bytes:
@@ -137,5 +137,5 @@ def test_an_answer_that_lacks_what_the_program_did_is_no_verdict(wrong: dict[str
     assert isinstance(right, dict)
     with answering(lambda: [body(right)]) as url:
         assert RemoteSandbox(url, attempts=1).run(Program("")).output == "42\n"
-    with answering(lambda: [body({**right, **wrong})]) as url, pytest.raises(SandboxError, match="none of this API"):
+    with answering(lambda: [body({**right, **wrong})]) as url, pytest.raises(SandboxError, match=r"^sandbox http"):
         RemoteSandbox(url, attempts=1).run(Program(""))

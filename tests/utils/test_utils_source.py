@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import registry
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 
 def test_threads_that_parse_at_once_do_not_disturb_each_other() -> None:

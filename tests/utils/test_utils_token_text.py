@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_tokenizers import made
 from transformers import AutoTokenizer
 
-from hybridrl.observe.samples import first_prompts
+from hybridrl.observe.report_samples import first_prompts
 from hybridrl.utils.token_text import TokenTexts
 
 TOKENIZERS = {kind: made(kind) for kind in ("bytes", "words")}

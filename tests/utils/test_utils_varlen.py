@@ -53,7 +53,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     def clear() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
             del sys.modules[name]
-        varlen._package_function.cache_clear()
+        varlen.package_function.cache_clear()
         varlen.package_works.cache_clear()
 
     def install(change: str = "", text: str = PACKAGE, capability: tuple[int, int] = (9, 0)) -> None:
@@ -79,7 +79,7 @@ def tensors(tokens: int, keys: int, heads: int = 4, groups: int = 2, size: int =
 
 
 def rows(lengths: list[int], window: int = 0) -> varlen.PackedRows:
-    return varlen.PackedRows(varlen._boundaries(lengths), max(lengths), window)
+    return varlen.PackedRows(varlen.row_boundaries(lengths), max(lengths), window)
 
 
 def test_without_the_package_pytorch_computes(installed) -> None:
@@ -196,7 +196,7 @@ def test_plain_attention_is_that_of_scores(lengths: list[tuple[int, int]], windo
     """Against a softmax over the scores of all tokens of the row, most of which are hidden."""
     queries, keys = [count for count, _ in lengths], [count + before for count, before in lengths]
     q, k, v = tensors(sum(queries), sum(keys), 2, groups, 8)
-    boundaries = [varlen._boundaries(part) for part in (queries, keys)]
+    boundaries = [varlen.row_boundaries(part) for part in (queries, keys)]
     packed = varlen.PackedRows(boundaries[0], max(queries), window, boundaries[1], max(keys))
     found = varlen.one_by_one(q, k, v, packed, 0.3)
     of_query = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))[:, None]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybridrl.checkpoint import CheckpointError, RunStore, verify
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import TrainEngines, saved_parts
+from hybridrl.engine import create_train_engine, saved_parts
 from hybridrl.trainer.background_save import BackgroundSave
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -24,7 +24,7 @@ CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 def worker(micro_model: Path) -> ModelWorker:
     """A rank that is alone, after one step of training."""
     made: Any = object.__new__(ModelWorker)
-    made.engine = TrainEngines.create(
+    made.engine = create_train_engine(
         "language_model", "fsdp2", model=ModelConfig(path=str(micro_model)), engine=FSDPConfig(),
         optim=OptimConfig(lr=1e-2),
     )  # fmt: skip
@@ -60,8 +60,8 @@ def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(
     worker: ModelWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.save_checkpoint(str(tmp_path / "waits"), CONTENTS)
-    go, write = threading.Event(), saved_parts.write_boxes
-    monkeypatch.setattr(saved_parts, "write_boxes", lambda *what: go.wait(300) and write(*what))
+    go, write = threading.Event(), saved_parts.write_slices
+    monkeypatch.setattr(saved_parts, "write_slices", lambda *what: go.wait(300) and write(*what))
     store = RunStore(tmp_path / "run")
     unfinished = store.begin(1)
     worker.save_checkpoint(str(unfinished.folder / "actor"), CONTENTS, in_background=True)
@@ -92,7 +92,7 @@ def test_a_full_disk_is_told_by_the_next_call_and_leaves_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saved_parts, "write_boxes", full)
+    monkeypatch.setattr(saved_parts, "write_slices", full)
     unfinished = store.begin(2)
     worker.save_checkpoint(str(unfinished.folder / "actor"), ["model"], in_background=True)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space.*global_step_1 is untouched"):

@@ -7,7 +7,7 @@ interface and work too, where GEM is installed.
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
+from hybridrl.agents.environments.environment import Action, Environment, Step, register_environment
 from hybridrl.errors import RolloutError
 from hybridrl.utils.user_code import load_module
 

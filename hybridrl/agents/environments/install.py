@@ -33,7 +33,7 @@ def pinned_file(name: str) -> Path:
     file = _HERE / f"{name}.txt"
     if not file.is_file():
         kinds = ", ".join(sorted(path.stem for path in _HERE.glob("*.txt")))
-        raise RolloutError(f"there are no servers of the kind {name!r}; known are {kinds}")
+        raise RolloutError(f"unknown kind of server {name!r}; choose from {kinds}")
     return file
 
 

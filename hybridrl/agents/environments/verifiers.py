@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import python_of
-from hybridrl.agents.environments.server import EnvironmentServer
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.errors import RolloutError
+from hybridrl.scored import Scored, Unscored
 from hybridrl.serve.schema import TOO_LONG
 from hybridrl.utils import clock
 from hybridrl.utils.agent_host import AgentJob, Result
-from hybridrl.verdict import NoVerdict, Verdict
 
 #: the column with a task of verifiers as JSON; `hybridrl.data.preprocess.verifiers` writes it
 TASK = "verifiers_task"
@@ -133,10 +133,10 @@ class VerifiersServer:
         except httpx.HTTPError as error:
             raise AgentFailed(f"the server of the environment failed: {type(error).__name__}: {error}") from error
         if "failed" not in answer:
-            return Verdict(float(answer["score"]), answer["extra"])
+            return Scored(float(answer["score"]), answer["extra"])
         if answer["failed"] == "infra":
             raise AgentFailed(answer["detail"], by_itself=TOO_LONG in answer["detail"])
-        return NoVerdict(answer["failed"], answer["detail"])
+        return Unscored(answer["failed"], answer["detail"])
 
     def close(self) -> None:
         """End it."""

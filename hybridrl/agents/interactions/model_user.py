@@ -7,12 +7,12 @@ from typing import Any
 
 import jinja2
 
-from hybridrl.agents.interactions.base import BaseInteraction, register_interaction
+from hybridrl.agents.interactions.interaction import BaseInteraction, register_interaction
 from hybridrl.config.convert import build
 from hybridrl.errors import RolloutError
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils.chat_client import ChatClient
 from hybridrl.utils.json_client import ServiceError
-from hybridrl.verdict import NoVerdictError, Reason
 
 _SPEAKERS = {"user": "You", "assistant": "Assistant"}
 TEMPLATE = """You play a person who wants help from an assistant, in a conversation by text messages.
@@ -64,7 +64,7 @@ class ModelUser(BaseInteraction):
     """Has a language model write what a user would say next.
 
     The row's `interaction_kwargs` has `task`, what the user wants. Each message is one request that holds the task and
-    the conversation. A model that does not answer, or answers nothing, leaves the session without a verdict (`infra`,
+    the conversation. A model that does not answer, or answers nothing, leaves the session without a score (`infra`,
     `timeout`). Messages have no scores.
 
     Raises:
@@ -79,9 +79,7 @@ class ModelUser(BaseInteraction):
             raise RolloutError("config.url must be set: an address such as http://HOST:8000/v1")
         setting_names = set(ModelUserConfig.__dataclass_fields__)
         if unknown := sorted(set(settings) - setting_names):
-            raise RolloutError(
-                f"config.{unknown[0]}: there is no such setting; there are {', '.join(sorted(setting_names))}"
-            )
+            raise RolloutError(f"config.{unknown[0]}: unknown setting; choose from {', '.join(sorted(setting_names))}")
         self._own: ModelUserConfig = build(ModelUserConfig, settings, faults, {}, "config.")
         if faults:
             raise RolloutError("; ".join(faults.values()))
@@ -106,7 +104,7 @@ class ModelUser(BaseInteraction):
             values = {**kwargs, "messages": messages, "conversation": conversation_of(messages), "end": own.end}
             question = self._template.render(**values)
         except jinja2.TemplateError as error:
-            raise NoVerdictError(Reason.GRADING, f"the template of {self.name} failed: {error}") from error
+            raise UnscoredError(Reason.GRADING, f"the template of {self.name} failed: {error}") from error
         try:  # the session has a thread of its own, so that waiting in it keeps no other session waiting
             reply = self._client.ask(
                 [{"role": "user", "content": question}],
@@ -114,13 +112,13 @@ class ModelUser(BaseInteraction):
                 **{"temperature": own.temperature, "max_tokens": own.max_tokens, **own.extra_body},
             )
         except ServiceError as error:
-            raise NoVerdictError(error.reason, f"{self.name} gave no answer: {error}") from error
+            raise UnscoredError(error.reason, f"{self.name} gave no answer: {error}") from error
         if own.end in reply:
             return True, "", None, {}
         for text in own.remove:
             reply = reply.replace(text, "")
         if not reply.strip():
-            raise NoVerdictError(Reason.INFRA, f"{self.name} said nothing")
+            raise UnscoredError(Reason.INFRA, f"{self.name} said nothing")
         return False, reply.strip(), None, {}
 
 

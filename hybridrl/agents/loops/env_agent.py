@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from hybridrl.agents.environments.base import Action, Step, messages_of
-from hybridrl.agents.environments.session import EnvironmentSession
+from hybridrl.agents.environments.environment import Action, Step, messages_of
+from hybridrl.agents.environments.environment_session import EnvironmentSession
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
-from hybridrl.chat.images import images_in, with_row_images
 from hybridrl.chat.log import without_pixels
+from hybridrl.chat.session_images import images_in, with_row_images
 from hybridrl.models.vision import ImageTensors, digest
 from hybridrl.notify import notify
 from hybridrl.rollout.noise import stream_keys

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from hybridrl.chat.images import tensors_of, with_data_urls
+from hybridrl.chat.session_images import tensors_of, with_data_urls
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.protocol.names import IMAGE_FILES, MULTI_MODAL_INPUTS
 from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.trace import training_trace, write_trace
-from hybridrl.verdict import NoVerdict, NoVerdictError
+from hybridrl.scored import Unscored, UnscoredError
 
 
 @register("gateway_agent", reads=("gateway",))
@@ -26,7 +26,7 @@ class GatewayAgentLoop(AgentLoopBase):
     output, and every token that was generated has a mask of 1 in exactly one of them.
 
     An agent that raises, or ends with an exit code, when its last request did not fit into `data.max_response_length`
-    counts as cut: its turns are kept, and the reward function scores. One that was killed has no verdict.
+    counts as cut: its turns are kept, and the reward function scores. One that was killed has no score.
     """
 
     uses_gateway: ClassVar[bool] = True
@@ -45,8 +45,8 @@ class GatewayAgentLoop(AgentLoopBase):
             if not (closed.cut and result.by_itself and session.generated):
                 raise result
             result = None
-        if isinstance(result, NoVerdict):
-            raise NoVerdictError(result.reason, result.detail)
+        if isinstance(result, Unscored):
+            raise UnscoredError(result.reason, result.detail)
         branches = session.tree().branches()
         if not branches:
             raise RolloutError("the agent ended without an answer of the model; it must call the base URL that it gets")

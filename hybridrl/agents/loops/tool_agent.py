@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridrl.agents.interactions.session import InteractionSession
+from hybridrl.agents.interactions.interaction_session import InteractionSession
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from hybridrl.agents.tools.load import selected_tools
-from hybridrl.agents.tools.session import ToolResult, ToolSession
-from hybridrl.chat.images import images_in
-from hybridrl.chat.parsers.base import Call, FunctionCall, Parsed
+from hybridrl.agents.tools.load_tools import selected_tools
+from hybridrl.agents.tools.tool_session import ToolResult, ToolSession
+from hybridrl.chat.parsers.tool_parser import Call, FunctionCall, Parsed
+from hybridrl.chat.session_images import images_in
 from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.protocol.bookkeeping import taken
-from hybridrl.verdict import NoVerdict
+from hybridrl.scored import Unscored
 
 _UNREADABLE = "invalid_call"  # the name of a call that has none
 
@@ -100,7 +100,7 @@ class ToolAgentLoop(AgentLoopBase):
                 f"a tool set the extra field {own[0]!r}, which is the name of a column that the run itself uses; give "
                 "the field another name"
             )
-        unscored = [score for score in scores.values() if isinstance(score, NoVerdict)]
+        unscored = [score for score in scores.values() if isinstance(score, Unscored)]
         return AgentLoopOutput(
             data.prompt_ids,
             data.response_ids,

@@ -6,14 +6,14 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hybridrl.agents.side import in_thread
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.agents.session_executor import in_thread
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.errors import RolloutError
-from hybridrl.registry import TOOLS, Facts
+from hybridrl.registry import TOOLS, EntryMetadata
 from hybridrl.reward.score.gsm8k import compute_score
+from hybridrl.scored import UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
-from hybridrl.verdict import NoVerdictError
 
 T = TypeVar("T", bound="type[BaseTool]")
 
@@ -50,7 +50,7 @@ def register_tool(name: str) -> Callable[[T], T]:
     """Class decorator: `class_name: NAME` in `multi_turn.tool_config_path` is this tool."""
 
     def add(tool: T) -> T:
-        TOOLS.add(name, tool, Facts())
+        TOOLS.add(name, tool, EntryMetadata())
         return tool
 
     return add
@@ -197,7 +197,7 @@ class HttpSearch(BaseTool):
     one list per query. Further fields of a document are left out.
 
     Config: `retrieval_service_url`, `topk` (3), `timeout` (30 s), `attempts` (4). A request that fails is sent again. A
-    session whose search fails has no verdict: that the server is down or busy is no answer to the model. That it
+    session whose search fails has no score: that the server is down or busy is no answer to the model. That it
     refuses the queries (HTTP 400, 422) is one. The time of a search does not count against `tool_timeout_s`.
     """
 
@@ -235,7 +235,7 @@ class HttpSearch(BaseTool):
         except ServiceError as error:
             if error.status in _BAD_REQUEST:  # the model may ask otherwise
                 raise ValueError(f"search {error}") from error
-            raise NoVerdictError(error.reason, f"search {error}") from error
+            raise UnscoredError(error.reason, f"search {error}") from error
         return list(answer["result"])
 
 

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
-from hybridrl.chat.images import opened
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
+from hybridrl.chat.session_images import opened
 from hybridrl.errors import RolloutError
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils import clock
-from hybridrl.verdict import NoVerdictError, Reason
 
 _START_S = 60.0
 
@@ -36,7 +36,7 @@ class McpTool(BaseTool):
               start_timeout: 60
 
     A server is a command, with `args` and `env`, or a `url`. There is one connection to it, which all sessions share.
-    Where it ends, the sessions that wait for an answer have no verdict, and the next call opens another one.
+    Where it ends, the sessions that wait for an answer have no score, and the next call opens another one.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any, server: "_Server") -> None:
@@ -79,7 +79,7 @@ class McpTool(BaseTool):
         """Return the server's answer: text, and images if the policy reads them.
 
         Raises:
-            NoVerdictError: the connection has ended, or cannot be opened again.
+            UnscoredError: the connection has ended, or cannot be opened again.
         """
         parts = await self._server.call(self.name, parameters)
         images = [part for part in parts if part.type == "image" and self.model_reads_images]
@@ -121,14 +121,14 @@ class _Server:
         A call is sent once: the server may have done what it was asked for before the connection ended.
 
         Raises:
-            NoVerdictError: the connection has ended, or cannot be opened again.
+            UnscoredError: the connection has ended, or cannot be opened again.
         """
         try:
             with clock.stopped():
                 connection = await asyncio.to_thread(self._alive)
             return await asyncio.wrap_future(connection.call(name, parameters))
         except (_ConnectionEndedError, RolloutError) as error:
-            raise NoVerdictError(Reason.INFRA, f"MCP server {self._name}: {error}") from error
+            raise UnscoredError(Reason.INFRA, f"MCP server {self._name}: {error}") from error
 
     def _alive(self) -> "_Connection":
         with self._lock:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hybridrl.agents.side import in_thread
-from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.agents.session_executor import in_thread
 from hybridrl.agents.tools.builtin import register_tool
+from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
@@ -21,7 +21,7 @@ class PythonTool(BaseTool):
     url); `url`, of a server that speaks SandboxFusion's HTTP API and has its own limits besides `wall_s` and
     `memory_mb`; `allow_unisolated`, to run programs also where the kernel gives no namespaces. The time that a call
     waits for other programs does not count against `multi_turn.tool_timeout_s`. A sandbox that fails ends the session
-    without a verdict.
+    without a score.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
@@ -31,7 +31,7 @@ class PythonTool(BaseTool):
             self._limits = Limits(**limits)
         except TypeError:
             setting_names = ", ".join((*Limits.__dataclass_fields__, *_OWN))
-            raise RolloutError(f"python: config has {', '.join(limits)}; known are {setting_names}") from None
+            raise RolloutError(f"python: config has {', '.join(limits)}; choose from {setting_names}") from None
         self._sandbox = _sandbox(config, self._limits)
         try:
             reason = self._sandbox.check()

@@ -10,7 +10,7 @@ from typing import Any
 from ray import cloudpickle
 
 from hybridrl.agents.agents import Agents, make_agents
-from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.load_environments import load_environments
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
@@ -21,7 +21,7 @@ from hybridrl.registry import (
     INTERACTIONS,
     TOOL_PARSERS,
     TOOLS,
-    Facts,
+    EntryMetadata,
     Registry,
     import_external_lib,
 )
@@ -119,7 +119,7 @@ def agents_of(setup: SessionWorkerSetup) -> Agents:
     for number, name, data in setup.entries:
         entry, registry = cloudpickle.loads(data), _REGISTRIES[number]
         if name not in registry.objects:  # importing its module may have registered it
-            registry.add(name, entry, Facts())
+            registry.add(name, entry, EntryMetadata())
     tokenizer = tokenizer_of(policy.model) if setup.tokenizer is None else cloudpickle.loads(setup.tokenizer)
     agents = make_agents(config, tokenizer, setup.default, setup.names, setup.ends)
     if setup.environments is not None:

@@ -4,7 +4,7 @@ Importing this package imports all its modules and thereby registers the estimat
 """
 
 from hybridrl.algorithms.advantages.scan import rewards_to_go as rewards_to_go
-from hybridrl.algorithms.registry import import_modules
+from hybridrl.algorithms.algorithm_registry import import_modules
 
 _functions = import_modules(__name__, __path__, "compute_")
 globals().update(_functions)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import backwards, check_finite, check_same_shape, unit_interval
+from hybridrl.algorithms.algorithm_registry import register_adv_est
 from hybridrl.algorithms.functional import keep, masked_whiten, rounding_of, row_blocks
 from hybridrl.algorithms.groups import score_rounding
-from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 

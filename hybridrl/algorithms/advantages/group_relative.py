@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages.outcome import outcome_estimator
+from hybridrl.algorithms.advantages.outcome_rewards import outcome_estimator
+from hybridrl.algorithms.algorithm_registry import register_adv_est
 from hybridrl.algorithms.config_access import setting
 from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 
@@ -129,7 +129,7 @@ def _gdpo_components(
                 f"reward component {key!r} must hold one finite number a row, {len(rows)} in all; it has shape "
                 f"{tuple(values.shape)} and is missing, NaN or infinite in rows "
                 f"{bad.nonzero().squeeze(-1)[:8].tolist()}. A session that brings its reward along gives the "
-                "components in Verdict.extra."
+                "components in Scored.extra."
             )
         components.append(groups.levelled(values, rounding_of(values, torch.float32)))  # as a score is stored
     return components, weights

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import check_finite, rewards_to_go
+from hybridrl.algorithms.algorithm_registry import register_adv_est
 from hybridrl.algorithms.functional import keep, without_rounding
 from hybridrl.algorithms.groups import Groups, group_samples, score_rounding
-from hybridrl.algorithms.registry import register_adv_est
 
 
 def _energy(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
+from hybridrl.algorithms.algorithm_registry import register_adv_est
 from hybridrl.algorithms.config_access import number
 from hybridrl.algorithms.functional import keep, masked_whiten, rounding_of, without_rounding
 from hybridrl.algorithms.groups import Groups, levelled_scores, score_rounding, spread
-from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 

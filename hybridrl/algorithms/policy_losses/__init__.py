@@ -17,7 +17,7 @@ loss is a function of the tokens and its settings, decorated with `tokens.policy
   `covariance`.
 """
 
-from hybridrl.algorithms.registry import import_modules
+from hybridrl.algorithms.algorithm_registry import import_modules
 
 _functions = import_modules(__name__, __path__, "compute_policy_loss")
 globals().update(_functions)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import total_tokens_match
+from hybridrl.algorithms.algorithm_registry import register_policy_loss
 from hybridrl.algorithms.config_access import counts_of, setting
 from hybridrl.algorithms.functional import keep, masked_mean
 from hybridrl.algorithms.policy_losses.soft import reinforce
 from hybridrl.algorithms.policy_losses.tokens import Metrics
 from hybridrl.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
-from hybridrl.algorithms.registry import register_policy_loss
 from hybridrl.algorithms.rollout_correction.apply import LOSS_TYPES, correction_settings
+from hybridrl.algorithms.rollout_correction.importance_weights import bounded_weights, raw_weights, weights_mean
 from hybridrl.algorithms.rollout_correction.rejection import accepted, parse_rs_options, statistic
 from hybridrl.algorithms.rollout_correction.thresholds import ROOT, parse_is_threshold, parse_rs_thresholds, safe
-from hybridrl.algorithms.rollout_correction.weights import bounded_weights, raw_weights, weights_mean
 from hybridrl.algorithms.sequences import Sequences, WholeSequences, sequences_of
 from hybridrl.errors import AlgorithmError
 
@@ -31,7 +31,7 @@ def _settings(config: Any) -> tuple[dict[str, Any], str]:
     correction = setting(config, "policy_loss.rollout_correction", None, who="policy loss bypass_mode")
     loss_type = setting(correction, "loss_type", "ppo_clip", who="policy loss bypass_mode", root=ROOT)
     if loss_type not in LOSS_TYPES:
-        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; known are {', '.join(LOSS_TYPES)}.")
+        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; choose from {', '.join(LOSS_TYPES)}.")
     return correction_settings(correction), loss_type
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import agg_loss, total_tokens_match
+from hybridrl.algorithms.algorithm_registry import PolicyLossFn, PrepareFn, register_policy_loss
 from hybridrl.algorithms.config_access import counts_of, read_settings
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.registry import PolicyLossFn, PrepareFn, register_policy_loss
 from hybridrl.algorithms.sequences import Sequences, sequences_of
 from hybridrl.errors import AlgorithmError
 from hybridrl.settings import key
@@ -160,8 +160,8 @@ def policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of the settings that it reads, from `actor.policy_loss` unless a field's `path` names
             another place; without it the function takes only the tokens.
-        needs: see `hybridrl.registry.LossFacts`; these fields are in `tokens.more`.
-        requires: see `hybridrl.registry.LossFacts`.
+        needs: see `hybridrl.registry.LossMetadata`; these fields are in `tokens.more`.
+        requires: see `hybridrl.registry.LossMetadata`.
         prepare: see `register_policy_loss`; its result is `tokens.prepared`.
         loss_agg_mode: the default for a call without one. A run always sets it.
         weighs_itself: whether the function multiplies by `tokens.weights` itself.

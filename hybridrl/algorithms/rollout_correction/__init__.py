@@ -11,6 +11,10 @@ from hybridrl.algorithms.rollout_correction.apply import (
     compute_rollout_correction_and_rejection_mask,
     effective_loss_mode,
 )
+from hybridrl.algorithms.rollout_correction.importance_weights import (
+    compute_is_metrics,
+    compute_rollout_correction_weights,
+)
 from hybridrl.algorithms.rollout_correction.mismatch import (
     check_probe,
     compute_offpolicy_metrics,
@@ -24,7 +28,6 @@ from hybridrl.algorithms.rollout_correction.rejection import (
     compute_rs_metrics,
 )
 from hybridrl.algorithms.rollout_correction.thresholds import SAFETY_BOUND
-from hybridrl.algorithms.rollout_correction.weights import compute_is_metrics, compute_rollout_correction_weights
 
 __all__ = [
     "PRESETS",

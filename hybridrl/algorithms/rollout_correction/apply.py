@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hybridrl.algorithms.config_access import has_setting, setting
+from hybridrl.algorithms.rollout_correction.importance_weights import compute_rollout_correction_weights
 from hybridrl.algorithms.rollout_correction.mismatch import compute_offpolicy_metrics
 from hybridrl.algorithms.rollout_correction.rejection import compute_rollout_rejection_mask
 from hybridrl.algorithms.rollout_correction.thresholds import ROOT, check_same_shape, require_tokens
-from hybridrl.algorithms.rollout_correction.weights import compute_rollout_correction_weights
 from hybridrl.errors import AlgorithmError
 from hybridrl.registry import POLICY_LOSSES
 
@@ -152,8 +152,8 @@ def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
         return loss_mode
     loss_type = setting(rollout_corr_config, "loss_type", "ppo_clip", who="bypass mode", root=ROOT)
     if loss_type not in LOSS_TYPES:
-        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; known are {', '.join(LOSS_TYPES)}.")
-    if loss_mode != DEFAULT_LOSS and not POLICY_LOSSES.facts(loss_mode).samplers_old:
+        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; choose from {', '.join(LOSS_TYPES)}.")
+    if loss_mode != DEFAULT_LOSS and not POLICY_LOSSES.metadata(loss_mode).samplers_old:
         raise AlgorithmError(
             f"{ROOT}.bypass_mode=True replaces the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode is "
             f"{loss_mode!r}. Leave it at {DEFAULT_LOSS}, or turn bypass_mode off."

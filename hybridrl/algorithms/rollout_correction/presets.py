@@ -70,11 +70,11 @@ def rollout_correction_preset(name: str, make: Callable[..., Any] = RolloutCorre
         AlgorithmError: a name or key is unknown.
     """
     if name not in PRESETS:
-        raise AlgorithmError(f"rollout-correction preset {name!r} is unknown; known are {', '.join(PRESETS)}.")
+        raise AlgorithmError(f"rollout-correction preset {name!r} is unknown; choose from {', '.join(PRESETS)}.")
     unknown = sorted(set(overrides) - set(RolloutCorrection.__dataclass_fields__))
     if unknown:
         raise AlgorithmError(
-            f"rollout-correction settings {unknown} are unknown; known are "
+            f"rollout-correction settings {unknown} are unknown; choose from "
             f"{', '.join(RolloutCorrection.__dataclass_fields__)}."
         )
     return make(**{**PRESETS[name], **overrides})

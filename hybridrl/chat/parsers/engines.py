@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.chat.parsers.base import ABOUT_CALLS, Call, MalformedCall, Parsed, ToolParser, without_thoughts
+from hybridrl.chat.parsers.tool_parser import ABOUT_CALLS, Call, MalformedCall, Parsed, ToolParser, without_thoughts
 
 
 class EngineParser(ToolParser):

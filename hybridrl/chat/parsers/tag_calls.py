@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.chat.parsers.base import (
+from hybridrl.chat.parsers.tool_parser import (
     Call,
     FunctionCall,
     MalformedCall,

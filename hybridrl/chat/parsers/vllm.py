@@ -4,8 +4,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.chat.parsers.base import Call, with_arguments
 from hybridrl.chat.parsers.engines import EngineParser
+from hybridrl.chat.parsers.tool_parser import Call, with_arguments
 from hybridrl.errors import RolloutError
 
 

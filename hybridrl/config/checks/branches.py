@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.config.own_settings import read_own
 from hybridrl.config.roles import ROLES
-from hybridrl.config.schema.needs import Unmet
+from hybridrl.config.schema.conditions import Unmet
 from hybridrl.config.schema.reward import RewardPartConfig
 from hybridrl.config.schema.root import EvaluationConfig, PPOTrainerConfig, RootConfig
 from hybridrl.config.teachers import teachers_of
@@ -24,13 +24,13 @@ class ConfigBranch:
     Attributes:
         where: its name in the tree; empty for the whole tree.
         value: the settings.
-        given: the values that were set; None for the whole tree, where the defaults tell.
+        raw: the values that were set; None for the whole tree, where the defaults tell.
         unused: why nothing reads it; None where something does.
     """
 
     where: str
     value: Any
-    given: Mapping[str, Any] | None = None
+    raw: Mapping[str, Any] | None = None
     unused: Unmet | None = None
 
     @property
@@ -40,7 +40,7 @@ class ConfigBranch:
 
     @property
     def prefix(self) -> str:
-        """What the names of its settings begin with."""
+        """The prefix of its settings' names."""
         return f"{self.where}." if self.where else ""
 
     def lookup(self, config: RootConfig, name: str) -> Any:
@@ -51,7 +51,7 @@ class ConfigBranch:
 
     def sets(self, path: str) -> bool:
         """Whether a setting of this branch was set; always true in the whole tree."""
-        return self.given is None or value_at(self.given, path) is not ...
+        return self.raw is None or value_at(self.raw, path) is not ...
 
 
 def value_at(config: Any, name: str) -> Any:
@@ -71,17 +71,17 @@ def branches(config: RootConfig) -> Iterator[ConfigBranch]:
         yield from _of_manager(config)
         yield from _of_teachers(config)
     if isinstance(config, PPOTrainerConfig | EvaluationConfig):
-        for name, given in config.reward.functions.items():
-            yield from _read(RewardPartConfig, given, f"reward.functions.{name}", config)
+        for name, raw in config.reward.functions.items():
+            yield from _read(RewardPartConfig, raw, f"reward.functions.{name}", config)
 
 
 def _read(
-    settings: type, given: Any, where: str, config: RootConfig, unused: Unmet | None = None
+    settings: type, raw: Any, where: str, config: RootConfig, unused: Unmet | None = None
 ) -> Iterator[ConfigBranch]:
-    if isinstance(given, Mapping):
-        value, faults = read_own(settings, given, f"{where}.", config)
+    if isinstance(raw, Mapping):
+        value, faults = read_own(settings, raw, f"{where}.", config)
         if value is not None and not faults:
-            yield ConfigBranch(where, value, given, unused)
+            yield ConfigBranch(where, value, raw, unused)
 
 
 def _of_roles(config: PPOTrainerConfig) -> Iterator[ConfigBranch]:

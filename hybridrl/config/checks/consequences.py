@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hybridrl.config.checks.distillation import distillation_notices
+from hybridrl.config.checks.check_distillation import distillation_notices
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.root import PPOTrainerConfig, RootConfig
 from hybridrl.registry import ADV_ESTIMATORS
@@ -18,7 +18,7 @@ def consequences(config: RootConfig) -> Iterator[str]:
 
 def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
     name, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
-    if ADV_ESTIMATORS.facts(name).compares_samples and rollout.n == 1:
+    if ADV_ESTIMATORS.metadata(name).compares_samples and rollout.n == 1:
         yield (
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1: "
             "without others to compare with, there is no baseline and each response is reinforced by its own score. "

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.checks.branches import ConfigBranch, branches, value_at
 from hybridrl.config.output import as_dict
-from hybridrl.config.schema.needs import Condition, Needs, Unmet, conditions
+from hybridrl.config.schema.conditions import Condition, Conditions, Unmet, conditions
 from hybridrl.config.schema.node import Follow, ValueLimits, default_of, default_tree, is_group
 from hybridrl.config.schema.root import ROOTS, RootConfig
 from hybridrl.config.verl.tables import idle_notices
@@ -44,7 +44,7 @@ class Idle:
     """Settings that cannot act for one reason.
 
     Attributes:
-        because, remedy: see `hybridrl.config.schema.needs.Unmet`.
+        because, remedy: see `hybridrl.config.schema.conditions.Unmet`.
         settings: each with its value.
     """
 
@@ -55,10 +55,10 @@ class Idle:
     def text(self) -> str:
         """The sentences for the user."""
         several = len(self.settings) > 1
-        shown = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        assignments = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         remedy = f"{self.remedy[:1].upper()}{self.remedy[1:]}, or remove" if self.remedy else "Remove"
         return (
-            f"{shown} {'have' if several else 'has'} no effect, because {self.because}. {remedy} "
+            f"{assignments} {'have' if several else 'has'} no effect, because {self.because}. {remedy} "
             f"{'them' if several else 'it'}"
         )
 
@@ -70,21 +70,21 @@ def check_idle(config: RootConfig, others: Sequence[str] = ()) -> tuple[list[str
         others: faults that were found already; what one of them begins with is not reported twice.
     """
     reported = {name for fault in others for name in fault.split("=")[0].split(":")[:1]}
-    found: dict[tuple[str, str, bool], Idle] = {}
+    by_reason: dict[tuple[str, str, bool], Idle] = {}
     for branch in branches(config):
         for key, value, unmet in _idle_in(branch, config, reported):
             noticed = _is_noticed(type(config), key)
             reason = Idle(unmet.because, unmet.remedy)
-            settings = found.setdefault((unmet.because, unmet.remedy, noticed), reason).settings
+            settings = by_reason.setdefault((unmet.because, unmet.remedy, noticed), reason).settings
             settings[key] = str(value)
-    faults = [idle.text() for (_, _, noticed), idle in found.items() if not noticed]
-    return faults, [idle.text() for (_, _, noticed), idle in found.items() if noticed]
+    faults = [idle.text() for (_, _, noticed), idle in by_reason.items() if not noticed]
+    return faults, [idle.text() for (_, _, noticed), idle in by_reason.items() if noticed]
 
 
 def _idle_in(branch: ConfigBranch, config: RootConfig, reported: Collection[str]) -> Iterator[tuple[str, Any, Unmet]]:
     """Yield the settings of a branch that cannot act: name, value and the first reason."""
     if branch.unused is not None:
-        yield from ((f"{branch.prefix}{name}", value, branch.unused) for name, value in (branch.given or {}).items())
+        yield from ((f"{branch.prefix}{name}", value, branch.unused) for name, value in (branch.raw or {}).items())
         return
     own_data = value_at(config, "data.custom_cls.path") not in (..., None)  # such a class may read any setting of data
     tree: dict[str, Any] | None = None
@@ -120,7 +120,7 @@ def conditional(cls: type, prefix: str = "") -> tuple[Conditional, ...]:
 
 
 def _conditional(
-    cls: type, prefix: str, outer: tuple[tuple[Condition, str], ...], inner: Mapping[str, Needs] | None = None
+    cls: type, prefix: str, outer: tuple[tuple[Condition, str], ...], inner: Mapping[str, Conditions] | None = None
 ) -> Iterator[Conditional]:
     group = prefix[:-1]
     for item in dataclasses.fields(cls):

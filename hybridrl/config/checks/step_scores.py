@@ -27,8 +27,8 @@ def check_step_scores(config: PPOTrainerConfig) -> Iterator[str]:
             f"{_PART}.max_length={part.max_length} with {where}.enable=True: steps that are cut off would have no "
             "score; remove it, and bound responses by data.max_response_length"
         )
-    if TRAIN_ENGINES.knows(part.strategy) and "step_model" not in TRAIN_ENGINES.facts(part.strategy).model_types:
-        able = [name for name in TRAIN_ENGINES.names() if "step_model" in TRAIN_ENGINES.facts(name).model_types]
+    if TRAIN_ENGINES.knows(part.strategy) and "step_model" not in TRAIN_ENGINES.metadata(part.strategy).model_types:
+        able = [name for name in TRAIN_ENGINES.names() if "step_model" in TRAIN_ENGINES.metadata(name).model_types]
         yield (
             f"{_PART}.strategy={part.strategy} with {where}.enable=True: this engine computes no classifiers of steps; "
             f"set it to {' or '.join(able)}"

@@ -44,8 +44,8 @@ def _check_data(config: SupervisedConfig) -> Iterator[str]:
 
 def _check_conversations(data: SFTDataConfig) -> Iterator[str]:
     if (data.prompt_key is None) != (data.response_key is None):
-        given = "prompt_key" if data.prompt_key else "response_key"
-        yield f"data.{given}={data[given]} alone: set data.prompt_key and data.response_key, or neither for messages"
+        name = "prompt_key" if data.prompt_key else "response_key"
+        yield f"data.{name}={data[name]} alone: set data.prompt_key and data.response_key, or neither for messages"
 
 
 def _check_sizes(config: SupervisedConfig) -> Iterator[str]:
@@ -73,11 +73,13 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
     """Check that the objective is of this program, and that it reads what is set."""
     group, settings = config.objective_group, config.objective
     name = settings.loss_type
-    facts, chosen = OBJECTIVES.facts(name), f"{group}.loss_type={name}"
+    facts, setting = OBJECTIVES.metadata(name), f"{group}.loss_type={name}"
     tree = OBJECTIVE_KINDS[facts.kind]
     if tree != f"{group}_trainer":
-        others = [other for other in OBJECTIVES.names() if OBJECTIVE_KINDS[OBJECTIVES.facts(other).kind][:-8] == group]
-        yield f"{chosen} is an objective of {_PROGRAMS[tree]}; here there are {', '.join(others)}"
+        others = [
+            other for other in OBJECTIVES.names() if OBJECTIVE_KINDS[OBJECTIVES.metadata(other).kind][:-8] == group
+        ]
+        yield f"{setting} is an objective of {_PROGRAMS[tree]}; choose from {', '.join(others)}"
         return
     if isinstance(settings, DPOConfig) and facts.reference and settings.reference == "adapter":
         if not config.model.adapted:
@@ -90,9 +92,13 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
                 f"{group}.reference=adapter with model.lora_adapter_path={config.model.lora_adapter_path}: the model "
                 f"before training has that adapter, so without it the model is another one; set {group}.reference=cache"
             )
-    kinds = TRAIN_ENGINES.facts(config.engine.strategy).model_types
+    kinds = TRAIN_ENGINES.metadata(config.engine.strategy).model_types
     if facts.kind == "scores" and "reward_model" not in kinds:
-        able = [one for one in TRAIN_ENGINES.names() if "reward_model" in TRAIN_ENGINES.facts(one).model_types]
+        able = [
+            strategy
+            for strategy in TRAIN_ENGINES.names()
+            if "reward_model" in TRAIN_ENGINES.metadata(strategy).model_types
+        ]
         yield (
             f"engine.strategy={config.engine.strategy} trains {', '.join(kinds)} and no reward_model; set it to "
             f"{' or '.join(able)}"

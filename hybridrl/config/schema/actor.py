@@ -3,7 +3,8 @@
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import AnyNeed, among, any_of, entry, fact, off, on
 from hybridrl.config.schema.engine import (
     CheckpointConfig,
     FSDPConfig,
@@ -14,7 +15,6 @@ from hybridrl.config.schema.engine import (
     strategy_key,
 )
 from hybridrl.config.schema.megatron import MegatronConfig
-from hybridrl.config.schema.needs import AnyNeed, among, any_of, entry, fact, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.errors import ConfigError
@@ -170,7 +170,7 @@ class ActorConfig(ConfigNode):
     tau_pos: float = key(1.0, "sapo: temperature for positive advantages", gt=0, needs=_loss("sapo"))
     tau_neg: float = key(1.05, "sapo: temperature for negative advantages", gt=0, needs=_loss("sapo"))
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
-    loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=names.LOSS_AGG_MODES)
+    loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=choices.LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None,
         "divisor of seq-mean-token-sum-norm; null: rollout.response_length",
@@ -186,7 +186,9 @@ class ActorConfig(ConfigNode):
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss", needs=_OWN_LOSS)
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, needs=on(".use_kl_loss"))
-    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=names.KL_PENALTIES, needs=on(".use_kl_loss"))
+    kl_loss_type: str = key(
+        "low_var_kl", "estimator of that KL", choices=choices.KL_PENALTIES, needs=on(".use_kl_loss")
+    )
     recompute_old_log_prob: str = key(
         "auto",
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, entry, fact, is_set, off, on
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import A_CRITIC, above, among, any_of, entry, fact, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -47,7 +47,7 @@ class RolloutCorrectionConfig(ConfigNode):
         None, "threshold of rejection: lo_hi for k1, an upper bound for k2 and k3", needs=is_set(".rollout_rs")
     )
     bypass_mode: bool = key(False, "use the sampler's log-probabilities as the old ones")
-    loss_type: str = key("ppo_clip", "the loss in bypass mode", choices=names.BYPASS_LOSSES, needs=on(".bypass_mode"))
+    loss_type: str = key("ppo_clip", "the loss in bypass mode", choices=choices.BYPASS_LOSSES, needs=on(".bypass_mode"))
     probe_threshold: float | None = key(
         0.2, "mean |log pi_train - log pi_rollout| of the first step above which the run is stopped; null: never", gt=0
     )
@@ -82,10 +82,12 @@ _OF_MISSING = (
 class MissingConfig(ConfigNode):
     """`algorithm.missing`: samples without a reward, by the reason why they have none; they never count as 0."""
 
-    infra: str = key("refill", f"a session, server or process failed. {_OF_MISSING}", choices=names.ON_MISSING)
-    timeout: str = key("refill", "something took longer than its limit; as infra", choices=names.ON_MISSING)
-    grading: str = key("refill", "the scorer could not judge the sample; as infra", choices=names.ON_MISSING)
-    dropped: str = key("drop", "a loop, environment or filter left the sample out; as infra", choices=names.ON_MISSING)
+    infra: str = key("refill", f"a session, server or process failed. {_OF_MISSING}", choices=choices.ON_MISSING)
+    timeout: str = key("refill", "something took longer than its limit; as infra", choices=choices.ON_MISSING)
+    grading: str = key("refill", "the scorer could not judge the sample; as infra", choices=choices.ON_MISSING)
+    dropped: str = key(
+        "drop", "a loop, environment or filter left the sample out; as infra", choices=choices.ON_MISSING
+    )
     max_refills: int = key(
         3,
         "times that one sample is generated again; then it leaves its group",
@@ -116,7 +118,7 @@ class PFPPOConfig(ConfigNode):
     """`algorithm.pf_ppo`: policy filtration, which draws rows by their reward."""
 
     reweight_method: str = key(
-        "pow", "how the probability of drawing a row depends on its score", choices=names.PF_PPO_METHODS
+        "pow", "how the probability of drawing a row depends on its score", choices=choices.PF_PPO_METHODS
     )
     weight_pow: float = key(2.0, "pow: by |score| to this power", gt=0, needs=among(".reweight_method", "pow"))
 
@@ -196,13 +198,13 @@ class AlgorithmConfig(ConfigNode):
         "none",
         "batch, running: a sequence's score minus the mean and divided by the standard deviation of the batch, of the "
         "run so far",
-        choices=names.REWARD_NORMS,
+        choices=choices.REWARD_NORMS,
     )
     clip_rewards: float | None = key(
         None, "then clip a sequence's score to plus or minus this; null: no clipping", gt=0
     )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = key("kl", "estimator of that KL", choices=names.KL_PENALTIES, needs=on(".use_kl_in_reward"))
+    kl_penalty: str = key("kl", "estimator of that KL", choices=choices.KL_PENALTIES, needs=on(".use_kl_in_reward"))
     kl_ctrl: KLControlConfig = group(KLControlConfig, needs=on(".use_kl_in_reward"))
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

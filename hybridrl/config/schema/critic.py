@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
+from hybridrl.config.schema.conditions import among, off, on
 from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import among, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 
@@ -74,7 +74,7 @@ class CriticConfig(ConfigNode):
         "token-mean",
         "how token losses are aggregated",
         follows="${oc.select:actor_rollout_ref.actor.loss_agg_mode,token-mean}",
-        choices=names.LOSS_AGG_MODES,
+        choices=choices.LOSS_AGG_MODES,
     )
     loss_scale_factor: float | None = key(
         None,

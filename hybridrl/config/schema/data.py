@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import above, among, any_of, fact, is_not_set, is_set, off, on
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import above, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
@@ -37,7 +37,7 @@ class SamplerConfig(ConfigNode):
 
 @dataclass
 class PromptConfig(ConfigNode):
-    """How rows become prompts, for training and for generation."""
+    """Settings that turn rows into prompts, for training and for generation."""
 
     prompt_key: str = key("prompt", "column of the prompts: chat messages, or text, which becomes a user message")
     system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
@@ -48,7 +48,7 @@ class PromptConfig(ConfigNode):
         "error",
         "what a last turn of the assistant in a prompt is: error: refused; ground_truth: taken out of the prompt, and "
         "the ground truth of the reward; continue: the beginning of the response, which the model goes on with",
-        choices=names.LAST_ASSISTANT_TURN,
+        choices=choices.LAST_ASSISTANT_TURN,
     )
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
     video_key: str = key("videos", "column of the videos, likewise")
@@ -71,7 +71,7 @@ class PromptConfig(ConfigNode):
     truncation: str = key(
         "error",
         "what happens to an overlong prompt that was not dropped",
-        choices=names.TRUNCATIONS,
+        choices=choices.TRUNCATIONS,
         needs=off(".filter_overlong_prompts"),
     )
     shuffle: bool = key(
@@ -134,7 +134,7 @@ class DataConfig(PromptConfig):
 
 @dataclass
 class SupervisedDataConfig(ConfigNode):
-    """What `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
+    """Settings that `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
 
     train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
     val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import PartNeed, above, fact, is_set, on
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import MegatronConfig
-from hybridrl.config.schema.needs import PartNeed, above, fact, is_set, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES
@@ -36,8 +36,8 @@ class TeacherInferenceConfig(ServingConfig):
     dtype: str | None = key(  # type: ignore[assignment]  # null is a value of this one only
         None,
         "dtype of the computation; null: distillation.fsdp_config.dtype, of an inference engine auto",
-        choices=(*names.DTYPES, "auto", "float16"),
-        synonyms=names.DTYPE_SYNONYMS,
+        choices=(*choices.DTYPES, "auto", "float16"),
+        synonyms=choices.DTYPE_SYNONYMS,
     )
     temperature: float | None = key(
         None, "what the teacher's logits are divided by; null: actor_rollout_ref.rollout.temperature", gt=0
@@ -139,8 +139,10 @@ class DistillationConfig(ConfigNode):
     @property
     def computes_teachers(self) -> bool:
         """Whether a training engine computes the teachers: no inference engine serves them."""
-        given = [teacher.get("inference") for teacher in self.teacher_models.values() if isinstance(teacher, Mapping)]
-        return not any(isinstance(inference, Mapping) and inference.get("name") for inference in given)
+        inference_groups = [
+            teacher.get("inference") for teacher in self.teacher_models.values() if isinstance(teacher, Mapping)
+        ]
+        return not any(isinstance(inference, Mapping) and inference.get("name") for inference in inference_groups)
 
     @property
     def has_several_teachers(self) -> bool:
@@ -149,5 +151,5 @@ class DistillationConfig(ConfigNode):
 
     @property
     def reads(self) -> str:
-        """What the loss reads, see `hybridrl.registry.DistillationFacts`."""
-        return DISTILLATION_LOSSES.facts(self.distillation_loss.loss_mode).reads
+        """The tensors that the loss reads, see `hybridrl.registry.DistillationMetadata`."""
+        return DISTILLATION_LOSSES.metadata(self.distillation_loss.loss_mode).reads

@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import LEARNS, Need, Needs, above, among, any_of, is_not_set, not_among, on
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import LEARNS, Conditions, Need, above, among, any_of, is_not_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
 
-def strategy_key(follows: str | None = None, needs: Needs | None = None) -> Any:
+def strategy_key(follows: str | None = None, needs: Conditions | None = None) -> Any:
     """Declare the choice of a training engine."""
     return key(
         "fsdp2",
         "training engine; fsdp means fsdp2",
         follows=follows,
         registry=TRAIN_ENGINES,
-        later=names.STRATEGIES_LATER,
-        synonyms=names.STRATEGY_SYNONYMS,
+        later=choices.STRATEGIES_LATER,
+        synonyms=choices.STRATEGY_SYNONYMS,
         needs=needs,
     )
 
@@ -43,7 +43,7 @@ def chunking_key(follows: str | None = None) -> Any:
     )
 
 
-def chunk_size_key(follows: str | None = None, needs: Needs | None = None) -> Any:
+def chunk_size_key(follows: str | None = None, needs: Conditions | None = None) -> Any:
     """Declare that limit."""
     return key(
         2048,
@@ -66,7 +66,7 @@ class WrapPolicyConfig(ConfigNode):
 
 @dataclass
 class EngineConfig(ConfigNode):
-    """What every training engine has."""
+    """Settings of every training engine."""
 
     #: the setting that says how many ranks share each sequence
     sequence_shared_by: ClassVar[str]
@@ -77,9 +77,9 @@ class EngineConfig(ConfigNode):
     dtype: str = key(
         "auto",
         "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=names.DTYPES,
-        later=names.DTYPES_LATER,
-        synonyms=names.DTYPE_SYNONYMS,
+        choices=choices.DTYPES,
+        later=choices.DTYPES_LATER,
+        synonyms=choices.DTYPE_SYNONYMS,
     )
     forward_only: bool = key(False, "no gradients, no optimizer")
     seed: int = key(42, "seed of each rank's random numbers", ge=0)
@@ -107,7 +107,7 @@ class FSDPConfig(EngineConfig):
     reshard_after_forward: bool = key(True, "free gathered weights after the forward pass and gather them again")
     forward_prefetch: bool = key(False, "gather the next block's weights while the current one computes")
     model_dtype: str = key(
-        "float32", "dtype of the master weights", choices=names.DTYPES, synonyms=names.DTYPE_SYNONYMS
+        "float32", "dtype of the master weights", choices=choices.DTYPES, synonyms=choices.DTYPE_SYNONYMS
     )
     router_aux_loss_coef: float = key(
         0.0,
@@ -131,7 +131,7 @@ class OptimConfig(ConfigNode):
     optimizer: str = key(
         "AdamW",
         "class name in `optimizer_impl`; Muon: with AdamW for everything but hidden matrices; adam means AdamW",
-        synonyms=names.OPTIMIZER_SYNONYMS,
+        synonyms=choices.OPTIMIZER_SYNONYMS,
     )
     optimizer_impl: str = key(
         "torch.optim",
@@ -148,7 +148,7 @@ class OptimConfig(ConfigNode):
     )
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
     clip_grad: float = key(1.0, "maximum global gradient norm", gt=0)
-    lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=names.LR_SCHEDULERS)
+    lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=choices.LR_SCHEDULERS)
     lr_warmup_steps: int = key(
         -1, "training steps of linear warm-up; 0 or less, or null: lr_warmup_steps_ratio decides", means=((None, -1),)
     )
@@ -192,13 +192,13 @@ class CheckpointConfig(ConfigNode):
     """`actor.checkpoint`, `critic.checkpoint`, and `checkpoint` of supervised fine-tuning."""
 
     save_contents: list[str] = key(
-        ["model", "optimizer", "extra", "hf_model"], "content of a checkpoint", choices=names.CHECKPOINT_CONTENTS
+        ["model", "optimizer", "extra", "hf_model"], "content of a checkpoint", choices=choices.CHECKPOINT_CONTENTS
     )
     load_contents: list[str] = key(
         ["model", "optimizer", "extra", "hf_model"],
         "content that is loaded on resume; hf_model is for other programs and is never loaded",
         follows="${.save_contents}",
-        choices=names.CHECKPOINT_CONTENTS,
+        choices=choices.CHECKPOINT_CONTENTS,
     )
     async_save: bool = key(
         False, "copy the state to main memory and write it while training goes on; the next save waits for it"

@@ -2,7 +2,7 @@
 
 The name is that of a reader in `hybridrl.registry.MAPPING_READERS`: a function that knows what takes the entries, such
 as the configuration class of the model, and yields a sentence for each entry that is not taken. One check calls them
-all (`hybridrl.config.checks.mappings`).
+all (`hybridrl.config.checks.check_mappings`).
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hybridrl.config.schema.conditions import LEARNS, above, on
 from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
-from hybridrl.config.schema.needs import LEARNS, above, on
 from hybridrl.config.schema.node import key
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import Need, above, entry, is_not_set, on
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import Need, above, entry, is_not_set, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
@@ -81,7 +81,7 @@ class ModelConfig(ConfigNode):
         "full",
         "fsdp2: what gradient checkpointing computes again. full: whole layers; selective: what is cheap, while "
         "results of linear layers and fused attention are kept (more memory, less to compute)",
-        choices=names.RECOMPUTE_GRANULARITIES,
+        choices=choices.RECOMPUTE_GRANULARITIES,
         needs=(on(".enable_gradient_checkpointing"), _fsdp2("..")),
     )
     enable_activation_offload: bool = key(

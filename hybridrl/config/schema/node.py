@@ -82,8 +82,8 @@ class Follow:
 def group(cls: type, meaning: str = "", *, needs: Any = None, inner: Any = None, **changed: Any) -> Any:
     """Declare a sub-group of type `cls`, with the defaults in `changed` in place of the class's own (or `Follow`s).
 
-    `needs` is what each of its settings depends on, see `hybridrl.config.schema.needs`. An empty tuple: nothing, not
-    even what the groups around it need. `inner` has further conditions by the name of a setting of the group.
+    `needs` has the conditions of each of its settings, see `hybridrl.config.schema.conditions`. An empty tuple: none,
+    not even those of the groups around it. `inner` has further conditions by the name of a setting of the group.
     """
     plain = {name: value.value if isinstance(value, Follow) else value for name, value in changed.items()}
 
@@ -130,11 +130,11 @@ def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[st
 
 def declared(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
     """Every setting below `cls` by its dotted key; sub-groups are traversed, a free-form mapping is one setting."""
-    found: dict[str, dataclasses.Field[Any]] = {}
+    fields: dict[str, dataclasses.Field[Any]] = {}
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}"
         if is_group(field):
-            found.update(declared(field.type, f"{name}."))  # type: ignore[arg-type]
+            fields.update(declared(field.type, f"{name}."))  # type: ignore[arg-type]
         else:
-            found[name] = field
-    return found
+            fields[name] = field
+    return fields

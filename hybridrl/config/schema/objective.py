@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema.needs import FactNeed, fact
+from hybridrl.config.schema.conditions import FactNeed, fact
 from hybridrl.config.schema.node import ConfigNode, key
 from hybridrl.registry import OBJECTIVES
 
@@ -16,7 +16,7 @@ def _read(name: str) -> FactNeed:
 
 @dataclass
 class ObjectiveConfig(ConfigNode):
-    """What `sft`, `dpo` and `rm` share: the name of an objective; `hybridrl.workers.objectives` registers them."""
+    """Settings that `sft`, `dpo` and `rm` share: the name of an objective of `hybridrl.workers.objectives`."""
 
     loss_type: str = key("nll", "objective")
 

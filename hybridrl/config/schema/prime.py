@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
+from hybridrl.config.schema.conditions import off, on
 from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 

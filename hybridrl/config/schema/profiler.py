@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema.needs import PartNeed, among, any_of, is_set, off, on
+from hybridrl.config.schema.conditions import PartNeed, among, any_of, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 TOOLS = ("torch", "torch_memory", "nsys")

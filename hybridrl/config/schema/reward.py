@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
+from hybridrl.config.schema.conditions import Condition, PartNeed, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import Condition, PartNeed, among, any_of, fact, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import REWARD_MANAGERS
@@ -289,7 +289,7 @@ class JudgeConfig(ConfigNode):
     attempts: int = key(4, "how often a request that fails is sent", gt=0, needs=is_set(".url"))
     timeout_s: float = key(
         120.0,
-        "seconds for the verdict on a response, with all attempts; with enable: for template and parse each, because "
+        "seconds for the score of a response, with all attempts; with enable: for template and parse each, because "
         "the engine has limits of its own",
         gt=0,
         needs=_A_JUDGE,
@@ -414,7 +414,7 @@ class RewardConfig(ScoringConfig):
         "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
         "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
         "batch_size, attempts, token_env; steps: separator, weight",
-        read_by=Unchecked("hybridrl.config.checks.run has the manager read them"),
+        read_by=Unchecked("hybridrl.config.checks.check_run has the manager read them"),
     )
     on_error: str | None = key(
         None,
@@ -437,7 +437,7 @@ class RewardConfig(ScoringConfig):
     def runs_functions(self) -> bool:
         """Whether reward functions run; otherwise the reward model or the sessions themselves score."""
         manager = self.reward_manager
-        if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+        if manager.source == "register" and not REWARD_MANAGERS.metadata(manager.name).runs_functions:
             return False
         named = bool(self.functions) or self.custom_reward_function.path is not None
         how = self.reward_model.combine

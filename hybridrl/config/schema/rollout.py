@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.mappings import Unchecked
-from hybridrl.config.schema.needs import (
+from hybridrl.config.schema.conditions import (
     SESSIONS,
     TRAINS,
     Condition,
@@ -22,6 +21,7 @@ from hybridrl.config.schema.needs import (
     off,
     on,
 )
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import AGENT_LOOPS, INFERENCE_ENGINES, TOOL_PARSERS, TRACES, is_endpoint
 
@@ -31,12 +31,14 @@ _LOOP = f"{_AGENT}.default_agent_loop"
 
 def _loops(because: str, remedy: str, needs: FactNeed) -> Explained:
     """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
-    chosen = Explained((is_set(_LOOP), needs), "")
+    by_setting = Explained((is_set(_LOOP), needs), "")
     also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
     if "environments" not in needs.values and "gateway" not in needs.values:
         also = (*also, Explained((is_not_set(_LOOP), on("actor_rollout_ref.rollout.multi_turn.enable")), ""))
     return Explained(
-        any_of(chosen, also=also), f"{because}, unless rows name one in the column agent_name", f"set {_LOOP}={remedy}"
+        any_of(by_setting, also=also),
+        f"{because}, unless rows name one in the column agent_name",
+        f"set {_LOOP}={remedy}",
     )
 
 
@@ -267,7 +269,7 @@ class MultiTurnConfig(ConfigNode):
     tool_timeout_s: float = key(
         60.0,
         "seconds that a tool or a simulated user may take for a call; then the model gets an error, or the session has "
-        "no verdict",
+        "no score",
         gt=0,
         needs=_WITH_TOOLS,
     )
@@ -322,7 +324,7 @@ class AgentConfig(ConfigNode):
     )
     environment_timeout_s: float = key(
         60.0,
-        "seconds that reset or step of an environment may take; then its session has no verdict",
+        "seconds that reset or step of an environment may take; then its session has no score",
         gt=0,
         needs=_ENVIRONMENT,
     )
@@ -420,7 +422,7 @@ class RolloutConfig(ConfigNode):
         "generation engine; auto: the fastest that is installed and supports the model",
         choices=("auto",),
         registry=INFERENCE_ENGINES,
-        later=names.ROLLOUTS_LATER,
+        later=choices.ROLLOUTS_LATER,
     )
     n: int = key(1, "samples per prompt", gt=0)
     temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution; above 0", ge=0)
@@ -441,8 +443,8 @@ class RolloutConfig(ConfigNode):
     dtype: str = key(
         "auto",
         "dtype of generation; auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=(*names.DTYPES, "float16"),
-        synonyms=names.DTYPE_SYNONYMS,
+        choices=(*choices.DTYPES, "float16"),
+        synonyms=choices.DTYPE_SYNONYMS,
         needs=_OWN_MODEL,
     )
     seed: int = key(42, "seed of sampling", ge=0)
@@ -483,8 +485,8 @@ class RolloutConfig(ConfigNode):
     load_format: str = key(
         "dummy",
         "engines: dummy: start without weights, which come from the trainer; auto: load the checkpoint first",
-        choices=names.LOAD_FORMATS,
-        synonyms=names.LOAD_FORMAT_SYNONYMS,
+        choices=choices.LOAD_FORMATS,
+        synonyms=choices.LOAD_FORMAT_SYNONYMS,
         needs=_REPLICAS,
     )
     lora_transfer: str = key(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
+from hybridrl.config.schema.conditions import A_CRITIC, TRAINS, PartNeed, fact, on
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import (
     DataConfig,
@@ -20,7 +21,6 @@ from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.needs import A_CRITIC, TRAINS, PartNeed, fact, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
@@ -84,10 +84,13 @@ class PPOTrainerConfig(ConfigNode):
     @property
     def profiled(self) -> bool:
         """Whether ranks of some role are profiled."""
-        given = [self.actor_rollout_ref.actor.profiler, self.critic.profiler]
+        profilers = [self.actor_rollout_ref.actor.profiler, self.critic.profiler]
         own = [role.get("profiler") for role in self.roles.values() if isinstance(role, Mapping)]
-        return any(one.enable and (one.all_ranks or one.ranks) for one in given) or any(
-            isinstance(one, Mapping) and one.get("enable") and (one.get("all_ranks") or one.get("ranks")) for one in own
+        return any(profiler.enable and (profiler.all_ranks or profiler.ranks) for profiler in profilers) or any(
+            isinstance(profiler, Mapping)
+            and profiler.get("enable")
+            and (profiler.get("all_ranks") or profiler.get("ranks"))
+            for profiler in own
         )
 
     @property
@@ -95,13 +98,13 @@ class PPOTrainerConfig(ConfigNode):
         """Whether the run has a value model."""
         if self.critic.enable is not None:
             return self.critic.enable
-        return "values" in ADV_ESTIMATORS.facts(self.algorithm.adv_estimator).needs
+        return "values" in ADV_ESTIMATORS.metadata(self.algorithm.adv_estimator).needs
 
     @property
     def use_reference(self) -> bool:
         """Whether the run has a reference policy: for a KL in the reward or in the loss, or for the policy loss."""
         actor = self.actor_rollout_ref.actor
-        needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
+        needs = POLICY_LOSSES.metadata(actor.policy_loss.loss_mode).needs
         return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
 
     @property
@@ -112,7 +115,7 @@ class PPOTrainerConfig(ConfigNode):
 
 @dataclass
 class SupervisedConfig(ConfigNode):
-    """What `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
+    """Settings that `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
 
     #: the group that chooses the objective
     objective_group: ClassVar[str]
@@ -135,18 +138,18 @@ class SupervisedConfig(ConfigNode):
 
     @property
     def objective(self) -> ObjectiveConfig:
-        """What is minimised."""
-        found: ObjectiveConfig = getattr(self, self.objective_group)
-        return found
+        """The settings of the objective that is minimised."""
+        settings: ObjectiveConfig = getattr(self, self.objective_group)
+        return settings
 
     @property
     def reference(self) -> str | None:
         """Where log-probabilities of the reference are from (`dpo.reference`); None if the objective needs none."""
-        if not OBJECTIVES.facts(self.objective.loss_type).reference:
+        if not OBJECTIVES.metadata(self.objective.loss_type).reference:
             return None
         starts_as_base = self.model.lora_rank > 0 and self.model.lora_adapter_path is None
-        given: str | None = self.objective.get("reference")
-        return given or ("adapter" if starts_as_base else "model")
+        configured: str | None = self.objective.get("reference")
+        return configured or ("adapter" if starts_as_base else "model")
 
 
 @dataclass

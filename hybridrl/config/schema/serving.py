@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
-from hybridrl.config.schema.needs import is_set, off
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import is_set, off
 from hybridrl.config.schema.node import ConfigNode, key
 from hybridrl.registry import INFERENCE_ENGINES
 
@@ -20,7 +20,7 @@ class ServingConfig(ConfigNode):
         None,
         "inference engine that serves the model in replicas; null: a training engine computes it",
         registry=INFERENCE_ENGINES,
-        later=names.ROLLOUTS_LATER,
+        later=choices.ROLLOUTS_LATER,
     )
     tensor_model_parallel_size: int = key(1, "devices that share each layer of a replica", gt=0, needs=_SERVED)
     pipeline_model_parallel_size: int = key(1, "groups of devices that share a replica's layers", gt=0, needs=_SERVED)
@@ -30,8 +30,8 @@ class ServingConfig(ConfigNode):
     dtype: str = key(
         "auto",
         "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=(*names.DTYPES, "float16"),
-        synonyms=names.DTYPE_SYNONYMS,
+        choices=(*choices.DTYPES, "float16"),
+        synonyms=choices.DTYPE_SYNONYMS,
         needs=_SERVED,
     )
     gpu_memory_utilization: float = key(

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
+from hybridrl.config.schema import choices
+from hybridrl.config.schema.conditions import A_CRITIC, above, among, any_of, is_not_set, is_set, not_among, on
 from hybridrl.config.schema.mappings import Unchecked
-from hybridrl.config.schema.needs import A_CRITIC, above, among, any_of, is_not_set, is_set, not_among, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 #: a frequency that verl reads as never
@@ -40,7 +40,7 @@ class RunConfig(JobConfig):
         place="output",
     )
     logger: list[str] = key(
-        ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
+        ["console"], "where metrics go besides metrics.jsonl", choices=choices.LOGGERS, later=choices.LOGGERS_LATER
     )
     total_epochs: int = key(30, "passes over the training data", gt=0, needs=is_not_set(".total_training_steps"))
     total_training_steps: int | None = key(None, "end after this many steps; null: total_epochs decides", gt=0)
@@ -53,7 +53,7 @@ class RunConfig(JobConfig):
     resume_mode: str = key(
         "auto",
         "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
-        choices=names.RESUME_MODES,
+        choices=choices.RESUME_MODES,
     )
     resume_from_path: str | None = key(
         None,
@@ -79,14 +79,14 @@ class SFTRunConfig(RunConfig):
         "steps between checkpoints, or after_each_epoch; -1 or false: only the last step (save_last)",
         ge=-1,
         means=_NEVER,
-        choices=names.FREQUENCIES,
+        choices=choices.FREQUENCIES,
     )
     test_freq: int | str = key(  # type: ignore[assignment]
         -1,
         "steps between validations, or after_each_epoch; -1 or false: none",
         ge=-1,
         means=_NEVER,
-        choices=names.FREQUENCIES,
+        choices=choices.FREQUENCIES,
     )
 
 
@@ -107,7 +107,7 @@ class HealthCheckConfig(ConfigNode):
     action: str = key(
         "warn",
         "warn: report it; stop: end the run; rollback: return to the last good checkpoint; off: no check",
-        choices=names.HEALTH_ACTIONS,
+        choices=choices.HEALTH_ACTIONS,
     )
 
 
@@ -199,14 +199,14 @@ class PlacementConfig(ConfigNode):
     pools: dict[str, list[int]] = key(
         {"global": [1]},
         "processes on each machine, by name of the pool",
-        read_by=Unchecked("hybridrl.config.checks.roles.check_placement"),
+        read_by=Unchecked("hybridrl.config.checks.check_roles.check_placement"),
         follows={"global": "${global_pool:${trainer.n_gpus_per_node},${trainer.nnodes}}"},
         gt=0,
     )
     roles: dict[str, str] = key(
         {"actor_rollout_ref": "global", "critic": "global"},
         "pools of actor_rollout_ref and critic; ref: only if it has its own workers",
-        read_by=Unchecked("hybridrl.config.checks.roles.check_placement"),
+        read_by=Unchecked("hybridrl.config.checks.check_roles.check_placement"),
     )
 
 

@@ -90,7 +90,7 @@ class RewriteResult:
     @property
     def faults(self) -> list[str]:
         """A sentence for each fault; keys of one unsupported thing share a sentence with the key that turns it on."""
-        found = [*self.wrong]
+        sentences = [*self.wrong]
         for key, value in self.waiting.items():
             switches = value.entry.switches_of(key)
             if value.is_default or (switches and key not in switches):
@@ -102,8 +102,8 @@ class RewriteResult:
                 if not other.is_default
             ]
             too = f" {', '.join(others)} {'go' if len(others) > 1 else 'goes'} with it." if others and switches else ""
-            found.append(f"{value.shown()}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
-        return found
+            sentences.append(f"{value.shown()}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
+        return sentences
 
     def notices(self) -> list[str]:
         """The notices for the user, each once; keys of one entry share a line."""
@@ -139,9 +139,9 @@ class KeyBook:
         self.root = root
         self.fields = declared(ROOTS[root])
         self.free = {name for name, item in self.fields.items() if is_free(item)}
-        known = [alias for alias in aliases() if self._has(alias.roots, alias.old, alias.new)]
-        self._aliases = {alias.old: alias for alias in known if not alias.twin}
-        self.twins = {alias.old: alias.new for alias in known if alias.twin and alias.new is not None}
+        relevant = [alias for alias in aliases() if self._has(alias.roots, alias.old, alias.new)]
+        self._aliases = {alias.old: alias for alias in relevant if not alias.twin}
+        self.twins = {alias.old: alias.new for alias in relevant if alias.twin and alias.new is not None}
         self._pending = {
             key: (entry, value) for entry in pending() for key, value in entry.items() if self._has(entry.roots, key)
         }
@@ -269,10 +269,10 @@ class KeyBook:
     def _renamed(
         self, item: Assignment, out: RewriteResult, weak: list[tuple[Assignment, Assignment]]
     ) -> list[Assignment]:
-        found = self._find(self._aliases, item.key)
-        if found is None:
+        match = self._find(self._aliases, item.key)
+        if match is None:
             return [item]
-        _, alias = found
+        _, alias = match
         if item.value is None and not item.delete:
             return []
         target = alias.target(item.key)
@@ -322,12 +322,12 @@ class KeyBook:
 
         In each group, from the innermost that exists outwards, a key with the same last part counts as nearest.
         """
-        known, parts = self.known(), name.split(".")
+        valid_keys, parts = self.known(), name.split(".")
         for depth in range(len(parts) - 1, -1, -1):
             group = "".join(f"{part}." for part in parts[:depth])
             if group and group[:-1] not in self.groups:
                 continue
-            inside = [key for key in known if key.startswith(group)]
+            inside = [key for key in valid_keys if key.startswith(group)]
             same_end = [key for key in inside if key.rsplit(".", 1)[-1] == parts[-1] and key in self.fields]
             if same_end:
                 close = sorted(same_end, key=lambda key: -_likeness(key, name))[:3]

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 DATA_SOURCE = "hybridrl/calculator"
@@ -51,10 +51,10 @@ def make_problems(count: int, operations: int, seed: int) -> list[Problem]:
             f"{operations} operations. Ask for fewer, or raise --operations."
         )
     draw = random.Random(f"{seed} {operations}")
-    found: dict[Problem, None] = {}
-    while len(found) < count:
-        found[tuple(draw.randint(LEAST, MOST) for _ in range(operations + 1))] = None
-    return list(found)
+    problems: dict[Problem, None] = {}
+    while len(problems) < count:
+        problems[tuple(draw.randint(LEAST, MOST) for _ in range(operations + 1))] = None
+    return list(problems)
 
 
 def question(problem: Problem) -> str:
@@ -66,12 +66,12 @@ def question(problem: Problem) -> str:
 def calls(problem: Problem) -> list[tuple[str, str]]:
     """(expression, its value) of the calls that solve a problem, one for each operation."""
     value, *others = problem
-    made = []
+    steps = []
     for place, number in enumerate(others):
         expression = f"{value}{OPERATORS[min(place, 1)]}{number}"
         value = value + number if place else value * number
-        made.append((expression, str(value)))
-    return made
+        steps.append((expression, str(value)))
+    return steps
 
 
 def answer(problem: Problem) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridrl.data.preprocess import math
-from hybridrl.data.preprocess.source import Row, command_line, convert
+from hybridrl.data.preprocess.preprocessing import Row, command_line, convert
 
 ROLE = (
     "A user wants help with a problem and tells it bit by bit. Ask for what you need to know, one question at a time, "
@@ -26,14 +26,14 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
     Raises:
         DataError: a column is missing, or the solution has no answer.
     """
-    found = math.make_row(row, split, number, where)
+    math_row = math.make_row(row, split, number, where)
     subject = str(row.get("type") or "mathematics").lower()
-    task = f"You have to solve this problem, and do not know how:\n{found['extra_info']['question']}"
-    found["prompt"] = [
+    task = f"You have to solve this problem, and do not know how:\n{math_row['extra_info']['question']}"
+    math_row["prompt"] = [
         {"role": "system", "content": ROLE},
         {"role": "user", "content": f"Hi, I am stuck on a problem in {subject}. Can you help me?"},
     ]
-    return {**found, "interaction_kwargs": {"name": "user", "task": task}}
+    return {**math_row, "interaction_kwargs": {"name": "user", "task": task}}
 
 
 def write_collab(out: Path, local_dir: Path | None = None) -> dict[str, int]:

@@ -18,7 +18,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def draw_tile(colour: str, size: tuple[int, int], rng: random.Random) -> Image:
 
     width, height = size
     image = Image.new("RGB", (width, height), BACKGROUND)
-    left, top = rng.randrange(width // 4 + 1), rng.randrange(height // 4 + 1)
-    right, bottom = rng.randrange(3 * width // 4, width), rng.randrange(3 * height // 4, height)
+    x0, y0 = rng.randrange(width // 4 + 1), rng.randrange(height // 4 + 1)
+    x1, y1 = rng.randrange(3 * width // 4, width), rng.randrange(3 * height // 4, height)
     red, green, blue = (min(max(part + rng.randrange(-25, 26), 0), 255) for part in COLOURS[colour])
-    ImageDraw.Draw(image).rectangle((left, top, right, bottom), fill=(red, green, blue))
+    ImageDraw.Draw(image).rectangle((x0, y0, x1, y1), fill=(red, green, blue))
     return image
 
 
@@ -56,14 +56,17 @@ def make_row(split: str, index: int, rng: random.Random, videos: bool = False) -
     colour, size = rng.choice(sorted(COLOURS)), (rng.choice(SIDES), rng.choice(SIDES))
     if videos:
         before = rng.choice(sorted(COLOURS.keys() - {colour}))
-        frames = [png(draw_tile(one, size, rng)) for one in [before] * (FRAMES // 2) + [colour] * (FRAMES // 2)]
-        seen: dict[str, Any] = {"videos": [{"frames": frames, "fps": FPS}]}
+        frames = [
+            png(draw_tile(tile_colour, size, rng))
+            for tile_colour in [before] * (FRAMES // 2) + [colour] * (FRAMES // 2)
+        ]
+        media: dict[str, Any] = {"videos": [{"frames": frames, "fps": FPS}]}
     else:
-        seen = {"images": [png(draw_tile(colour, size, rng))]}
+        media = {"images": [png(draw_tile(colour, size, rng))]}
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": "<video>Last colour?" if videos else "<image>Colour?"}],
-        **seen,
+        **media,
         "ability": "vision",
         "reward_model": {"style": "rule", "ground_truth": colour[0]},
         "extra_info": {"split": split, "index": index, "colour": colour},

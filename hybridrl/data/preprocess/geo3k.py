@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.data.images import PLACEHOLDER
-from hybridrl.data.preprocess.source import Row, command_line, convert, text_of
+from hybridrl.data.preprocess.preprocessing import Row, command_line, convert, text_of
+from hybridrl.data.row_images import PLACEHOLDER
 from hybridrl.errors import DataError
 
 DATA_SOURCE = "hiyouga/geometry3k"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.data.preprocess.source import Row, command_line, convert, text_of
+from hybridrl.data.preprocess.preprocessing import Row, command_line, convert, text_of
 from hybridrl.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.data.preprocess.source import Row, command_line, convert, text_of
+from hybridrl.data.preprocess.preprocessing import Row, command_line, convert, text_of
 from hybridrl.errors import DataError, RewardError
 from hybridrl.reward.score.search_r1 import references
 

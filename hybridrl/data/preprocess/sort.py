@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 DATA_SOURCE = "hybridrl/sort"
@@ -77,7 +77,7 @@ def pair_row(digits: str, seed: int) -> dict[str, Any]:
         wrong = "".join(draw.sample(right, len(right)))
     if wrong == right:
         wrong = right[:-1]
-    misplaced = sum(one != other for one, other in zip(right, wrong.ljust(len(right)), strict=True))
+    misplaced = sum(digit != expected for digit, expected in zip(right, wrong.ljust(len(right)), strict=True))
     return {
         "prompt": [{"role": "user", "content": f"Sort: {digits}"}],
         "chosen": [{"role": "assistant", "content": f"#### {right}"}],

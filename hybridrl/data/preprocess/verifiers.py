@@ -18,7 +18,7 @@ from typing import Any
 from hybridrl.agents.agents import listed_loops
 from hybridrl.agents.environments.verifiers import TASK, VerifiersServer
 from hybridrl.agents.loops.verifiers_agent import VerifiersAgentLoop
-from hybridrl.data.preprocess.source import write_rows
+from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import UserError
 
 
@@ -31,9 +31,13 @@ def rl_row(task: Mapping[str, Any], name: str, split: str, index: int) -> dict[s
         split: `train` or `test`.
         index: of the task.
     """
-    given = task.get("prompt")
-    messages = given if isinstance(given, list) else [{"role": "user", "content": given or task.get("name") or ""}]
-    prompt = [{"role": one["role"], "content": _text(one.get("content"))} for one in messages]
+    task_prompt = task.get("prompt")
+    messages = (
+        task_prompt
+        if isinstance(task_prompt, list)
+        else [{"role": "user", "content": task_prompt or task.get("name") or ""}]
+    )
+    prompt = [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
     if task.get("system_prompt"):
         prompt.insert(0, {"role": "system", "content": task["system_prompt"]})
     return {
@@ -57,12 +61,14 @@ def write_verifiers(loops: str, out: Path, name: str | None, limit: int | None, 
     Raises:
         UserError: the file has no such loop, or the environment has too few tasks.
     """
-    found = {key: entry for key, entry in listed_loops(loops).items() if issubclass(entry.cls, VerifiersAgentLoop)}
-    if name is None and len(found) == 1:
-        name = next(iter(found))
-    if name is None or name not in found:
-        raise UserError(f"--name {name}: {loops} has {', '.join(found) or 'no loop of verifiers'}; choose one of them")
-    server = VerifiersServer.of(found[name].arguments, serves=False)
+    entries = {key: entry for key, entry in listed_loops(loops).items() if issubclass(entry.cls, VerifiersAgentLoop)}
+    if name is None and len(entries) == 1:
+        name = next(iter(entries))
+    if name is None or name not in entries:
+        raise UserError(
+            f"--name {name}: {loops} has {', '.join(entries) or 'no loop of verifiers'}; choose one of them"
+        )
+    server = VerifiersServer.of(entries[name].arguments, serves=False)
     try:
         server.start()
         tasks = server.tasks(limit)
@@ -88,9 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--name", help="the loop, where the file has several of verifiers")
     parser.add_argument("--limit", type=int, help="number of tasks; all by default; an endless taskset needs it")
     parser.add_argument("--test-size", type=int, default=0, help="number of validation tasks (0)")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        write_verifiers(given.loops, given.out, given.name, given.limit, given.test_size)
+        write_verifiers(arguments.loops, arguments.out, arguments.name, arguments.limit, arguments.test_size)
     except UserError as error:
         parser.error(str(error))
 

@@ -23,7 +23,7 @@ _LAST_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
 _LINEAR = ("mm", "addmm", "_grouped_mm", "grouped_mm_fallback")
 _ATTENTION = ("attention", "attn")  # part of the name, or of the namespace, of every fused kernel
 
-_checkpoint = functools.partial(checkpoint, use_reentrant=False)
+recomputed = functools.partial(checkpoint, use_reentrant=False)
 
 
 def check_activations(model: Any, engine: Any) -> None:
@@ -72,7 +72,7 @@ def save_activations(module: Any, model: Any) -> None:
     Raises:
         ModelError: `tiled_mlp` finds no MLP.
     """
-    compute_again = _selectively if model.recompute_granularity == "selective" else _checkpoint
+    compute_again = _selectively if model.recompute_granularity == "selective" else recomputed
     if model.enable_activation_offload:
         compute_again = functools.partial(ActivationOffload(), compute_again)
     if model.enable_gradient_checkpointing:
@@ -86,11 +86,11 @@ def save_activations(module: Any, model: Any) -> None:
 
 def _selectively(function: Any, *arguments: Any, **named: Any) -> Any:
     """Checkpoint `function`, and keep the results of what takes most of its time."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return _checkpoint(function, *arguments, context_fn=contexts, **named)
+    contexts = functools.partial(create_selective_checkpoint_contexts, recompute_policy)
+    return recomputed(function, *arguments, context_fn=contexts, **named)
 
 
-def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+def recompute_policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     whole = operation.name()  # aten::mm, flash_attn_3::fwd, flex_attention
     name = whole.rpartition("::")[2].partition(".")[0]
     must_save = name in _LINEAR or any(part in whole for part in _ATTENTION)
@@ -120,4 +120,4 @@ def _tile(module: nn.Module, tiles: int) -> None:
 
 def _in_tiles(forward: Any, tiles: int, hidden: torch.Tensor) -> torch.Tensor:
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    return torch.cat([_checkpoint(forward, tile) for tile in tokens.chunk(tiles)]).view_as(hidden)
+    return torch.cat([recomputed(forward, tile) for tile in tokens.chunk(tiles)]).view_as(hidden)

@@ -80,35 +80,39 @@ def check(model: Any, engine: Any, optim: Any) -> None:
         )
 
 
-def adapter_of(engine: Any) -> lora.Adapter:
-    """The adapter of an engine.
+def required_adapter(adapter: lora.Adapter | None) -> lora.Adapter:
+    """Return the adapter of a model.
 
     Raises:
-        ModelError: it trains all weights.
+        ModelError: all weights of the model are trained.
     """
-    if engine.adapter is None:
+    if adapter is None:
         raise ModelError("this model has no adapter: set model.lora_rank, or model.lora_adapter_path")
-    adapter: lora.Adapter = engine.adapter
     return adapter
 
 
-def config_text(engine: Any) -> str:
+def config_text(adapter: lora.Adapter) -> str:
     """See `HasAdapters.adapter_config`."""
-    adapter = adapter_of(engine)
     return lora.as_text(adapter.config, heads=map(lora.file_name, adapter.names))
 
 
-def notes(engine: Any) -> dict[str, str]:
-    """Files that are written next to the adapter's tensors in a checkpoint, by name: what it is, and of which base."""
+def notes(adapter: lora.Adapter, model: Any, compute_dtype: torch.dtype) -> dict[str, str]:
+    """Return files next to the adapter's tensors in a checkpoint, by name: what it is, and of which base.
+
+    Args:
+        adapter: the adapter.
+        model: a `ModelConfig`.
+        compute_dtype: dtype of the forward pass.
+    """
     files = {
-        lora.CONFIG_FILE: config_text(engine),
-        BASE_FILE: lora.base_digest(engine.model_config.path) + "\n",
+        lora.CONFIG_FILE: config_text(adapter),
+        BASE_FILE: lora.base_digest(model.path) + "\n",
     }
-    if engine.model_config.load_in_4bit:
+    if model.load_in_4bit:
         rounding = {
             "format": "nf4",
             "blocks": list(four_bit.BLOCKS),
-            "dtype": str(engine.compute_dtype).rpartition(".")[2],
+            "dtype": str(compute_dtype).rpartition(".")[2],
         }
         files[ROUNDING_FILE] = json.dumps(rounding) + "\n"
     return files
@@ -127,26 +131,28 @@ def base_dtype(folder: Path) -> torch.dtype | None:
     return dtype
 
 
-def check_saved(engine: Any, folder: Path) -> None:
+def check_saved(adapter: lora.Adapter, model: Any, folder: Path) -> None:
     """Refuse a checkpoint's adapter that would compute something else here than it did.
 
     Args:
+        adapter: that of the engine.
+        model: a `ModelConfig`.
         folder: the part `model` of a checkpoint.
 
     Raises:
         ModelError: it belongs to another base (`check_base`), or to one of other precision, or its product was scaled
             otherwise.
     """
-    check_base(engine.model_config.path, folder)
+    check_base(model.path, folder)
     if not (folder / lora.CONFIG_FILE).is_file():
         return  # whole weights, which are refused by their names
     rounded = base_dtype(folder) is not None
-    if rounded != engine.model_config.load_in_4bit:
+    if rounded != model.load_in_4bit:
         raise ModelError(
             f"checkpoint {folder} holds an adapter of a base {'in 4 bits' if rounded else 'that was not in 4 bits'}: "
             f"set model.load_in_4bit={rounded}, as in the run that wrote it"
         )
-    was, now = lora.read_config(folder), adapter_of(engine).config
+    was, now = lora.read_config(folder), adapter.config
     for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
         if getattr(was, name) != getattr(now, name):
             raise ModelError(

@@ -10,160 +10,154 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hybridrl.engine import saved_parts
 from hybridrl.engine.fsdp import adapted
+from hybridrl.engine.fsdp.state import FSDPState
 from hybridrl.engine.optim import low_bit
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes
-from hybridrl.engine.saved_parts import SEPARATOR
+from hybridrl.engine.saved_parts import SEPARATOR, HFModel
+from hybridrl.engine.saved_slices import SavedSlice, SavedSlices
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box, whole
-from hybridrl.hybrid_engine.views import View, within_shape
+from hybridrl.layouts.module_slices import ModuleSlice
+from hybridrl.layouts.slices import TensorSlice, whole
 from hybridrl.models import loading, lora, value
 from hybridrl.utils import device, distributed
 
-if TYPE_CHECKING:
-    from hybridrl.engine.fsdp.engine import FSDPEngine
 
+def parts(state: FSDPState, model: HFModel, seed: int) -> saved_parts.Parts:
+    """Return the parts of an engine's checkpoints.
 
-def parts(engine: FSDPEngine) -> saved_parts.Parts:
-    """The parts of an engine's checkpoints."""
-    engine._offload.wait_for_state()
+    Args:
+        state: what is saved and loaded.
+        model: whose state it is.
+        seed: that new random states are made from.
+    """
+    state.offload.wait_for_state()
+    adapter, settings = state.adapter, model.settings
     return saved_parts.Parts(
-        weights=partial(_weights, engine),
-        load_weights=partial(_load_weights, engine),
-        optimizer=None if engine.optimizer is None else partial(_optimizer_state, engine),
-        load_optimizer=partial(_load_optimizer, engine),
-        schedule=engine.schedule,
-        seed=engine.engine_config.seed,
-        hf_writer=partial(_hf_writer, engine),
-        notes={} if engine.adapter is None else adapted.notes(engine),
-        check_notes=None if engine.adapter is None else partial(adapted.check_saved, engine),
+        weights=partial(_weights, state),
+        load_weights=partial(_load_weights, state),
+        optimizer=None if state.optimizer is None else partial(_optimizer_state, state),
+        load_optimizer=partial(_load_optimizer, state),
+        schedule=state.schedule,
+        seed=seed,
+        hf_writer=partial(_hf_writer, state, model),
+        notes={} if adapter is None else adapted.notes(adapter, settings, state.compute_dtype),
+        check_notes=None if adapter is None else partial(adapted.check_saved, adapter, settings),
     )
 
 
-def parts_of(
-    engine: FSDPEngine, tensors: Mapping[str, torch.Tensor], views: Mapping[str, View]
-) -> Iterator[tuple[str, SavedBox]]:
-    """Yield what this rank holds of some of the module's tensors, as views of them, by the names in `views`.
-
-    Yields:
-        The name in `tensors`, and the part.
-    """
-    for name, (source, box, shape) in views.items():
-        if source not in tensors:
-            continue
-        shard_box, tensor = engine._shard(tensors[source])
-        both = box.intersect(shard_box)
-        if both is not None:
-            start, sizes = within_shape(both, box, shape)
-            stop = tuple(a + n for a, n in zip(start, sizes, strict=True))
-            yield source, SavedBox(name, shape, Box(start, stop), tensor[both.within(shard_box)].view(sizes))
-
-
-def _own_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, View]:
+def _own_slices(tensors: Mapping[str, torch.Tensor]) -> dict[str, ModuleSlice]:
     """Tensors as they are, under their own names."""
-    return {name: View(name, whole(tuple(t.shape)), tuple(t.shape)) for name, t in tensors.items()}
+    return {name: ModuleSlice(name, whole(tuple(t.shape)), tuple(t.shape)) for name, t in tensors.items()}
 
 
-def _views_to_write(engine: FSDPEngine) -> Mapping[str, View]:
+def _slices_to_write(state: FSDPState) -> Mapping[str, ModuleSlice]:
     try:
-        return engine.exported.views()
+        return state.exported.module_slices()
     except ModelError:  # a conversion that computes; what is saved has the names of the module
-        return _own_views(engine.exported.own())
+        return _own_slices(state.exported.own())
 
 
-def _views_to_read(engine: FSDPEngine, names: Iterable[str]) -> Mapping[str, View]:
-    """The views by which a checkpoint was written: earlier versions used the names of the module."""
-    own = _own_views(engine.exported.own())
-    return own if set(names) <= own.keys() else engine.exported.views()
+def _slices_to_read(state: FSDPState, names: Iterable[str]) -> Mapping[str, ModuleSlice]:
+    """The slices by which a checkpoint was written: earlier versions used the names of the module."""
+    own = _own_slices(state.exported.own())
+    return own if set(names) <= own.keys() else state.exported.module_slices()
 
 
-def _weights(engine: FSDPEngine) -> Iterator[SavedBox]:
-    if engine.copy_of_model == 0:
-        yield from (part for _, part in parts_of(engine, engine.exported.own(), _views_to_write(engine)))
+def _weights(state: FSDPState) -> Iterator[SavedSlice]:
+    if state.copy_of_model == 0:
+        yield from (part for _, part in state.shards(state.exported.own(), _slices_to_write(state)))
 
 
-def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
-    assert engine.optimizer is not None
-    if engine.copy_of_model != 0:
+def _optimizer_state(state: FSDPState) -> Iterator[SavedSlice]:
+    assert state.optimizer is not None
+    if state.copy_of_model != 0:
         return
-    if low_bit.keeps(engine.optimizer):
-        yield from _quantised_state(engine)
+    if low_bit.keeps(state.optimizer):
+        yield from _quantised_state(state)
         return
-    views = _views_to_write(engine)
+    module_slices = _slices_to_write(state)
     names: dict[str, list[str]] = {}
-    for name, view in views.items():
-        names.setdefault(view.source, []).append(name)
-    for name, parameter in engine._trainable.items():
-        for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
+    for name, module_slice in module_slices.items():
+        names.setdefault(module_slice.source, []).append(name)
+    for name, parameter in state.trainable.items():
+        for key, item in sorted(state.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             if value.ndim:
-                for _, part in parts_of(
-                    engine, {name: value}, {saved_name: views[saved_name] for saved_name in names[name]}
+                for _, part in state.shards(
+                    {name: value}, {saved_name: module_slices[saved_name] for saved_name in names[name]}
                 ):
                     yield replace(part, name=f"{part.name}{SEPARATOR}{key}")
             elif distributed.get_rank() == 0:
                 for saved_name in names[name]:
-                    yield SavedBox(f"{saved_name}{SEPARATOR}{key}", (), Box((), ()), value)
+                    yield SavedSlice(f"{saved_name}{SEPARATOR}{key}", (), TensorSlice((), ()), value)
 
 
-def _quantised_state(engine: FSDPEngine) -> Iterator[SavedBox]:
+def _quantised_state(state: FSDPState) -> Iterator[SavedSlice]:
     """The state of an optimizer with moments of 8 bits, under names of the module."""
-    assert engine.optimizer is not None
-    for name, parameter in engine._trainable.items():
-        shard_box, _ = engine._shard(parameter)
-        for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
+    assert state.optimizer is not None
+    for name, parameter in state.trainable.items():
+        shard_slice, _ = state.shard(parameter)
+        for key, item in sorted(state.optimizer.state.get(parameter, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             full_name = f"{name}{SEPARATOR}{key}"
             if value.ndim:
-                yield from low_bit.stored_parts(full_name, value, shard_box)
+                yield from low_bit.stored_parts(full_name, value, shard_slice)
             elif distributed.get_rank() == 0:
-                yield SavedBox(full_name, (), Box((), ()), value)
+                yield SavedSlice(full_name, (), TensorSlice((), ()), value)
 
 
-def _load_weights(engine: FSDPEngine, saved: SavedBoxes) -> None:
-    views = _views_to_read(engine, saved.names)
-    of_buffers = {name for name, view in views.items() if view.source not in engine.exported.parameters}
-    saved_parts.check_same_model({name: view.shape for name, view in views.items()}, saved, of_buffers)
+def _load_weights(state: FSDPState, saved: SavedSlices) -> None:
+    module_slices = _slices_to_read(state, saved.names)
+    of_buffers = {
+        name for name, module_slice in module_slices.items() if module_slice.source not in state.exported.parameters
+    }
+    saved_parts.check_same_model(
+        {name: module_slice.shape for name, module_slice in module_slices.items()}, saved, of_buffers
+    )
     stored = frozenset(saved.names)
-    for _, part in parts_of(engine, engine.exported.own(), views):
+    for _, part in state.shards(state.exported.own(), module_slices):
         if part.name in stored:
             _read(part, saved)
 
 
-def _read(part: SavedBox, saved: SavedBoxes) -> None:
-    part.values.copy_(saved.read(part.name, part.box))
+def _read(part: SavedSlice, saved: SavedSlices) -> None:
+    part.values.copy_(saved.read(part.name, part.slice))
 
 
-def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
-    assert engine.optimizer is not None
+def _load_optimizer(state: FSDPState, saved: SavedSlices) -> None:
+    assert state.optimizer is not None
     keys: dict[str, list[str]] = {}
     for full_name in sorted(saved.names):
         name, _, key = full_name.rpartition(SEPARATOR)
         keys.setdefault(name, []).append(key)
-    is_low_bit = low_bit.keeps(engine.optimizer)
-    views = _own_views(engine._trainable) if is_low_bit else _views_to_read(engine, keys)
-    sources = {name: view.source for name, view in views.items() if view.source in engine._trainable}
+    is_low_bit = low_bit.keeps(state.optimizer)
+    module_slices = _own_slices(state.trainable) if is_low_bit else _slices_to_read(state, keys)
+    sources = {
+        name: module_slice.source
+        for name, module_slice in module_slices.items()
+        if module_slice.source in state.trainable
+    }
     if surplus := sorted(keys.keys() - sources.keys()):
         raise ModelError(
             f"checkpoint {saved.where} belongs to another model: it has optimizer state for {surplus[0]!r}, which this "
             "model does not train"
         )
     # Not where the parameters are: those may be in main memory between updates while the state stays on the device.
-    where = torch.device("cpu") if engine._keeps_state_in_main_memory else device.current_device()
-    engine.optimizer.state.clear()
+    where = torch.device("cpu") if state.keeps_optimizer_in_main_memory else device.current_device()
+    state.optimizer.state.clear()
     if is_low_bit:
-        _load_quantised(engine, saved, keys, where)
+        _load_quantised(state, saved, keys, where)
         return
-    of_source: dict[str, dict[str, View]] = {}
+    of_source: dict[str, dict[str, ModuleSlice]] = {}
     for name, source in sources.items():
-        of_source.setdefault(source, {})[name] = views[name]
+        of_source.setdefault(source, {})[name] = module_slices[name]
     for source, own in of_source.items():
-        parameter, first = engine._trainable[source], next(iter(own))
+        parameter, first = state.trainable[source], next(iter(own))
         for key in keys.get(first, ()):
             full_name = f"{first}{SEPARATOR}{key}"
             if key.endswith((low_bit.CODES, low_bit.SCALE)):
@@ -172,61 +166,61 @@ def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
                     "optim.optimizer to that of the run, or leave optimizer out of checkpoint.load_contents"
                 )
             if not saved.shape(full_name) and parameter.ndim:
-                engine.optimizer.state[parameter][key] = _scalar(engine, saved, full_name, where)
+                state.optimizer.state[parameter][key] = _scalar(state, saved, full_name, where)
                 continue
             value = torch.empty_like(parameter.detach(), dtype=saved.dtype(full_name), device=where)
-            engine.optimizer.state[parameter][key] = value
-            for _, part in parts_of(engine, {source: value}, own):
+            state.optimizer.state[parameter][key] = value
+            for _, part in state.shards({source: value}, own):
                 _read(replace(part, name=f"{part.name}{SEPARATOR}{key}"), saved)
 
 
 def _load_quantised(
-    engine: FSDPEngine, saved: SavedBoxes, keys: Mapping[str, Sequence[str]], where: torch.device
+    state: FSDPState, saved: SavedSlices, keys: Mapping[str, Sequence[str]], where: torch.device
 ) -> None:
-    optimizer: Any = engine.optimizer
+    optimizer: Any = state.optimizer
     for name, state_keys in keys.items():
-        parameter = engine._trainable[name]
-        shard_box, _ = engine._shard(parameter)
+        parameter = state.trainable[name]
+        shard_slice, _ = state.shard(parameter)
         for key in state_keys:
             full_name = f"{name}{SEPARATOR}{key}"
             if not saved.shape(full_name):
-                optimizer.state[parameter][key] = _scalar(engine, saved, full_name, where)
+                optimizer.state[parameter][key] = _scalar(state, saved, full_name, where)
             elif not key.endswith(low_bit.SCALE):  # read together with its codes
                 key = key.removesuffix(low_bit.CODES)
                 moment = optimizer.new_moment(parameter, signed=key in low_bit.SIGNED, where=where)
                 optimizer.state[parameter][key] = moment
-                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, shard_box):
+                for part in low_bit.stored_parts(f"{name}{SEPARATOR}{key}", moment, shard_slice):
                     _read(part, saved)
 
 
-def _scalar(engine: FSDPEngine, saved: SavedBoxes, name: str, where: torch.device) -> torch.Tensor:
-    assert engine.optimizer is not None
-    on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
+def _scalar(state: FSDPState, saved: SavedSlices, name: str, where: torch.device) -> torch.Tensor:
+    assert state.optimizer is not None
+    on_device = any(group.get("fused") or group.get("capturable") for group in state.optimizer.param_groups)
     value = torch.empty((), dtype=saved.dtype(name), device=where if on_device else torch.device("cpu"))
-    _read(SavedBox(name, (), Box((), ()), value), saved)
+    _read(SavedSlice(name, (), TensorSlice((), ()), value), saved)
     return value
 
 
-def _hf_writer(engine: FSDPEngine, copy: bool) -> Callable[[Path], None] | None:
+def _hf_writer(state: FSDPState, model: HFModel, copy: bool) -> Callable[[Path], None] | None:
     """Gather the weights on rank 0, and return what writes them as Hugging Face does. All ranks call it together.
 
     They have the dtype of the checkpoint that training started from. An adapter is merged into them, and is written by
     itself into a folder of theirs.
 
     Args:
-        engine: whose weights they are.
+        state, model: whose weights they are.
         copy: rank 0 has copies and writes them without the other ranks.
     """
-    dtype = getattr(engine.config, "dtype", None)
+    dtype = getattr(model.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
-    state = _on_rank_zero(engine.exported.whole_tensors(dtype), copy)
+    tensors = _on_rank_zero(state.exported.whole_tensors(dtype), copy)
 
-    adapter = {} if engine.adapter is None else _on_rank_zero(engine.exported.adapter_tensors(), copy)
+    adapter = {} if state.adapter is None else _on_rank_zero(state.exported.adapter_tensors(), copy)
 
     def write(folder: Path) -> None:
-        _write_hf(engine, folder, state)
-        if engine.adapter is not None:
-            lora.save(folder / lora.FOLDER, engine.adapter.config, adapter)
+        _write_hf(model, folder, tensors)
+        if state.adapter is not None:
+            lora.save(folder / lora.FOLDER, state.adapter.config, adapter)
 
     if copy:
         return write if distributed.get_rank() == 0 else None
@@ -243,10 +237,10 @@ def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> di
     return state
 
 
-def _write_hf(engine: FSDPEngine, folder: Path, state: dict[str, torch.Tensor]) -> None:
+def _write_hf(model: HFModel, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if engine.model_type != "language_model":
-        value.save_value_model(state, engine.config, folder)
+    if model.model_type != "language_model":
+        value.save_value_model(tensors, model.config, folder)
     else:
-        loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)
-    saved_parts.save_tokenizer(engine.model_config, folder)
+        loading.save_language_model(tensors, model.config, folder, model.settings.trust_remote_code)
+    saved_parts.save_tokenizer(model.settings, folder)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.fsdp.master_weights import MasterWeights
-from hybridrl.hybrid_engine.shards import whole
-from hybridrl.hybrid_engine.views import View, checkpoint_views
+from hybridrl.layouts.module_slices import ModuleSlice, module_slices
+from hybridrl.layouts.slices import whole
 from hybridrl.models import four_bit, loading, lora
 from hybridrl.utils import device
 from hybridrl.utils.rounding import rounded_by_chance
@@ -49,7 +49,7 @@ class Exported:
         buffers = dict(module.named_buffers())
         # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
         self._names = [name for name in module.state_dict() if name in self.parameters or name in buffers]
-        self._views: dict[str, View] | None = None
+        self._module_slices: dict[str, ModuleSlice] | None = None
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine.export_weights`."""
@@ -92,19 +92,23 @@ class Exported:
         names = self._names if self.adapter is None else self.adapter.names
         return {name: self.tensor(name, None) for name in names}
 
-    def views(self) -> dict[str, View]:
-        """Map each tensor of the checkpoint to a box of one of the module's tensors.
+    def module_slices(self) -> dict[str, ModuleSlice]:
+        """Map each tensor of the checkpoint to a slice of one of the module's tensors.
 
         Raises:
             ModelError: one is computed from the module's tensors and is no part of them.
         """
-        if self._views is None:
+        if self._module_slices is None:
             shapes = {name: tuple(tensor.shape) for name, tensor in self.own().items()}
             if self.adapter is None:
-                self._views = checkpoint_views(lambda named: loading.to_checkpoint_names(self.module, named), shapes)
+                self._module_slices = module_slices(
+                    lambda named: loading.to_checkpoint_names(self.module, named), shapes
+                )
             else:
-                self._views = {lora.file_name(name): View(name, whole(shape), shape) for name, shape in shapes.items()}
-        return self._views
+                self._module_slices = {
+                    lora.file_name(name): ModuleSlice(name, whole(shape), shape) for name, shape in shapes.items()
+                }
+        return self._module_slices
 
     def tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         """A tensor of the module; of the copies that there are, that in the given dtype."""

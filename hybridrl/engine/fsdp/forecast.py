@@ -25,6 +25,7 @@ from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models import attention, four_bit, loading, lora
 from hybridrl.models.kinds import KINDS
+from hybridrl.models.model_config import config_of
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
 from hybridrl.models.work import work_of
 from hybridrl.utils import device
@@ -56,10 +57,8 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         check_activations(model, engine)
     compute = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
     stored = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype") if optim is not None else compute
-    config = loading.load_model_config(
-        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-    )
-    packed = bool(model.use_remove_padding) and attention.why_not_packed(config) is None
+    config = config_of(model)
+    packed = bool(model.use_remove_padding) and attention.packing_unsupported_reason(config) is None
     packed = packed and attention.takes_boundaries(str(config._attn_implementation))
     shares = may_share(model, engine, config)
     config._attn_implementation = _ATTENTION

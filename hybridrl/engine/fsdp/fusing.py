@@ -6,9 +6,11 @@ Legend: N response tokens, H features, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from hybridrl.engine.fsdp.forward import SelectingHead
 from hybridrl.engine.logit_change import LogitChange, left_out
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.microbatch import MicroBatchLayout
+from hybridrl.notify import notify
+from hybridrl.utils import distributed
 
 #: functions of logits, each with what the output layer of the engine reads that it compares with
 Compared = Sequence[tuple[LogitsFunction, Hidden | None]]
@@ -31,6 +35,29 @@ class ChangedOutputError(Exception):
     """The model does something with the output of its head that is not known, so that it must compute logits."""
 
 
+def fusing_requested(model_type: str, model: Any, engine: Any) -> bool:
+    """Whether the settings ask for outputs without logits; warn of settings that a value model does not read.
+
+    Args:
+        model: a `ModelConfig`.
+        engine: an `FSDPConfig`.
+    """
+    requested = bool(model.use_fused_kernels)
+    if model_type == "language_model":
+        return requested
+    if requested:
+        warn_unfused(model.path, "a value model has no logits")
+    if engine.most_tokens is not None:
+        warn_unfused(model.path, "a value model has no logits", "entropy_from_logits_with_chunking")
+    return False
+
+
+def warn_unfused(path: str, reason: str, setting: str = "model.use_fused_kernels") -> None:
+    """Warn, on the first rank, that a setting has no effect."""
+    if distributed.get_rank() == 0:
+        notify(f"{path}: {setting} has no effect, because {reason}")
+
+
 class Fusing:
     """Lets a model's output layer return what is wanted of its logits, in place of them.
 
@@ -38,8 +65,10 @@ class Fusing:
         module: the model.
         head: of the model.
         forward: the model's forward pass, which returns what the head does, `[N, ...]`.
+        trial: returns a micro-batch to try the model with.
         most_tokens: a tile of statistics is at most as large as the logits of so many tokens; None: as large as
             computes fast.
+        source: the model's path, for notices.
     """
 
     def __init__(
@@ -47,11 +76,22 @@ class Fusing:
         module: nn.Module,
         head: SelectingHead,
         forward: Callable[[MicroBatchLayout], torch.Tensor],
+        trial: Callable[[], MicroBatchLayout],
         most_tokens: int | None = None,
+        source: str = "",
     ) -> None:
         self._module, self._head, self._forward, self._most_tokens = module, head, forward, most_tokens
-        #: what it does to its logits, once `why_not` has found out
+        self._trial, self._source = trial, source
+        #: what it does to its logits, once `unsupported_reason` has found out
         self._change: LogitChange | None = None
+
+    @functools.cached_property
+    def supported(self) -> bool:
+        """Whether logits are a linear layer's output or a supported change of it; warn if not. Collective trial."""
+        reason = self.unsupported_reason(self._trial())
+        if reason is not None:
+            warn_unfused(self._source, reason)
+        return reason is None
 
     def outputs(
         self, layout: MicroBatchLayout, temperature: float, requested: Collection[str], compared: Compared = ()
@@ -62,8 +102,8 @@ class Fusing:
         of shards) happens before its backward pass.
 
         Raises:
-            ChangedOutputError: the model would do something else with the logits than `why_not` found. That it leaves
-                out words of them is not noticed here.
+            ChangedOutputError: the model would do something else with the logits than `unsupported_reason` found. That
+                it leaves out words of them is not noticed here.
         """
         aside: dict[str, torch.Tensor] = {}
         shapes: dict[str, torch.Size] = {}
@@ -120,7 +160,7 @@ class Fusing:
             return self._forward(layout)
 
     @torch.no_grad()
-    def why_not(self, layout: MicroBatchLayout) -> str | None:
+    def unsupported_reason(self, layout: MicroBatchLayout) -> str | None:
         """Return why the model has to compute logits, tried on the first token; None if it need not. Collective."""
         if not self._head.is_linear:
             return "its output layer is not a plain linear layer"

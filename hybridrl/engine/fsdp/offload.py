@@ -33,7 +33,7 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        parts = [part for tensor in tensors for part in _plain_parts(tensor)]
+        parts = [part for tensor in tensors for part in plain_parts(tensor)]
         self.shapes = _shapes(tensors)
         sizes: dict[torch.dtype, int] = {}
         for part in parts:
@@ -55,7 +55,7 @@ class HostCopies:
             updated: which of them may differ from the host copies; None: all.
         """
         flags = [True] * len(tensors) if updated is None else updated
-        parts = [(part, flag) for tensor, flag in zip(tensors, flags, strict=True) for part in _plain_parts(tensor)]
+        parts = [(part, flag) for tensor, flag in zip(tensors, flags, strict=True) for part in plain_parts(tensor)]
         device.Transfer(
             (view, part)
             for view, (part, flag) in zip(self._views, parts, strict=True)
@@ -65,13 +65,13 @@ class HostCopies:
     def on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors like these that are views of the host copies."""
         views = iter(self._views)
-        return [_rebuilt(tensor, lambda _: next(views)) for tensor in tensors]
+        return [rebuilt_tensor(tensor, lambda _: next(views)) for tensor in tensors]
 
     def on_device(self, tensors: Sequence[torch.Tensor], target: torch.device) -> tuple[list[torch.Tensor], Copies]:
         """Tensors like these on a device, and the copies that give them the values of the host copies."""
         views = iter(self._views)
-        new = [_rebuilt(tensor, lambda _: torch.empty_like(next(views), device=target)) for tensor in tensors]
-        parts = [part for tensor in new for part in _plain_parts(tensor)]
+        new = [rebuilt_tensor(tensor, lambda _: torch.empty_like(next(views), device=target)) for tensor in tensors]
+        parts = [part for tensor in new for part in plain_parts(tensor)]
         return new, list(zip(parts, self._views, strict=True))
 
 
@@ -252,26 +252,27 @@ def _replace_states(optimizer: torch.optim.Optimizer, new: Sequence[torch.Tensor
         state[name] = tensor
 
 
-def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that this one consists of: this rank's shard, or the codes and scales of 8-bit state."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.detach()]
     fields = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [part for field in fields if isinstance(field, torch.Tensor) for part in _plain_parts(field)]
+    return [part for field in fields if isinstance(field, torch.Tensor) for part in plain_parts(field)]
 
 
-def _rebuilt(tensor: torch.Tensor, replaced: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the same kind, made of other plain parts in the order of `_plain_parts`."""
+def rebuilt_tensor(tensor: torch.Tensor, replaced: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the same kind, made of other plain parts in the order of `plain_parts`."""
     if not is_traceable_wrapper_subclass(tensor):
         return replaced(tensor)
     names, context = tensor.__tensor_flatten__()
     fields = {name: getattr(tensor, name) for name in names}  # a mesh may be among them
     new: Any = {
-        name: _rebuilt(field, replaced) if isinstance(field, torch.Tensor) else field for name, field in fields.items()
+        name: rebuilt_tensor(field, replaced) if isinstance(field, torch.Tensor) else field
+        for name, field in fields.items()
     }
     rebuilt: torch.Tensor = tensor.__tensor_unflatten__(new, context, tensor.size(), tensor.stride())
     return rebuilt
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(part.dtype, part.shape) for tensor in tensors for part in _plain_parts(tensor)]
+    return [(part.dtype, part.shape) for tensor in tensors for part in plain_parts(tensor)]

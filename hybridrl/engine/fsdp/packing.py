@@ -79,9 +79,9 @@ def check_windows(module: nn.Module, compute: Callable[[MicroBatchLayout], Any])
 def may_pack(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
     """Whether the model's configuration and its attention let sequences share a row; on a GPU, warn if not."""
     implementation = str(config._attn_implementation)
-    reason = attention.why_not_packed(config)
+    reason = attention.packing_unsupported_reason(config)
     if reason is None and not attention.takes_boundaries(implementation):
-        reason = attention.why_not_varlen(config) or f"its attention is {implementation}, in {dtype}"
+        reason = attention.varlen_unsupported_reason(config) or f"its attention is {implementation}, in {dtype}"
     if reason is not None and device.is_gpu():
         _warn_unpacked(path, reason)
     return reason is None

@@ -14,7 +14,7 @@ from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel
 from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import RouterLogits, check_overrides, load_balancing, why_no_router_loss
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import Metric
@@ -72,7 +72,7 @@ class RouterLoss:
         self._sequences = sequences
         self._routers = RouterLogits(module)
         self._coefficient, self._top_k = coefficient, top_k
-        self._logits: list[torch.Tensor] = []
+        self.router_logits: list[torch.Tensor] = []
         self._tokens = 0.0
         self._value: torch.Tensor | float = 0.0
         self._load: torch.Tensor | None = None
@@ -87,28 +87,28 @@ class RouterLoss:
         own = torch.tensor(sum(int(layout.row_counts().sum()) for layout in layouts), device="cpu")
         self._tokens = float(sum(int(count) for count in distributed.all_gather(own, group)))
         self._value, self._load = 0.0, None
-        self._logits = []  # of a micro-batch that memory did not suffice for
+        self.router_logits = []  # of a micro-batch that memory did not suffice for
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Collect the logits of the micro-batch that is computed in this context."""
         with self._routers.collected() as logits:
             yield
-        self._logits = logits
+        self.router_logits = logits
 
     def share(self, layout: MicroBatchLayout) -> torch.Tensor:
         """The micro-batch's share of the loss, times the coefficient; 0 for a dummy."""
         rows, sequences = layout.row_counts(), self._sequences
         own = rows if sequences is None else sequences.part(rows)
-        wrong = [len(logits) for logits in self._logits if len(logits) != len(own)]
+        wrong = [len(logits) for logits in self.router_logits if len(logits) != len(own)]
         if wrong:
             raise ModelError(
                 f"{KEY}={self._coefficient}: a router of this model records {wrong[0]} rows of logits for {len(own)} "
                 "tokens, which is not the form that the loss is defined for; set it to 0"
             )
         summed = None if sequences is None else lambda part: SharedSum.apply(part, sequences.group)
-        loss, load = load_balancing(self._logits, own, self._top_k, summed)
-        self._logits = []
+        loss, load = load_balancing(self.router_logits, own, self._top_k, summed)
+        self.router_logits = []
         share = loss * (float(rows.sum()) / max(self._tokens, 1.0))
         self._value = self._value + share.detach()
         self._load = load if self._load is None else self._load + load

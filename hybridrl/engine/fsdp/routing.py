@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import experts_of, routers_of, try_router, why_no_routers
 
 
@@ -45,12 +45,12 @@ def check_routing(model: Any, engine: Any) -> None:
         elif problem is None and getattr(config.get_text_config(), "topk_method", None) == "group_limited_greedy":
             problem = "topk_method=group_limited_greedy gives experts outside of the groups chosen now no weight"
         elif problem is None:
-            problem = _why_not_one_topk(config)
+            problem = _routing_unsupported_reason(config)
     if problem is not None:
         raise ModelError(f"the experts of {model.path} cannot be recorded and replayed: {problem}")
 
 
-def _why_not_one_topk(config: PreTrainedConfig) -> str | None:
+def _routing_unsupported_reason(config: PreTrainedConfig) -> str | None:
     """Return why a model's routers do not choose by one `torch.topk`; None if they do, or if that cannot be tried."""
     experts, top_k = experts_of(config)
     with _Choice(experts, top_k, None) as choice:

@@ -43,7 +43,7 @@ def check_sequence_parallel(size: int, ranks: int, model: Any, config: PreTraine
             f"{KEY}={size} needs the attention that exchanges heads, {attention.VARLEN}, and "
             f"model.override_config.attn_implementation is {implementation}; remove it"
         )
-    reason = attention.why_not_packed(config) or attention.why_not_varlen(config)
+    reason = attention.packing_unsupported_reason(config) or attention.varlen_unsupported_reason(config)
     if reason is not None:
         raise ModelError(
             f"{KEY}={size}: sequences of {model.path} cannot be split, because {reason}; set it to 1, and use smaller "

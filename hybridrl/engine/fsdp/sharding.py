@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
-from hybridrl.hybrid_engine.topology import ShardedLayout
+from hybridrl.layouts.slices import TensorSlice
+from hybridrl.layouts.topology import ShardedLayout
 from hybridrl.models.loading import decoder_layer_classes
 from hybridrl.models.stored import Specs, named_tensors
 from hybridrl.models.value import ValueModel
@@ -184,14 +184,14 @@ class ShardedModule:
         """Number of the replica that this rank's shards belong to."""
         return int(self.mesh.get_local_rank(0)) if self.replicated else 0
 
-    def box(self, tensor: DTensor) -> Box:
+    def tensor_slice(self, tensor: DTensor) -> TensorSlice:
         """Return the elements of a parameter that are on this rank: FSDP2 cuts the first dimension as `torch.chunk`."""
         rows, shards, index = tensor.shape[0], self.mesh.size(-1), self.mesh.get_local_rank(self.mesh.ndim - 1)
         size = -(-rows // shards)
         begin, end = min(index * size, rows), min((index + 1) * size, rows)
         if not tensor.placements[-1].is_shard(0) or tuple(tensor.to_local().shape) != (end - begin, *tensor.shape[1:]):
             raise ModelError(f"a parameter has placements {tensor.placements}, and only rows can be exported")
-        return Box((begin, *(0 for _ in tensor.shape[1:])), (end, *tensor.shape[1:]))
+        return TensorSlice((begin, *(0 for _ in tensor.shape[1:])), (end, *tensor.shape[1:]))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:

@@ -26,7 +26,7 @@ def check_sharing(model: Any, engine: Any) -> None:
     Raises:
         ModelError: the message names both settings.
     """
-    problem = _why_not(model, engine)
+    problem = _unsupported_reason(model, engine)
     if problem is not None:
         raise ModelError(
             f"model.share_prefixes=True cannot be combined with {problem}, or set model.share_prefixes=False"
@@ -53,7 +53,7 @@ def sharing_of(model: Any, engine: Any, config: PreTrainedConfig) -> bool | None
         check_sharing(model, engine)
     elif not may_share(model, engine, config):
         return False
-    reason = tree_attention.why_not_shared(config)
+    reason = tree_attention.sharing_unsupported_reason(config)
     if reason and setting and distributed.get_rank() == 0:
         notify(f"{model.path}: model.share_prefixes has no effect, because {reason}")
     return False if reason else setting
@@ -65,11 +65,13 @@ def may_share(model: Any, engine: Any, config: PreTrainedConfig) -> bool:
     Args:
         model, engine, config: see `sharing_of`.
     """
-    possible = model.share_prefixes is not False and _why_not(model, engine) is None and not is_vision_model(config)
-    return possible and tree_attention.why_not_shared(config) is None
+    possible = (
+        model.share_prefixes is not False and _unsupported_reason(model, engine) is None and not is_vision_model(config)
+    )
+    return possible and tree_attention.sharing_unsupported_reason(config) is None
 
 
-def _why_not(model: Any, engine: Any) -> str | None:
+def _unsupported_reason(model: Any, engine: Any) -> str | None:
     """The setting that is in the way, and what to change; None if there is none."""
     implementation = model.override_config.get("attn_implementation")
     if implementation is not None:

@@ -17,9 +17,9 @@ from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.fsdp.sharding import Weights
 from hybridrl.errors import ModelError
 from hybridrl.models import four_bit, lora
-from hybridrl.models.info import config_of
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.loading import build_language_model
+from hybridrl.models.model_config import config_of
 from hybridrl.models.stored import Specs, named_tensors
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed

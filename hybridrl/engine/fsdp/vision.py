@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import FAMILIES, is_vision_model, place_images_by_position, vision_tower
 
 

@@ -20,6 +20,7 @@ from hybridrl.engine.megatron.mapping import Family, family_of, padded_vocabular
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.errors import ModelError
 from hybridrl.models import loading
+from hybridrl.models.model_config import config_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
@@ -75,7 +76,7 @@ class Blueprint:
         family: how its architecture is built.
         hf_config: its Hugging Face configuration.
         model_type: `language_model` or `value_model`.
-        facts: fields of Megatron-core's TransformerConfig that follow from the model and the user's overrides.
+        model_fields: fields of Megatron-core's TransformerConfig that follow from the model and the user's overrides.
         decided: the overrides of fields that the engine decides, which must agree with it.
         here: whether this process has the devices of the ranks.
     """
@@ -83,7 +84,7 @@ class Blueprint:
     family: Family
     hf_config: PreTrainedConfig
     model_type: str
-    facts: Mapping[str, Any]
+    model_fields: Mapping[str, Any]
     decided: Mapping[str, Any]
     here: bool
 
@@ -114,9 +115,7 @@ def plan_of(model: Any, engine: Any, model_type: str, trains: bool, here: bool =
             "set megatron.override_transformer_config.recompute_granularity and recompute_modules, and leave "
             "model.recompute_granularity at full"
         )
-    config = loading.load_model_config(
-        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-    )
+    config = config_of(model)
     recompute = trains and model.enable_gradient_checkpointing
     return blueprint(family_of(config), config, model_type, engine.override_transformer_config, recompute, here)
 
@@ -129,7 +128,7 @@ def blueprint(
     recompute: bool,
     here: bool = True,
 ) -> Blueprint:
-    """Combine a model's facts with `override_transformer_config`.
+    """Combine a model's model_fields with `override_transformer_config`.
 
     Args:
         recompute: whether the model learns with `model.enable_gradient_checkpointing`.
@@ -138,7 +137,7 @@ def blueprint(
     Raises:
         ModelError: a field is unknown or belongs to the architecture, or the engine cannot honour it.
     """
-    facts, settings = family.transformer_kwargs(hf_config), dict(overrides)
+    model_fields, settings = family.transformer_kwargs(hf_config), dict(overrides)
     granularity, modules = settings.get("recompute_granularity"), settings.get("recompute_modules")
     if granularity != "selective" and list(modules or ["core_attn"]) != ["core_attn"]:
         raise ModelError(
@@ -150,25 +149,29 @@ def blueprint(
         for name, default in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
             settings[name] = settings.get(name) or default
         settings.pop("recompute_modules", None)
-    checked = _checked_overrides(facts, settings, here)
+    checked = _checked_overrides(model_fields, settings, here)
     decided = {name: checked.pop(name) for name in _DECIDED if name in checked}
-    return Blueprint(family, hf_config, model_type, {**facts, **checked}, decided, here)
+    return Blueprint(family, hf_config, model_type, {**model_fields, **checked}, decided, here)
 
 
-def _checked_overrides(facts: Mapping[str, Any], overrides: Mapping[str, Any], here: bool) -> dict[str, Any]:
-    fields = {field.name for field in dataclasses.fields(_config_class(facts)) if field.init}
+def _checked_overrides(model_fields: Mapping[str, Any], overrides: Mapping[str, Any], here: bool) -> dict[str, Any]:
+    fields = {field.name for field in dataclasses.fields(_config_class(model_fields)) if field.init}
     for name, value in overrides.items():
         if name not in fields:
-            kind = _config_class(facts).__name__
+            kind = _config_class(model_fields).__name__
             raise ModelError(f"{_KEY}.{name}: Megatron-core's {kind} has no such field{nearest(name, sorted(fields))}")
         if name in _UNSUPPORTED and value not in (None, False, 0, "none"):
             raise ModelError(f"{_KEY}.{name}={value!r} is not supported: {_UNSUPPORTED[name]}; remove it")
-        if name in facts and name not in (*_DECIDED, *_FREE, *_UNSUPPORTED) and _plain(value) != _plain(facts[name]):
+        if (
+            name in model_fields
+            and name not in (*_DECIDED, *_FREE, *_UNSUPPORTED)
+            and _plain(value) != _plain(model_fields[name])
+        ):
             raise ModelError(
-                f"{_KEY}.{name}={value!r} is not the model's {facts[name]!r}, which follows from config.json; remove "
-                "it, or change the model with model.override_config and the names of config.json"
+                f"{_KEY}.{name}={value!r} is not the model's {model_fields[name]!r}, which follows from config.json; "
+                "remove it, or change the model with model.override_config and the names of config.json"
             )
-    usable = {name: value for name, value in overrides.items() if value is not None or _may_be_none(facts, name)}
+    usable = {name: value for name, value in overrides.items() if value is not None or _may_be_none(model_fields, name)}
     if not has_transformer_engine():
         if here:
             _check_without_engine(usable)
@@ -184,8 +187,8 @@ def _checked_overrides(facts: Mapping[str, Any], overrides: Mapping[str, Any], h
     return usable
 
 
-def _may_be_none(facts: Mapping[str, Any], name: str) -> bool:
-    kind = typing.get_type_hints(_config_class(facts))[name]
+def _may_be_none(model_fields: Mapping[str, Any], name: str) -> bool:
+    kind = typing.get_type_hints(_config_class(model_fields))[name]
     return kind is Any or type(None) in typing.get_args(kind)
 
 
@@ -213,7 +216,7 @@ def _check_without_engine(overrides: Mapping[str, Any]) -> None:
 
 def _check_decided(plan: Blueprint, settings: Mapping[str, Any]) -> None:
     """Refuse overrides that differ from what the engine decides."""
-    defaults = {field.name: field.default for field in dataclasses.fields(_config_class(plan.facts))}
+    defaults = {field.name: field.default for field in dataclasses.fields(_config_class(plan.model_fields))}
     for name, value in plan.decided.items():
         own = settings.get(name, defaults[name])
         if _plain(value) != _plain(own) and (plan.here or name not in _BY_DEVICE):
@@ -230,10 +233,10 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _config_class(facts: Mapping[str, Any]) -> Any:
+def _config_class(model_fields: Mapping[str, Any]) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    return MLATransformerConfig if facts.get("multi_latent_attention") else TransformerConfig
+    return MLATransformerConfig if model_fields.get("multi_latent_attention") else TransformerConfig
 
 
 def transformer_fields() -> set[str]:
@@ -290,10 +293,10 @@ def transformer_config(plan: Blueprint, sizes: ParallelSizes, sequence_parallel:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": fused and bool(plan.facts.get("num_moe_experts")),
+        "moe_grouped_gemm": fused and bool(plan.model_fields.get("num_moe_experts")),
         "moe_permute_fusion": False,
     }
-    settings |= plan.facts
+    settings |= plan.model_fields
     _check_decided(plan, settings)
     for fact, what in (("num_moe_experts", "experts"), ("multi_latent_attention", "multi-latent attention")):
         if settings.get(fact) and sizes.tp > 1 and not split:
@@ -304,7 +307,7 @@ def transformer_config(plan: Blueprint, sizes: ParallelSizes, sequence_parallel:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fields that Megatron-core itself fills in
-            return _config_class(plan.facts)(**settings)
+            return _config_class(plan.model_fields)(**settings)
     except (ValueError, AssertionError, TypeError) as error:
         raise ModelError(f"Megatron-core refuses the settings of this model and layout ({sizes}): {error}") from error
 

@@ -1,7 +1,7 @@
 """A Megatron engine's share of a checkpoint (`saved_parts`), readable in any other layout and by other engines.
 
-A rank's optimizer updates ranges of flattened parameters. A range is a few boxes of Hugging Face tensors, so that
-nothing needs to be gathered to be written, and a rank of another layout reads just the boxes that it needs.
+A rank's optimizer updates ranges of flattened parameters. A range is a few slices of Hugging Face tensors, so that
+nothing needs to be gathered to be written, and a rank of another layout reads just the slices that it needs.
 """
 
 from __future__ import annotations
@@ -9,45 +9,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from hybridrl.engine import saved_parts
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.megatron.mapping import LocalTensor
+from hybridrl.engine.megatron.optimizer import Shard
+from hybridrl.engine.megatron.state import MegatronState
 from hybridrl.engine.optim.low_bit import CODES, SCALE
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range
-from hybridrl.engine.saved_parts import SEPARATOR
+from hybridrl.engine.saved_parts import SEPARATOR, HFModel
+from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, slices_of_range
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.utils import device, distributed
 
-if TYPE_CHECKING:
-    from hybridrl.engine.megatron.engine import MegatronEngine
-    from hybridrl.engine.megatron.optimizer import Shard
 
+def parts(state: MegatronState, model: HFModel, seed: int) -> saved_parts.Parts:
+    """Return the parts of an engine's checkpoints.
 
-def parts(engine: MegatronEngine) -> saved_parts.Parts:
-    """The parts of an engine's checkpoints."""
+    Args:
+        state: what is saved and loaded.
+        model: whose state it is.
+        seed: that new random states are made from.
+    """
     return saved_parts.Parts(
-        weights=partial(_weights, engine),
-        load_weights=partial(_load_weights, engine),
-        optimizer=None if engine.optimizer is None else partial(_optimizer_state, engine),
-        load_optimizer=partial(_load_optimizer, engine),
-        schedule=None if engine.optimizer is None else engine.optimizer.schedule,
-        seed=engine.engine_config.seed,
-        hf_writer=lambda copy: _hf_copy(engine) if copy else partial(_write_hf, engine),
+        weights=partial(_weights, state),
+        load_weights=partial(_load_weights, state),
+        optimizer=None if state.optimizer is None else partial(_optimizer_state, state),
+        load_optimizer=partial(_load_optimizer, state),
+        schedule=None if state.optimizer is None else state.optimizer.schedule,
+        seed=seed,
+        hf_writer=lambda copy: _hf_copy(state, model) if copy else partial(_write_hf, state, model),
     )
 
 
-def _write_hf(engine: MegatronEngine, folder: Path) -> None:
+def _write_hf(state: MegatronState, model: HFModel, folder: Path) -> None:
     """Write an engine's model and its tokenizer. All ranks call it together; rank 0 holds some files' worth of tensors.
 
     Weights have the dtype of the checkpoint that training started from.
     """
     files, failed = ModelFiles(folder), None
-    for name, tensor in engine._exporter.export(stored_dtype(engine.config), engine.readable):
+    for name, tensor in state.exporter.export(stored_dtype(model.config), state.readable):
         if distributed.get_rank() == 0 and failed is None:
             try:
                 files.add(name, tensor)
@@ -57,39 +60,34 @@ def _write_hf(engine: MegatronEngine, folder: Path) -> None:
     def finish() -> None:
         if failed is not None:
             raise failed
-        _finish_hf(engine, files, folder)
+        _finish_hf(model, files, folder)
 
     distributed.on_rank_0(finish)
 
 
-def _hf_copy(engine: MegatronEngine) -> Callable[[Path], None] | None:
+def _hf_copy(state: MegatronState, model: HFModel) -> Callable[[Path], None] | None:
     """Gather the model in the main memory of rank 0, and return what writes it there. All ranks call it together."""
-    exported = engine._exporter.export(stored_dtype(engine.config), engine.readable)
-    state = {name: tensor.cpu() for name, tensor in exported if distributed.get_rank() == 0}
+    exported = state.exporter.export(stored_dtype(model.config), state.readable)
+    tensors = {name: tensor.cpu() for name, tensor in exported if distributed.get_rank() == 0}
 
     def write(folder: Path) -> None:
         files = ModelFiles(folder)
-        for name, tensor in state.items():
+        for name, tensor in tensors.items():
             files.add(name, tensor)
-        _finish_hf(engine, files, folder)
+        _finish_hf(model, files, folder)
 
     return write if distributed.get_rank() == 0 else None
 
 
-def _finish_hf(engine: MegatronEngine, files: ModelFiles, folder: Path) -> None:
+def _finish_hf(model: HFModel, files: ModelFiles, folder: Path) -> None:
     files.finish()
-    write_config(engine.config, engine.model_type, files, folder)
-    saved_parts.save_tokenizer(engine.model_config, folder)
-
-
-def _entries(engine: MegatronEngine) -> dict[tuple[int, str], LocalTensor]:
-    """This rank's parameters and buffers, by the number of their chunk and their name in it."""
-    return {(engine.chunks.index(entry.chunk), entry.name): entry for entry in engine.weight_map.entries}
+    write_config(model.config, model.model_type, files, folder)
+    saved_parts.save_tokenizer(model.settings, folder)
 
 
 def _views(
     entry: LocalTensor, shard: Shard, flat: torch.Tensor
-) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+) -> Iterator[tuple[str, tuple[int, ...], TensorSlice, torch.Tensor]]:
     """Split the range of a flattened parameter that a rank updates by the Hugging Face tensors that it belongs to.
 
     Args:
@@ -98,83 +96,83 @@ def _views(
         flat: values of the range.
 
     Yields:
-        Name and shape of a tensor, a box of it, and the box's elements as a view of `flat`.
+        Name and shape of a tensor, a slice of it, and the slice's elements as a view of `flat`.
     """
-    for own, at in boxes_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
+    for own, at in slices_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
         values = flat[at : at + own.elements].view(own.extents)
         for piece in entry.pieces:
-            piece_box = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
-            common = own.intersect(piece_box)
+            piece_slice = TensorSlice.of_extents(piece.at, piece.slice.extents)
+            common = own.intersect(piece_slice)
             if common is None:
                 continue
-            shift = [b - a for a, b in zip(piece.at, piece.box.start, strict=True)]
-            box = Box(
+            shift = [b - a for a, b in zip(piece.at, piece.slice.start, strict=True)]
+            tensor_slice = TensorSlice(
                 tuple(a + s for a, s in zip(common.start, shift, strict=True)),
                 tuple(b + s for b, s in zip(common.stop, shift, strict=True)),
             )
-            yield piece.name, piece.shape, box, values[common.within(own)]
+            yield piece.name, piece.shape, tensor_slice, values[common.within(own)]
 
 
-def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
+def _weights(state: MegatronState) -> Iterator[SavedSlice]:
     """Yield the weights that this rank writes: its ranges of the master weights, and tensors without master weights."""
-    engine._exporter.shapes()  # all ranks together; some ask for nothing below
-    entries = _entries(engine)
+    state.exporter.shapes()  # all ranks together; some ask for nothing below
+    entries = state.entries()
     covered: set[tuple[int, str]] = set()
-    for shard in [] if engine.optimizer is None else engine.optimizer.shards:
+    for shard in [] if state.optimizer is None else state.optimizer.shards:
         if shard.is_primary:
-            flat = engine.readable(shard.master.detach())
+            flat = state.readable(shard.master.detach())
             for part in _views(entries[shard.chunk, shard.name], shard, flat):
-                yield SavedBox(*part)
-    if engine.optimizer is not None:
+                yield SavedSlice(*part)
+    if state.optimizer is not None:
         covered = {key for key, entry in entries.items() if getattr(entry.tensor, "requires_grad", False)}
     for key, entry in entries.items():
         if key in covered:
             continue
-        values = engine.readable(entry.tensor.detach())
+        values = state.readable(entry.tensor.detach())
         for piece in entry.pieces:
-            if engine._exporter.is_first(entry, piece):
-                yield SavedBox(piece.name, piece.shape, piece.box, piece.of(values))
+            if state.exporter.is_first(entry, piece):
+                yield SavedSlice(piece.name, piece.shape, piece.slice, piece.of(values))
 
 
-def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
-    assert engine.optimizer is not None
-    entries = _entries(engine)
-    for shard in engine.optimizer.shards:
+def _optimizer_state(state: MegatronState) -> Iterator[SavedSlice]:
+    assert state.optimizer is not None
+    entries = state.entries()
+    for shard in state.optimizer.shards:
         if not shard.is_primary:
             continue
         entry = entries[shard.chunk, shard.name]
-        for key, item in sorted(engine.optimizer.optimizer.state.get(shard.master, {}).items()):
+        for key, item in sorted(state.optimizer.optimizer.state.get(shard.master, {}).items()):
             value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
             if value.ndim:
-                for name, shape, box, view in _views(entry, shard, engine.readable(value.detach())):
-                    yield SavedBox(f"{name}{SEPARATOR}{key}", shape, box, view)
+                for name, shape, tensor_slice, view in _views(entry, shard, state.readable(value.detach())):
+                    yield SavedSlice(f"{name}{SEPARATOR}{key}", shape, tensor_slice, view)
             else:
                 for name in dict.fromkeys(piece.name for piece in entry.pieces):
-                    yield SavedBox(f"{name}{SEPARATOR}{key}", (), Box((), ()), value)
+                    yield SavedSlice(f"{name}{SEPARATOR}{key}", (), TensorSlice((), ()), value)
 
 
-def _load_weights(engine: MegatronEngine, saved: SavedBoxes) -> None:
-    saved_parts.check_same_model(engine._exporter.shapes(), saved)  # all ranks together
-    entries = _entries(engine)
+def _load_weights(state: MegatronState, saved: SavedSlices) -> None:
+    saved_parts.check_same_model(state.exporter.shapes(), saved)  # all ranks together
+    entries = state.entries()
     for entry in entries.values():
-        values = engine.readable(entry.tensor.detach())
+        values = state.readable(entry.tensor.detach())
         for piece in entry.pieces:
-            piece.of(values).copy_(saved.read(piece.name, piece.box))
-    for shard in [] if engine.optimizer is None else engine.optimizer.shards:
+            piece.of(values).copy_(saved.read(piece.name, piece.slice))
+    for shard in [] if state.optimizer is None else state.optimizer.shards:
         if shard.master.dtype != shard.parameter.dtype:  # otherwise they are the same memory
-            flat = engine.readable(shard.master.detach())
-            for name, _, box, view in _views(entries[shard.chunk, shard.name], shard, flat):
-                view.copy_(saved.read(name, box))
+            flat = state.readable(shard.master.detach())
+            for name, _, tensor_slice, view in _views(entries[shard.chunk, shard.name], shard, flat):
+                view.copy_(saved.read(name, tensor_slice))
 
 
-def _load_optimizer(engine: MegatronEngine, saved: SavedBoxes) -> None:
-    assert engine.optimizer is not None
-    optimizer, entries = engine.optimizer.optimizer, _entries(engine)
+def _load_optimizer(state: MegatronState, saved: SavedSlices) -> None:
+    assert state.optimizer is not None
+    optimizer, entries = state.optimizer.optimizer, state.entries()
     keys: dict[str, list[str]] = {}
     for full_name in saved.names:
         name, _, key = full_name.rpartition(SEPARATOR)
         keys.setdefault(name, []).append(key)
-    if surplus := sorted(keys.keys() - engine._exporter.shapes().keys()):
+    if surplus := sorted(keys.keys() - state.exporter.shapes().keys()):
         raise ModelError(
             f"checkpoint {saved.where} belongs to another model: it has optimizer state for {surplus[0]!r}, which this "
             "model does not have"
@@ -188,16 +186,16 @@ def _load_optimizer(engine: MegatronEngine, saved: SavedBoxes) -> None:
     where = device.current_device()  # offloaded state leaves it right after: its memory is released, not replaced
     steps_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     optimizer.state.clear()
-    for shard in engine.optimizer.shards:
+    for shard in state.optimizer.shards:
         entry = entries[shard.chunk, shard.name]
         first = next((piece.name for piece in entry.pieces), None)
         for key in keys.get(first or "", ()):
             full_name = f"{first}{SEPARATOR}{key}"
             if not saved.shape(full_name):
-                value = saved.read(full_name, Box((), ()))
+                value = saved.read(full_name, TensorSlice((), ()))
                 optimizer.state[shard.master][key] = value.to(where) if steps_on_device else value
                 continue
             flat = torch.zeros(shard.stop - shard.start, dtype=saved.dtype(full_name), device=where)
-            for name, _, box, view in _views(entry, shard, flat):
-                view.copy_(saved.read(f"{name}{SEPARATOR}{key}", box))
+            for name, _, tensor_slice, view in _views(entry, shard, flat):
+                view.copy_(saved.read(f"{name}{SEPARATOR}{key}", tensor_slice))
             optimizer.state[shard.master][key] = flat

@@ -1,4 +1,4 @@
-"""Unmodified megatron-core on a CPU with gloo, for tests and small machines.
+"""Unmodified Megatron-core on a CPU with gloo, for small machines and for the forecast of memory, which uses no GPU.
 
 Megatron-core calls `torch.cuda` in many places and has no other back end. Where there is no GPU, an import hook
 compiles its modules from a syntax tree in which those places name a stand-in. Nothing of `torch.cuda` itself is
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hybridrl.utils import device
-from hybridrl.utils.source import parsed
+from hybridrl.utils.python_source import parsed
 
 _PACKAGE = "megatron"
 #: where rewritten code finds the stand-in

@@ -24,28 +24,29 @@ from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.megatron import build, checkpoint, hf_weights
 from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
 from hybridrl.engine.megatron.forecast import forecast
-from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_packed
+from hybridrl.engine.megatron.forward import Arranger, Outputs, packing_unsupported_reason
 from hybridrl.engine.megatron.mapping import WeightMap
 from hybridrl.engine.megatron.offload import DiscardedStorages, MegatronOffload, OffloadedStorages
 from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
 from hybridrl.engine.megatron.schedule import Comparison, Schedule
-from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
+from hybridrl.engine.megatron.state import MegatronState
+from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import MicroBatchLayout
-from hybridrl.engine.saved_parts import State
-from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
+from hybridrl.engine.saved_parts import HFModel, Parts, State
+from hybridrl.engine.train_engine import Engine, Geometry, register_train_engine
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.topology import MegatronLayout
+from hybridrl.layouts.topology import MegatronLayout
 from hybridrl.models.routers import check_overrides
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
 
-@TrainEngines.register(
+@register_train_engine(
     "megatron",
     settings="hybridrl.config.schema.megatron:MegatronConfig",
-    layout="hybridrl.hybrid_engine.topology:MegatronLayout",
+    layout="hybridrl.layouts.topology:MegatronLayout",
 )
 class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits, CopiesState, ExportsShards):
     """A decoder of Megatron-core with the weights of a Hugging Face model, or its backbone with a value head.
@@ -64,6 +65,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         config: the model's Hugging Face configuration.
         vocabulary: tokens of its output layer.
         optimizer: None for an engine that only computes.
+        model_state: the weights and the optimizer, as they are saved, loaded and offloaded.
         reference: the engine that `ref_kl` is measured against.
     """
 
@@ -79,6 +81,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         self.chunks: list[nn.Module]
         self.weight_map: WeightMap
         self.optimizer: ShardedOptimizer | None = None
+        self.model_state: MegatronState
         self._wrapped: list[nn.Module] = []
 
     # ------------------------------------------------------------------ building
@@ -89,7 +92,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         import_parallel_state()
         plan = build.plan_of(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
         sizes = ParallelSizes.of(engine)
-        sizes.check(ranks, plan.facts)
+        sizes.check(ranks, plan.model_fields)
         build.transformer_config(plan, sizes, engine.sequence_parallel, build.dtype_of(engine))
         build.check_ddp_overrides(engine.override_ddp_config)
         if optim is not None:
@@ -119,13 +122,13 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         trains = self.optim_config is not None
         plan = build.plan_of(model, engine, self.model_type, trains)
         self.config = plan.hf_config
-        self.sizes.check(distributed.get_world_size(), plan.facts)
+        self.sizes.check(distributed.get_world_size(), plan.model_fields)
         self.state = ParallelState(self.sizes)
         with self.activate():
             settings = build.transformer_config(plan, self.sizes, engine.sequence_parallel, self.dtype)
             self.chunks = build.build_chunks(plan, settings, self.state)
             self.weight_map = WeightMap(plan.family, self.config, self.chunks, model_type=self.model_type)
-            self._exporter = hf_weights.Exporter(self.weight_map)
+            exporter = hf_weights.Exporter(self.weight_map)
             load_first_weights(self.weight_map, model.path, engine)
             if trains:
                 self._make_trainable(settings)
@@ -133,11 +136,12 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
         self.vocabulary = plan.vocabulary
-        self._schedule = self._make_schedule(settings, plan)
+        self.schedule = self._make_schedule(settings, plan)
         self._set_mode(training=False)
         device.manual_seed(engine.seed + distributed.get_rank())
-        self._offload = self._make_offload()
-        self._offload.unload(changed=True)
+        offload = self._make_offload()
+        self.model_state = MegatronState(self.chunks, self.weight_map, exporter, self.optimizer, offload)
+        offload.unload(changed=True)
         device.empty_cache()  # what loading and converting left would count as used while an engine is started
 
     def _make_trainable(self, settings: Any) -> None:
@@ -149,7 +153,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             load_first_masters(self.weight_map, self.model_config.path, engine, self.optimizer.shards)
 
     def _make_schedule(self, settings: Any, plan: build.Blueprint) -> Schedule:
-        self.packed = bool(self.model_config.use_remove_padding) and self._may_pack()
+        self.packed = bool(self.model_config.use_remove_padding) and self.may_pack()
         if self.packed:
             self.work = work_of(self.config)
         arranger = Arranger(self.state, settings.sequence_parallel, self.packed)
@@ -164,9 +168,9 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
                 notify(f"{self.model_config.path}: {', '.join(idle)} has no effect, because {outputs.why_whole}")
         return Schedule(self.state, settings, arranger, outputs)
 
-    def _may_pack(self) -> bool:
+    def may_pack(self) -> bool:
         """Whether attention can keep the sequences of a packed row apart; on a GPU, warn if not."""
-        reason = why_not_packed(self.sizes, self.dtype, self.config) if device.is_gpu() else None
+        reason = packing_unsupported_reason(self.sizes, self.dtype, self.config) if device.is_gpu() else None
         if reason and distributed.get_rank() == 0:
             notify(
                 f"sequences of {self.model_config.path} are padded to the longest of their micro-batch and not packed "
@@ -196,22 +200,22 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     # ------------------------------------------------------------------ computing
 
     def forward_only(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest
     ) -> list[dict[str, torch.Tensor]] | None:
         comparison = self._comparison(layouts, request)
         with self.activate():
-            return self._schedule.forward_only(self.chunks, layouts, request, comparison)
+            return self.schedule.forward_only(self.chunks, layouts, request, comparison)
 
     def forward_backward(
-        self, layouts: Sequence[MicroBatchLayout], request: Wanted, share_of_loss: ShareOfLoss
+        self, layouts: Sequence[MicroBatchLayout], request: OutputRequest, share_of_loss: ShareOfLoss
     ) -> None:
         comparison = self._comparison(layouts, request)
         self._set_mode(training=True)
         with self.activate():
-            self._schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
+            self.schedule.forward_backward(self._wrapped, layouts, request, share_of_loss, comparison)
         self._set_mode(training=False)
 
-    def _comparison(self, layouts: Sequence[MicroBatchLayout], request: Wanted) -> Comparison:
+    def _comparison(self, layouts: Sequence[MicroBatchLayout], request: OutputRequest) -> Comparison:
         """The functions of logits among the outputs. The engines that they compare with read the micro-batches here.
 
         Of those, the hidden states of all response tokens of the call are kept on the last stage, and no logits.
@@ -228,7 +232,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
     def hidden(self, layouts: Sequence[MicroBatchLayout]) -> list[Hidden] | None:
         """Return the inputs of this engine's output layer for another engine's micro-batches; None on early stages."""
         with self.activate():
-            return self._schedule.hidden(self.chunks, layouts)
+            return self.schedule.hidden(self.chunks, layouts)
 
     @contextlib.contextmanager
     def computing(self, function: LogitsFunction) -> Iterator[None]:
@@ -248,7 +252,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         self.reference = reference
 
     def _check_chunks(self, what: str) -> None:
-        outputs = self._schedule.outputs
+        outputs = self.schedule.outputs
         if outputs is not None and outputs.why_whole is not None:
             raise ModelError(
                 f"{self.model_config.path}: {what} with strategy=megatron computes logits by chunks of tokens, and "
@@ -266,22 +270,14 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         return self.optimizer.gradient_norm()
 
     def nonfinite_gradients(self) -> list[str]:
-        assert self.optimizer is not None
-        nonfinite = set(self.optimizer.nonfinite_gradients())
-        return [
-            piece.name
-            for entry in self.weight_map.entries
-            if (self.chunks.index(entry.chunk), entry.name) in nonfinite
-            for piece in entry.pieces
-        ]
+        return self.model_state.nonfinite_gradients()
 
     def discard_gradients(self) -> None:
-        if self.optimizer is not None and self._offload.has_gradients:
-            self.optimizer.discard_gradients()
+        self.model_state.discard_gradients()
 
     def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None
-        self._offload.wait_for_state()
+        self.model_state.offload.wait_for_state()
         with self.activate():
             self.optimizer.step(norm)
         self.discard_gradients()
@@ -293,26 +289,19 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     @contextlib.contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        self._offload.load(updates=optimizer)
+        self.model_state.offload.load(updates=optimizer)
         try:
             yield
         finally:
             if optimizer:
                 self._set_mode(training=False)
                 self.discard_gradients()  # those of an interrupted backward pass
-            self._offload.unload()
+            self.model_state.offload.unload()
             self.state.release_buffers()
             device.empty_cache()  # free activations, so that other processes can use their memory
 
-    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter, master weight or optimizer state, or its copy in main memory while it is offloaded.
-
-        Writing to it changes the weights, wherever they are.
-        """
-        return self._offload.readable(tensor)
-
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._exporter.export(dtype)
+        yield from self.model_state.exporter.export(dtype)
 
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         yield from hf_weights.export_shards(self.weight_map)
@@ -328,7 +317,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         return MegatronLayout(sizes.tp, sizes.pp, dp, sizes.cp, sizes.ep, sizes.etp, sizes.vpp)
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
-        return self._exporter.bytes(dtype)
+        return self.model_state.exporter.bytes(dtype)
 
     def first_step_bytes(self) -> int:
         if self.optimizer is None or self.engine_config.optimizer_offload:
@@ -339,18 +328,22 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         with self.activate():
-            checkpoint.parts(self).state(contents, copy=False).write(Path(folder))
+            self._parts().state(contents, copy=False).write(Path(folder))
             distributed.barrier()
 
     def copy_state(self, contents: Sequence[str]) -> State:
         with self.activate():
-            return checkpoint.parts(self).state(contents, copy=True)
+            return self._parts().state(contents, copy=True)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         with self.activate():
-            checkpoint.parts(self).load(Path(folder), contents)
-        self._offload.unload(changed=True)
+            self._parts().load(Path(folder), contents)
+        self.model_state.offload.unload(changed=True)
         distributed.barrier()
+
+    def _parts(self) -> Parts:
+        model = HFModel(self.model_type, self.model_config, self.config)
+        return checkpoint.parts(self.model_state, model, self.engine_config.seed)
 
 
 def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: str) -> None:

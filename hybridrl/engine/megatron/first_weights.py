@@ -111,12 +111,12 @@ def load_dist_checkpoint(weights: WeightMap, folder: Path) -> None:
     for number, chunk in enumerate(weights.chunks):
         chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
     for entry in weights.entries:
-        covered = sum(piece.box.elements for piece in entry.pieces)
+        covered = sum(piece.slice.elements for piece in entry.pieces)
         starts_at_zero = entry.may_be_absent and not _has_value_head(stored)
         if starts_at_zero:
             entry.tensor.detach().zero_()
         elif covered < entry.tensor.numel():  # rows that pad the vocabulary
-            rows = sum(piece.box.extents[0] for piece in entry.pieces)
+            rows = sum(piece.slice.extents[0] for piece in entry.pieces)
             entry.tensor.detach()[rows:].zero_()
 
 

@@ -13,16 +13,16 @@ import torch
 
 from hybridrl.engine.forecast import Forecast, Workload, layer_rows, logits_rows, peak_of
 from hybridrl.engine.megatron import build, forecast_process
-from hybridrl.engine.megatron.forward import Outputs, why_not_packed
+from hybridrl.engine.megatron.forward import Outputs, packing_unsupported_reason
 from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usable_settings
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
 from hybridrl.engine.megatron.schedule import Comparison
-from hybridrl.engine.micro_batched import OUTPUTS, Wanted
+from hybridrl.engine.micro_batched import OUTPUTS, OutputRequest
 from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models import loading
 from hybridrl.models.kinds import KINDS
+from hybridrl.models.model_config import config_of
 from hybridrl.registry import import_external_lib
 from hybridrl.utils import device
 
@@ -78,10 +78,8 @@ def request_for(model_type: str, model: Any, engine: Any, optim: Any, ranks: int
     dtype = build.dtype_of(engine)
     packed = bool(model.use_remove_padding) and device.is_gpu()
     if packed:
-        config = loading.load_model_config(
-            model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-        )
-        packed = why_not_packed(ParallelSizes.of(engine), dtype, config) is None
+        config = config_of(model)
+        packed = packing_unsupported_reason(ParallelSizes.of(engine), dtype, config) is None
     target = ForecastDevice(device.get_device_name(), device.runs_triton(), build.has_transformer_engine(), packed)
     engine = replace(engine, dtype=str(dtype).removeprefix("torch."))
     return ForecastRequest(model_type, model, engine, None if engine.forward_only else optim, ranks, work, target)
@@ -101,10 +99,10 @@ def compute(request: ForecastRequest) -> Forecast | None:
     import_parallel_state()
     plan = build.plan_of(model, request.engine, request.model_type, trains, here=False)
     sizes = ParallelSizes.of(request.engine)
-    sizes.check(request.ranks, plan.facts)
-    if plan.facts.get("moe_token_dispatcher_type", _DISPATCHER) != _DISPATCHER:
+    sizes.check(request.ranks, plan.model_fields)
+    if plan.model_fields.get("moe_token_dispatcher_type", _DISPATCHER) != _DISPATCHER:
         return None
-    forecasts = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.facts)]
+    forecasts = [_Stage(request, plan, sizes, stage).forecast() for stage in _largest_stages(sizes, plan.model_fields)]
     peaks = [of_stage.update if trains else of_stage.without_gradients for of_stage in forecasts]
     largest = forecasts[peaks.index(max(peaks))]
     without_gradients = max(of_stage.without_gradients for of_stage in forecasts)
@@ -117,13 +115,13 @@ def compute(request: ForecastRequest) -> Forecast | None:
     )
 
 
-def _largest_stages(sizes: ParallelSizes, facts: Any) -> list[int]:
+def _largest_stages(sizes: ParallelSizes, model_fields: Any) -> list[int]:
     """The stages of which one takes the most.
 
     Of stages with the same layers, those in between hold fewer micro-batches than the first, and neither the
     embedding nor logits.
     """
-    return list(range(sizes.pp)) if stages_differ(facts) else sorted({0, sizes.pp - 1})
+    return list(range(sizes.pp)) if stages_differ(model_fields) else sorted({0, sizes.pp - 1})
 
 
 class _Stage:
@@ -139,7 +137,7 @@ class _Stage:
         request = self._request
         with rank_alone(self._rank(), request.ranks):
             self._state = ParallelState(self._sizes)
-            with self._state.activate(), on_meta(int(self._plan.facts.get("moe_router_topk") or 0)):
+            with self._state.activate(), on_meta(int(self._plan.model_fields.get("moe_router_topk") or 0)):
                 self._build()
                 activations, logits = self._of_update() if request.optim is not None else (0, 0)
                 inferred = 0 if request.work.infer is None else self._peak(request.work.infer, training=False)
@@ -176,7 +174,7 @@ class _Stage:
         config.deallocate_pipeline_outputs = self._kind == "cuda"
         config.variable_seq_lengths = False  # else stages would send their shapes to each other
         if target.engine:
-            config.bias_activation_fusion = self._plan.facts.get("bias_activation_fusion", True)
+            config.bias_activation_fusion = self._plan.model_fields.get("bias_activation_fusion", True)
         self._chunks = build.build_chunks(self._plan, config, state)
         self._wrapped: list[Any] = []
         if request.optim is not None:
@@ -213,7 +211,7 @@ class _Stage:
         work, outputs = self._request.work, OUTPUTS[self._plan.model_type]
         if self._plan.model_type == "language_model":
             outputs = ("log_probs", "entropy") if work.entropy else ("log_probs",)
-        request, comparison = Wanted(outputs, 1.0), Comparison()
+        request, comparison = OutputRequest(outputs, 1.0), Comparison()
         layouts = self._layouts(micro, work.response if response is None else response, training)
         self._set_chunk_size(len(layouts[0].selected))
         for chunk in self._chunks:

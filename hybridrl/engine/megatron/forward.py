@@ -24,7 +24,7 @@ from hybridrl.engine.megatron.vocabulary import (
     parallel_statistics,
 )
 from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
-from hybridrl.engine.micro_batched import Wanted
+from hybridrl.engine.micro_batched import OutputRequest
 from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.models import attention
@@ -184,7 +184,7 @@ def packed_parameters(layout: RankLayout, where: torch.device | None = None) -> 
     )
 
 
-def why_not_fused(chunk: Any) -> str | None:
+def fusing_unsupported_reason(chunk: Any) -> str | None:
     """Return why log-probabilities need whole logits of the model's last chunk; None if they do not."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -196,7 +196,7 @@ def why_not_fused(chunk: Any) -> str | None:
     return None
 
 
-def why_not_packed(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedConfig) -> str | None:
+def packing_unsupported_reason(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedConfig) -> str | None:
     """Return why attention on this process's GPU cannot keep the sequences of a packed row apart; None if it can."""
     if build.has_transformer_engine():
         return (
@@ -206,7 +206,7 @@ def why_not_packed(sizes: ParallelSizes, dtype: torch.dtype, config: PreTrainedC
         )
     if sizes.cp > 1:
         return None
-    reason = attention.why_not_varlen(config)
+    reason = attention.varlen_unsupported_reason(config)
     if reason is None and (dtype == torch.float32 or not device.supports_varlen_attention()):
         return f"the kernel in PyTorch does not compute {dtype} on this GPU"
     return reason
@@ -236,7 +236,7 @@ class Outputs:
     fused: bool = False
     most_tokens: int | None = None
     chunk_size: int | None = None
-    _current: tuple[RankLayout, Wanted] | None = field(default=None, init=False)
+    _current: tuple[RankLayout, OutputRequest] | None = field(default=None, init=False)
     _weight: torch.Tensor | None = field(default=None, init=False)
     _head: Any = field(default=None, init=False)
 
@@ -253,7 +253,7 @@ class Outputs:
         """The outputs of the last chunk of a model; `fused` has an effect where logits can be computed by chunks."""
         part = VocabularyShard.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
         language = plan.model_type == "language_model"
-        reason = why_not_fused(chunk) if language else "a value model has no logits"
+        reason = fusing_unsupported_reason(chunk) if language else "a value model has no logits"
         return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None, most_tokens)
 
     def __post_init__(self) -> None:
@@ -265,7 +265,7 @@ class Outputs:
             self._head, head.forward = head.forward, self._forward
 
     @contextlib.contextmanager
-    def selecting(self, layout: RankLayout, request: Wanted) -> Iterator[None]:
+    def selecting(self, layout: RankLayout, request: OutputRequest) -> Iterator[None]:
         """Within the context, the model computes the selected positions only.
 
         It returns logits `[1, n, V / tp]`, values, or hidden states `[1, n, H]`; `compute` makes outputs of them.
@@ -287,7 +287,7 @@ class Outputs:
         rows = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         return rows.index_select(0, self._current[0].selected)[:, None], *arguments[1:]
 
-    def _reads_hidden(self, request: Wanted) -> bool:
+    def _reads_hidden(self, request: OutputRequest) -> bool:
         """Whether the outputs are computed from hidden states, and not from logits of all tokens."""
         return self.why_whole is None and (self.fused or not set(request.outputs) <= {*STATISTICS, "values"})
 
@@ -309,7 +309,7 @@ class Outputs:
         return Hidden(output.reshape(-1, output.shape[-1]), self._weight)
 
     def compute(
-        self, output: torch.Tensor, layout: RankLayout, request: Wanted, compared: Compared
+        self, output: torch.Tensor, layout: RankLayout, request: OutputRequest, compared: Compared
     ) -> dict[str, torch.Tensor]:
         """The outputs of all N response tokens, `[N, ...]`; the same on every rank that holds the last stage.
 

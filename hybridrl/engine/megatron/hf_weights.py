@@ -1,7 +1,7 @@
 """Weights into Megatron's parameters and out of them, by their Hugging Face names.
 
-A checkpoint is read box by box, so that a rank reads what it holds and nothing else. Export gathers whole tensors in
-buckets over the ranks of one copy of the model; `export_shards` yields views of a rank's own parameters.
+A checkpoint is read slice by slice, so that a rank reads what it holds and nothing else. Export gathers whole tensors
+in buckets over the ranks of one copy of the model; `export_shards` yields views of a rank's own parameters.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from safetensors import safe_open
 
 from hybridrl.engine.capabilities import WeightShard
 from hybridrl.engine.megatron.mapping import LocalTensor, Piece, WeightMap
-from hybridrl.engine.saved_boxes import TensorSource
+from hybridrl.engine.saved_slices import TensorSource
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box, count, whole
-from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights, checked_source
+from hybridrl.layouts.slices import TensorSlice, count, whole
+from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights
+from hybridrl.models.model_config import checked_source
 from hybridrl.models.surplus import is_further, tell_shortened
 from hybridrl.models.value import HEAD_NAME
 from hybridrl.utils import device
@@ -66,8 +67,8 @@ class InMemory(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        return self._tensors[name][box.within(whole(self.shape(name)))]
+    def read(self, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        return self._tensors[name][tensor_slice.within(whole(self.shape(name)))]
 
 
 class SafetensorsFiles(TensorSource):
@@ -91,10 +92,10 @@ class SafetensorsFiles(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        if not box.start:
+    def read(self, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        if not tensor_slice.start:
             return self._file_of[name].get_tensor(name)
-        return self._file_of[name].get_slice(name)[box.within(whole(self.shape(name)))]
+        return self._file_of[name].get_slice(name)[tensor_slice.within(whole(self.shape(name)))]
 
 
 def open_source(path: str | Path) -> TensorSource:
@@ -153,7 +154,7 @@ def load_masters(weights: WeightMap, source: TensorSource, shards: Iterable[Shar
 
 
 class _Reader:
-    """Reads boxes by the names of the table from checkpoints that have them in other forms."""
+    """Reads slices by the names of the table from checkpoints that have them in other forms."""
 
     def __init__(self, source: TensorSource) -> None:
         self.source = source
@@ -170,19 +171,19 @@ class _Reader:
             )
         name, offset, dims = location
         shape = self.source.shape(name)
-        start = (*offset, *piece.box.start)
-        stop = (*(at + 1 for at in offset), *piece.box.stop)
+        start = (*offset, *piece.slice.start)
+        stop = (*(at + 1 for at in offset), *piece.slice.stop)
         expected: tuple[int, ...] = piece.shape
         if dims is not None:  # a half of the rows
-            start = (offset[0], piece.box.start[0] + dims * piece.shape[0], *piece.box.start[1:])
-            stop = (offset[0] + 1, piece.box.stop[0] + dims * piece.shape[0], *piece.box.stop[1:])
+            start = (offset[0], piece.slice.start[0] + dims * piece.shape[0], *piece.slice.start[1:])
+            stop = (offset[0] + 1, piece.slice.stop[0] + dims * piece.shape[0], *piece.slice.stop[1:])
             expected = (2 * piece.shape[0], *piece.shape[1:])
         if shape[len(offset) :] != expected:
             raise ModelError(
                 f"{name} in {self.source.where} has shape {list(shape[len(offset) :])}, and config.json asks for "
                 f"{list(expected)}"
             )
-        read = self.source.read(name, Box(start, stop))
+        read = self.source.read(name, TensorSlice(start, stop))
         return read[0] if offset else read
 
     def _find(self, name: str) -> tuple[str, tuple[int, ...], int | None] | None:
@@ -200,7 +201,7 @@ class _Reader:
 
 def _fill(entry: LocalTensor, reader: _Reader) -> None:
     tensor = entry.tensor.detach()
-    if sum(piece.box.elements for piece in entry.pieces) < tensor.numel():
+    if sum(piece.slice.elements for piece in entry.pieces) < tensor.numel():
         tensor.zero_()
     for piece in entry.pieces:
         piece.of(tensor).copy_(reader.read(piece))
@@ -269,14 +270,14 @@ class _Whole:
         shape, dtype: of the whole tensor.
         is_buffer: whether it is a buffer, which is exported in its own dtype.
         of_expert: whether the ranks of the experts' group hold it.
-        boxes: by rank of the group, the boxes that it sends. They cover the tensor once.
+        slices: by rank of the group, the slices that it sends. They cover the tensor once.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_buffer: bool
     of_expert: bool
-    boxes: Mapping[int, tuple[Box, ...]]
+    slices: Mapping[int, tuple[TensorSlice, ...]]
 
 
 class Exporter:
@@ -301,10 +302,10 @@ class Exporter:
             True: parallel_state.get_expert_data_parallel_rank() == 0,
         }
         self._specs: dict[str, _Whole] | None = None
-        self._local: dict[tuple[str, Box], tuple[LocalTensor, Piece]] = {}
+        self._local: dict[tuple[str, TensorSlice], tuple[LocalTensor, Piece]] = {}
         for entry in weights.entries:
             for piece in entry.pieces:
-                self._local[piece.name, piece.box] = (entry, piece)
+                self._local[piece.name, piece.slice] = (entry, piece)
 
     def export(
         self, dtype: torch.dtype | None = None, readable: Readable = _itself
@@ -340,7 +341,7 @@ class Exporter:
     def is_first(self, entry: LocalTensor, piece: Piece) -> bool:
         """Whether this rank is the first of those that hold a piece. All ranks called `shapes` before."""
         here = dist.get_rank(self._groups[entry.of_expert])
-        return self._is_first[entry.of_expert] and piece.box in self._catalogue()[piece.name].boxes.get(here, ())
+        return self._is_first[entry.of_expert] and piece.slice in self._catalogue()[piece.name].slices.get(here, ())
 
     def _catalogue(self) -> dict[str, _Whole]:
         """Every tensor of the model, in an order that is the same on all ranks."""
@@ -352,26 +353,26 @@ class Exporter:
     def _of_group(self, of_expert: bool) -> dict[str, _Whole]:
         group = self._groups[of_expert]
         ours = [
-            (name, piece.shape, entry.tensor.dtype, not isinstance(entry.tensor, torch.nn.Parameter), box)
-            for (name, box), (entry, piece) in self._local.items()
+            (name, piece.shape, entry.tensor.dtype, not isinstance(entry.tensor, torch.nn.Parameter), tensor_slice)
+            for (name, tensor_slice), (entry, piece) in self._local.items()
             if entry.of_expert is of_expert
         ]
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, ours, group=group)
-        facts: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-        boxes: dict[str, dict[Box, int]] = defaultdict(dict)
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
+        slices: dict[str, dict[TensorSlice, int]] = defaultdict(dict)
         for rank, theirs in enumerate(gathered):
-            for name, shape, dtype, is_buffer, box in theirs:
-                facts[name] = (shape, dtype, is_buffer)
-                boxes[name].setdefault(box, rank)
-        specs = {}
-        for name, owners in boxes.items():
-            shape, dtype, is_buffer = facts[name]
+            for name, shape, dtype, is_buffer, tensor_slice in theirs:
+                forms[name] = (shape, dtype, is_buffer)
+                slices[name].setdefault(tensor_slice, rank)
+        specs: dict[str, _Whole] = {}
+        for name, owners in slices.items():
+            shape, dtype, is_buffer = forms[name]
             if count(owners) != prod(shape):
                 raise ModelError(f"{name}: the ranks hold {count(owners)} of its {prod(shape)} elements")
-            by_rank: dict[int, tuple[Box, ...]] = {}
-            for box, rank in owners.items():
-                by_rank[rank] = (*by_rank.get(rank, ()), box)
+            by_rank: dict[int, tuple[TensorSlice, ...]] = {}
+            for tensor_slice, rank in owners.items():
+                by_rank[rank] = (*by_rank.get(rank, ()), tensor_slice)
             specs[name] = _Whole(shape, dtype, is_buffer, of_expert, by_rank)
         return specs
 
@@ -382,15 +383,19 @@ class Exporter:
         group, here = self._groups[of_expert], device.current_device()
         catalogue = self._catalogue()
         me = dist.get_rank(group)
-        senders = sorted({rank for name in names for rank in catalogue[name].boxes})
+        senders = sorted({rank for name in names for rank in catalogue[name].slices})
         flat, waiting = {}, []
         for rank in senders:
-            parts = [(name, box) for name in names for box in catalogue[name].boxes.get(rank, ())]
+            parts = [(name, tensor_slice) for name in names for tensor_slice in catalogue[name].slices.get(rank, ())]
             if rank == me:
-                views = [self._view(name, box, readable).to(here, dtype).reshape(-1) for name, box in parts]
+                views = [
+                    self._view(name, tensor_slice, readable).to(here, dtype).reshape(-1) for name, tensor_slice in parts
+                ]
                 flat[rank] = torch.cat(views)
             else:
-                flat[rank] = torch.empty(sum(box.elements for _, box in parts), dtype=dtype, device=here)
+                flat[rank] = torch.empty(
+                    sum(tensor_slice.elements for _, tensor_slice in parts), dtype=dtype, device=here
+                )
             if dist.get_world_size(group) > 1:
                 waiting.append(dist.broadcast(flat[rank], group_src=rank, group=group, async_op=True))
         for work in waiting:
@@ -399,15 +404,15 @@ class Exporter:
         for name in names:
             spec = catalogue[name]
             tensor = torch.empty(spec.shape, dtype=dtype, device=here)
-            for rank, boxes in spec.boxes.items():
-                for box in boxes:
-                    view = tensor[box.within(whole(spec.shape))]
-                    view.copy_(flat[rank][read[rank] : read[rank] + box.elements].view(view.shape))
-                    read[rank] += box.elements
+            for rank, slices in spec.slices.items():
+                for tensor_slice in slices:
+                    view = tensor[tensor_slice.within(whole(spec.shape))]
+                    view.copy_(flat[rank][read[rank] : read[rank] + tensor_slice.elements].view(view.shape))
+                    read[rank] += tensor_slice.elements
             yield name, tensor
 
-    def _view(self, name: str, box: Box, readable: Readable) -> torch.Tensor:
-        entry, piece = self._local[name, box]
+    def _view(self, name: str, tensor_slice: TensorSlice, readable: Readable) -> torch.Tensor:
+        entry, piece = self._local[name, tensor_slice]
         return piece.of(readable(entry.tensor.detach()))
 
 
@@ -430,4 +435,4 @@ def export_shards(weights: WeightMap) -> Iterator[WeightShard]:
         local = entry.tensor.detach()
         is_buffer = not isinstance(entry.tensor, torch.nn.Parameter)
         for piece in entry.pieces:
-            yield WeightShard(piece.name, piece.shape, piece.box.start, piece.of(local), keeps_dtype=is_buffer)
+            yield WeightShard(piece.name, piece.shape, piece.slice.start, piece.of(local), keeps_dtype=is_buffer)

@@ -2,8 +2,8 @@
 
 A family says how a Hugging Face model is built with Megatron-core, and which parts of which Hugging Face tensors each
 of Megatron's parameters holds. The second is a table of rules: a pattern of Megatron's parameter names, and a `Kind`
-with the Hugging Face names. A kind turns a local parameter into `Piece`s: boxes of Hugging Face tensors, and where they
-lie in the parameter. Loading, exporting and checkpoints need nothing else.
+with the Hugging Face names. A kind turns a local parameter into `Piece`s: slices of Hugging Face tensors, and where
+they lie in the parameter. Loading, exporting and checkpoints need nothing else.
 
 Adding a model is one file, see docs/megatron_models.md.
 """
@@ -21,9 +21,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.layouts.slices import TensorSlice
 from hybridrl.models.value import HEAD_NAME
-from hybridrl.registry import MEGATRON_FAMILIES, Facts
+from hybridrl.registry import MEGATRON_FAMILIES, EntryMetadata
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Megatron pads the vocabulary to a multiple of this, times the tensor parallel size.
@@ -32,23 +32,23 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a Hugging Face tensor that a local parameter holds.
+    """A slice of a Hugging Face tensor that a local parameter holds.
 
     Attributes:
         name: of the Hugging Face tensor.
         shape: of the whole Hugging Face tensor.
-        box: which elements of it.
-        at: the index in the local parameter where the box begins, per dimension. Elements are in the same order.
+        slice: which elements of it.
+        at: the index in the local parameter where the slice begins, per dimension. Elements are in the same order.
     """
 
     name: str
     shape: tuple[int, ...]
-    box: Box
+    slice: TensorSlice
     at: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the view of the local parameter that the box is."""
-        return local[tuple(slice(start, start + size) for start, size in zip(self.at, self.box.extents, strict=True))]
+        """Return the view of the local parameter that the slice is."""
+        return local[tuple(slice(start, start + size) for start, size in zip(self.at, self.slice.extents, strict=True))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Local:
         shape: its shape on this rank.
         rank, ranks: which of how many parts it is.
         is_cut: whether Megatron marks it as a part of a larger tensor.
-        facts: the family's `transformer_kwargs`, and `vocab_size`.
+        model_fields: the family's `transformer_kwargs`, and `vocab_size`.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Local:
     rank: int
     ranks: int
     is_cut: bool
-    facts: Mapping[str, Any]
+    model_fields: Mapping[str, Any]
 
 
 class Kind(ABC):
@@ -120,7 +120,7 @@ class Kind(ABC):
 
     @abstractmethod
     def pieces(self, names: Sequence[str], local: Local) -> list[Piece]:
-        """Return the boxes that a local parameter holds.
+        """Return the slices that a local parameter holds.
 
         Args:
             names: the Hugging Face names, with their numbers.
@@ -142,8 +142,8 @@ def part(name: str, local: Local, dim: int | None, at: int = 0, rows: int | None
     start, shape = [0] * len(size), list(size)
     if dim is not None:
         start[dim], shape[dim] = local.rank * size[dim], local.ranks * size[dim]
-    box = Box(tuple(start), tuple(a + n for a, n in zip(start, size, strict=True)))
-    return Piece(name, tuple(shape), box, (at, *(0 for _ in size[1:])))
+    tensor_slice = TensorSlice(tuple(start), tuple(a + n for a, n in zip(start, size, strict=True)))
+    return Piece(name, tuple(shape), tensor_slice, (at, *(0 for _ in size[1:])))
 
 
 class Replicated(Kind):
@@ -178,15 +178,15 @@ class Vocabulary(Kind):
     """The vocabulary (dimension 0) is padded and cut. Rows of the padding belong to no tensor."""
 
     def pieces(self, names: Sequence[str], local: Local) -> list[Piece]:
-        rows, size = int(local.facts["vocab_size"]), local.shape[0]
+        rows, size = int(local.model_fields["vocab_size"]), local.shape[0]
         start, stop = min(local.rank * size, rows), min((local.rank + 1) * size, rows)
         if local.ranks * size < rows:
             raise ModelError(f"{local.name}: {local.ranks} parts of {size} rows are less than the vocabulary of {rows}")
         if start == stop:
             return []
         rest = local.shape[1:]
-        box = Box((start, *(0 for _ in rest)), (stop, *rest))
-        return [Piece(names[0], (rows, *rest), box, (0,) * len(local.shape))]
+        tensor_slice = TensorSlice((start, *(0 for _ in rest)), (stop, *rest))
+        return [Piece(names[0], (rows, *rest), tensor_slice, (0,) * len(local.shape))]
 
 
 class QueryKeyValue(Kind):
@@ -195,8 +195,8 @@ class QueryKeyValue(Kind):
     count = 3
 
     def pieces(self, names: Sequence[str], local: Local) -> list[Piece]:
-        heads, groups = int(local.facts["num_attention_heads"]), int(local.facts["num_query_groups"])
-        width = int(local.facts["kv_channels"])
+        heads, groups = int(local.model_fields["num_attention_heads"]), int(local.model_fields["num_query_groups"])
+        width = int(local.model_fields["kv_channels"])
         if groups % local.ranks:
             fit = [size for size in range(1, groups + 1) if groups % size == 0]
             raise ModelError(
@@ -207,8 +207,8 @@ class QueryKeyValue(Kind):
         for group in range(local.rank * groups // local.ranks, (local.rank + 1) * groups // local.ranks):
             for name, per_group in zip(names, (heads // groups, 1, 1), strict=True):
                 rows = per_group * width
-                box = Box((group * rows, *(0 for _ in rest)), ((group + 1) * rows, *rest))
-                pieces.append(Piece(name, (groups * rows, *rest), box, (row, *(0 for _ in rest))))
+                tensor_slice = TensorSlice((group * rows, *(0 for _ in rest)), ((group + 1) * rows, *rest))
+                pieces.append(Piece(name, (groups * rows, *rest), tensor_slice, (row, *(0 for _ in rest))))
                 row += rows
         if row != local.shape[0]:
             raise ModelError(f"{local.name} has {local.shape[0]} rows, and the model's heads make {row}")
@@ -274,7 +274,7 @@ def register_family(model_type: str) -> Callable[[FamilyT], FamilyT]:
     """
 
     def add(family: FamilyT) -> FamilyT:
-        MEGATRON_FAMILIES.add(model_type, family, Facts())
+        MEGATRON_FAMILIES.add(model_type, family, EntryMetadata())
         return family
 
     return add
@@ -452,7 +452,7 @@ class WeightMap:
         is_cut = ranks > 1 and bool(getattr(tensor, "tensor_model_parallel", False))
         local = Local(of_whole, tuple(tensor.shape), rank, ranks, is_cut, self._facts)
         pieces = tuple(kind.pieces(kind.named(matched.groupdict()), local))
-        covered = sum(piece.box.elements for piece in pieces)
+        covered = sum(piece.slice.elements for piece in pieces)
         if covered != tensor.numel() and not isinstance(kind, Vocabulary):
             raise ModelError(f"{of_whole}: its rule covers {covered} of its {tensor.numel()} elements")
         return LocalTensor(chunk, name, pieces, bool(of_expert), kind.may_be_absent)

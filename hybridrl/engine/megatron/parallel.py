@@ -101,11 +101,11 @@ class ParallelSizes:
         """Number of shards of a batch on so many ranks."""
         return world // (self.tp * self.pp * self.cp)
 
-    def check(self, world: int, facts: Mapping[str, Any]) -> None:
+    def check(self, world: int, model_fields: Mapping[str, Any]) -> None:
         """Refuse a layout that does not fit the ranks or the model.
 
         Args:
-            facts: numbers of a model, as Megatron-core's TransformerConfig names them.
+            model_fields: numbers of a model, as Megatron-core's TransformerConfig names them.
 
         Raises:
             ModelError: it names the key and the sizes that fit.
@@ -116,15 +116,18 @@ class ParallelSizes:
                 f"{self}: one copy of the model takes {ranks} ranks, and {world} ranks are no multiple of that; change "
                 "the sizes, or trainer.n_gpus_per_node"
             )
-        experts = facts.get("num_moe_experts") or 0
+        experts = model_fields.get("num_moe_experts") or 0
         if not experts and (self.ep > 1 or self.etp != self.tp):
             raise ModelError(f"{self}: the model has no experts to share; leave {KEYS['ep']} and {KEYS['etp']} unset")
-        self._divides("tp", facts["num_attention_heads"], "attention heads")
-        groups, layers = facts.get("num_query_groups") or facts["num_attention_heads"], facts["num_layers"]
-        if not facts.get("multi_latent_attention"):
+        self._divides("tp", model_fields["num_attention_heads"], "attention heads")
+        groups, layers = (
+            model_fields.get("num_query_groups") or model_fields["num_attention_heads"],
+            model_fields["num_layers"],
+        )
+        if not model_fields.get("multi_latent_attention"):
             self._divides("tp", groups, "heads of keys and values")
-        if not _sets_stages(facts):
-            self._check_stages(layers, [name for name in _COUNTED_AS_LAYERS if facts.get(name)])
+        if not _sets_stages(model_fields):
+            self._check_stages(layers, [name for name in _COUNTED_AS_LAYERS if model_fields.get(name)])
         if self.vpp > 1 and self.pp == 1:
             raise ModelError(f"{KEYS['vpp']}={self.vpp} needs {KEYS['pp']} of 2 or more; it is 1")
         if experts:
@@ -171,19 +174,22 @@ class ParallelSizes:
 _COUNTED_AS_LAYERS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
-def stages_differ(facts: Mapping[str, Any]) -> bool:
+def stages_differ(model_fields: Mapping[str, Any]) -> bool:
     """Whether stages may have different numbers or kinds of layers."""
-    has_extra_layers, kinds = any(facts.get(name) for name in _COUNTED_AS_LAYERS), facts.get("moe_layer_freq")
-    return has_extra_layers or _sets_stages(facts) or (isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1)
+    has_extra_layers, kinds = (
+        any(model_fields.get(name) for name in _COUNTED_AS_LAYERS),
+        model_fields.get("moe_layer_freq"),
+    )
+    return has_extra_layers or _sets_stages(model_fields) or (isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1)
 
 
-def _sets_stages(facts: Mapping[str, Any]) -> bool:
+def _sets_stages(model_fields: Mapping[str, Any]) -> bool:
     names = (
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
         "pipeline_model_parallel_layout",
     )
-    return any(facts.get(name) is not None for name in names)
+    return any(model_fields.get(name) is not None for name in names)
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,7 +13,7 @@ from hybridrl.engine.chunked_function import Hidden
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.megatron.forward import Arranger, Compared, Outputs, RankLayout, packed_parameters
 from hybridrl.engine.megatron.parallel import ParallelState
-from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
+from hybridrl.engine.micro_batched import OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import MicroBatchLayout, dummy_layout
 from hybridrl.utils import device
 
@@ -50,7 +50,11 @@ class Schedule:
     outputs: Outputs | None
 
     def forward_only(
-        self, chunks: Sequence[nn.Module], layouts: Sequence[MicroBatchLayout], request: Wanted, comparison: Comparison
+        self,
+        chunks: Sequence[nn.Module],
+        layouts: Sequence[MicroBatchLayout],
+        request: OutputRequest,
+        comparison: Comparison,
     ) -> list[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, on the last stage; None on others."""
 
@@ -70,7 +74,7 @@ class Schedule:
             assert self.outputs is not None
             return self.outputs.hidden(output)
 
-        request = Wanted(("hidden",), 1.0)
+        request = OutputRequest(("hidden",), 1.0)
         with torch.no_grad():
             hidden = self._run(chunks, layouts, request, finish, forward_only=True, collect_non_loss_data=True)
         return hidden if self.state.is_last_stage else None
@@ -79,7 +83,7 @@ class Schedule:
         self,
         wrapped: Sequence[nn.Module],
         layouts: Sequence[MicroBatchLayout],
-        request: Wanted,
+        request: OutputRequest,
         share_of_loss: ShareOfLoss,
         comparison: Comparison,
     ) -> None:
@@ -98,7 +102,7 @@ class Schedule:
         self,
         models: Sequence[nn.Module],
         layouts: Sequence[MicroBatchLayout],
-        request: Wanted,
+        request: OutputRequest,
         finish: Callable[..., Any],
         **options: Any,
     ) -> list[Any]:
@@ -129,7 +133,7 @@ class Schedule:
         device.synchronize()  # messages to other stages refer to memory that is released now
         return results
 
-    def _forward(self, model: Any, layout: RankLayout, request: Wanted) -> torch.Tensor:
+    def _forward(self, model: Any, layout: RankLayout, request: OutputRequest) -> torch.Tensor:
         arguments = {
             "input_ids": layout.input_ids,
             "position_ids": layout.position_ids,

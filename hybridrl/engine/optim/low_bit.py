@@ -14,9 +14,9 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from hybridrl.engine.saved_boxes import SavedBox
+from hybridrl.engine.saved_slices import SavedSlice
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.shards import Box
+from hybridrl.layouts.slices import TensorSlice
 
 KINDS = ("AdamW8bit", "Adam8bit")
 BLOCKS = (256, 128, 64)
@@ -104,23 +104,23 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def stored_parts(name: str, moment: torch.Tensor, shard_box: Box) -> Iterator[SavedBox]:
+def stored_parts(name: str, moment: torch.Tensor, shard_slice: TensorSlice) -> Iterator[SavedSlice]:
     """Yield this rank's part of a moment, as plain tensors that share its memory.
 
     These are `<name>.codes`, uint8 in the shape of the parameter, and `<name>.scale`, float32 [..., blocks per row]. A
     moment that is not quantised is yielded itself.
 
     Args:
-        shard_box: the elements of the parameter that are on this rank.
+        shard_slice: the elements of the parameter that are on this rank.
     """
-    if not shard_box.elements:
+    if not shard_slice.elements:
         return
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment
     shape, block = tuple(moment.shape), block_size(moment.shape)
     if block is None:
-        yield SavedBox(name, shape, shard_box, local)
+        yield SavedSlice(name, shape, shard_slice, local)
         return
-    yield SavedBox(name + CODES, shape, shard_box, local.codes)
+    yield SavedSlice(name + CODES, shape, shard_slice, local.codes)
     blocks = shape[-1] // block
-    box = Box((*shard_box.start[:-1], 0), (*shard_box.stop[:-1], blocks))
-    yield SavedBox(name + SCALE, (*shape[:-1], blocks), box, local.scale.view(box.extents))
+    tensor_slice = TensorSlice((*shard_slice.start[:-1], 0), (*shard_slice.stop[:-1], blocks))
+    yield SavedSlice(name + SCALE, (*shape[:-1], blocks), tensor_slice, local.scale.view(tensor_slice.extents))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hybridrl.config.schema.names import LR_SCHEDULERS
+from hybridrl.config.schema.choices import LR_SCHEDULERS
 from hybridrl.engine.optim import low_bit
 from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.errors import ModelError

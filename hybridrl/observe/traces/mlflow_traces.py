@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridrl.observe.traces.base import SampleTrace, Span, local_store, register_trace_backend
+from hybridrl.observe.traces.sample_trace import SampleTrace, Span, local_store, register_trace_backend
 
 _KINDS = {"session": "AGENT", "generate": "LLM", "tool": "TOOL"}
 

@@ -15,7 +15,7 @@ from typing import Any
 from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
-from hybridrl.observe.traces.base import TraceBackend, trace_of
+from hybridrl.observe.traces.sample_trace import TraceBackend, trace_of
 from hybridrl.registry import TRACES
 
 _KEY = "actor_rollout_ref.rollout.trace"
@@ -127,7 +127,7 @@ def check_backend(name: str) -> None:
     Raises:
         RolloutError: it is unknown, or its package is not installed.
     """
-    facts = TRACES.facts(name)
+    facts = TRACES.metadata(name)
     if not TRACES.knows(name):
         TRACES.get(name)  # raises: it lists the known ones
     missing = [package for package in facts.packages if not _installed(package)]

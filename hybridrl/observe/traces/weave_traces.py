@@ -4,7 +4,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from hybridrl.observe.traces.base import SampleTrace, Span, register_trace_backend
+from hybridrl.observe.traces.sample_trace import SampleTrace, Span, register_trace_backend
 
 
 @register_trace_backend("weave", packages=("weave",), install="pip install weave")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.manager import RewardManager, Scored, register_reward_manager
+from hybridrl.reward.manager import RewardManager, RowScore, register_reward_manager
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.signature import Sample
 
@@ -14,17 +14,17 @@ class GDPORewardManager(RewardManager):
 
     The estimator reads the components from the columns of the batch, which every manager fills. This one tells at the
     first sample which component is missing. A session that brings its reward along brings its components along, too
-    (`Verdict.extra`); the estimator checks those. Where
+    (`Scored.extra`); the estimator checks those. Where
     `reward.on_error=zero` makes a failure score 0, its components are 0.
     """
 
-    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
         scored = super()._scored(outcome, sample, length)
         if outcome.brought_along:
             return scored
-        if outcome.no_verdict is not None:
+        if outcome.unscored is not None:
             zeros = dict.fromkeys(self.config.algorithm.gdpo_reward_keys, 0.0)
-            return scored if scored.outcome.no_verdict is not None else replace(scored, extra=zeros | scored.extra)
+            return scored if scored.outcome.unscored is not None else replace(scored, extra=zeros | scored.extra)
         for name in self.config.algorithm.gdpo_reward_keys:
             value = scored.extra.get(name)
             if not isinstance(value, (int, float)):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.reward.manager import RewardManager, Scored, register_reward_manager
+from hybridrl.reward.manager import RewardManager, RowScore, register_reward_manager
 from hybridrl.reward.positions import response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Sample
 from hybridrl.reward.steps import StepPlaces, steps_of
-from hybridrl.verdict import NoVerdict, Reason
+from hybridrl.scored import Reason, Unscored
 
 if TYPE_CHECKING:
     from hybridrl.protocol import DataProto
@@ -26,33 +26,33 @@ class StepsRewardManager(RewardManager):
 
     The steps of a response are the parts of its text between separators. With step scores p_k and the weight w, w * p_k
     is added at the last generated token of step k, and the score stays at the last generated token. A list of another
-    length than there are steps is no verdict.
+    length than there are steps is no score.
 
     Settings (`reward.reward_kwargs`): `separator`, `weight`.
     """
 
     @cached_property
-    def _places(self) -> StepPlaces:
+    def places(self) -> StepPlaces:
         return StepPlaces(self.tokenizer, self.settings.separator)
 
-    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
-        if outcome.no_verdict is None and (fault := self._fault(outcome, sample)) is not None:
-            outcome = without_score(NoVerdict(Reason.GRADING, fault), outcome.seconds)
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
+        if outcome.unscored is None and (fault := self._fault(outcome, sample)) is not None:
+            outcome = without_score(Unscored(Reason.GRADING, fault), outcome.seconds)
         return super()._scored(outcome, sample, length)
 
-    def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
+    def collect(self, batch: DataProto, scored: Sequence[RowScore]) -> dict[str, Any]:
         """The rewards of the rows, those of their steps included; see `RewardManager.collect`."""
         result = super().collect(batch, scored)
         tensors, rewards = tensors_of(batch), result["reward_tensor"]
         lengths, mask = response_lengths(batch).tolist(), tensors.get("response_mask", None)
         for row, row_score in enumerate(scored):
             lists = _lists_of(row_score.outcome)
-            if row_score.outcome.no_verdict is not None or not lists:
+            if row_score.outcome.unscored is not None or not lists:
                 continue
             tokens = tensors["responses"][row, : lengths[row]].tolist()
             own = [1] * len(tokens) if mask is None else mask[row, : lengths[row]].tolist()
             for scores in lists:
-                for place, score in zip(self._places(tokens, own), scores, strict=True):
+                for place, score in zip(self.places(tokens, own), scores, strict=True):
                     rewards[row, place] += self.settings.weight * score
         return result
 

@@ -34,8 +34,8 @@ from hybridrl.reward.function import LoadedFunction, RewardFunction, load
 from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready, encode
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import RewardCall, Sample
+from hybridrl.scored import Unscored, UnscoredError
 from hybridrl.utils import clock
-from hybridrl.verdict import NoVerdict, NoVerdictError
 
 CELL = struct.Struct("<qd")
 IDLE = -1
@@ -172,16 +172,16 @@ def _checked(value: Any, how: RewardCall) -> Result:
         return Result("bad", text=str(error))
 
 
-def _result(score: Score | NoVerdict) -> Result:
-    if isinstance(score, NoVerdict):
+def _result(score: Score | Unscored) -> Result:
+    if isinstance(score, Unscored):
         return Result("missing", text=score.detail, reason=score.reason.value)
     return Result("score", *score)
 
 
 def _raised(error: BaseException) -> Result:
-    """The traceback from the user's function on; a `NoVerdictError` is a verdict that is missing."""
-    if isinstance(error, NoVerdictError):
-        return _result(error.verdict)
+    """The traceback from the user's function on; an `UnscoredError` is a score that is missing."""
+    if isinstance(error, UnscoredError):
+        return _result(error.unscored)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, LoadedFunction.__module__):
         trace = trace.tb_next

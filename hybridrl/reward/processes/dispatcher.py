@@ -22,7 +22,7 @@ from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.handle import RewardJob, RewardProcess
 from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
-from hybridrl.verdict import NoVerdict, Reason
+from hybridrl.scored import Reason, Unscored
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class Dispatcher:
         if result.kind == "raised":
             return ScoreError(f"{label} raised an exception for {job.name}:\n{result.text}")
         if result.kind == "missing":
-            return without_score(NoVerdict(Reason(result.reason), result.text), seconds)
+            return without_score(Unscored(Reason(result.reason), result.text), seconds)
         if result.kind != "score":
             return ScoreError(f"{label} {result.text}. It was called for {job.name}.")
         return Outcome(result.score or 0.0, result.extra, seconds, applies=result.score is not None)
@@ -324,7 +324,7 @@ class Dispatcher:
                 )
         what = f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds"
         notify(f"{what}. Raise the limit if the function needs the time.", "warning")
-        return without_score(NoVerdict(Reason.TIMEOUT, what), seconds, timed_out=True)
+        return without_score(Unscored(Reason.TIMEOUT, what), seconds, timed_out=True)
 
     # ------------------------------------------------------------------ limits and ends
 
@@ -427,4 +427,4 @@ class _LoadError(Exception):
 
 
 def _tolerated(error: ScoreError) -> Outcome:
-    return without_score(NoVerdict(error.reason, str(error)), 0.0, error=str(error))
+    return without_score(Unscored(error.reason, str(error)), 0.0, error=str(error))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.verdict import NoVerdict, Reason
+from hybridrl.scored import Reason, Unscored
 
 
 class ScoreError(RewardError):
@@ -24,13 +24,13 @@ class Outcome:
     """The score of one sample.
 
     Attributes:
-        score: the number; NaN where there is no verdict, 0 where the function does not apply.
+        score: the number; NaN where there is no score, 0 where the function does not apply.
         extra: the whole dict, where the function returned one.
         seconds: how long it took.
         timed_out: it exceeded the time limit.
         applies: the function returned a score, not None for "does not apply".
         error: why the function failed; None if it did not. Only in a pool that tolerates failures.
-        no_verdict: why there is no score; None if there is one.
+        unscored: why there is no score; None if there is one.
         brought_along: the sample brought the score along; no function was asked.
     """
 
@@ -40,10 +40,10 @@ class Outcome:
     timed_out: bool = False
     applies: bool = True
     error: str | None = None
-    no_verdict: NoVerdict | None = None
+    unscored: Unscored | None = None
     brought_along: bool = False
 
 
-def without_score(verdict: NoVerdict, seconds: float, *, timed_out: bool = False, error: str | None = None) -> Outcome:
+def without_score(unscored: Unscored, seconds: float, *, timed_out: bool = False, error: str | None = None) -> Outcome:
     """The outcome of a sample that was not scored; see `Outcome`."""
-    return Outcome(float("nan"), None, seconds, timed_out=timed_out, error=error, no_verdict=verdict)
+    return Outcome(float("nan"), None, seconds, timed_out=timed_out, error=error, unscored=unscored)

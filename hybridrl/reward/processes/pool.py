@@ -17,8 +17,8 @@ from hybridrl.reward.processes.handle import RewardJob
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.scorers import Calls, SampleScorer
 from hybridrl.reward.signature import Sample
+from hybridrl.scored import Reason
 from hybridrl.utils.cores import available_cores
-from hybridrl.verdict import Reason
 
 
 class RewardPool(SampleScorer):
@@ -67,7 +67,7 @@ class RewardPool(SampleScorer):
         """Score one sample as soon as a process is free.
 
         A function that hangs on the very first samples that it is given, twice in every process, is a `RewardError`;
-        later timeouts have no verdict.
+        later timeouts have no score.
         """
         outcome: Outcome = await asyncio.wrap_future(self.submit(sample, name))
         return outcome

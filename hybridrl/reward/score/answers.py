@@ -162,7 +162,7 @@ def same_answer(answer: str, reference: str) -> bool:
     compute an astronomic number, is not equal.
 
     Raises:
-        NoVerdictError: parsing and comparing took 10 s of processor time. This limit uses a signal, which needs the
+        UnscoredError: parsing and comparing took 10 s of processor time. This limit uses a signal, which needs the
             main thread; processes of the reward pool always score there. In other threads only the length and size
             limits hold.
     """

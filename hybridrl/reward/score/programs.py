@@ -129,7 +129,7 @@ def compute_score(
         became of the first that failed: "wrong", "error", "time", "output", "syntax", "no program"; "" where none did.
 
     Raises:
-        SandboxError: the sandbox failed, so there is no verdict.
+        SandboxError: the sandbox failed, so there is no score.
         RewardError: the test cases are none.
     """
     tests = read_tests(ground_truth)

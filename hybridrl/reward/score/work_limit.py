@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.verdict import NoVerdictError, Reason
+from hybridrl.scored import Reason, UnscoredError
 
 _AGAIN_S = 0.05  # the library under the limit may have caught what ended it
 
@@ -28,7 +28,7 @@ def limited_work(seconds: float, what: str) -> Iterator[None]:
         what: the work, for the message.
 
     Raises:
-        NoVerdictError: the limit was exceeded.
+        UnscoredError: the limit was exceeded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def limited_work(seconds: float, what: str) -> Iterator[None]:
         finally:
             running = False
     except _WorkExpiry:
-        raise NoVerdictError(
+        raise UnscoredError(
             Reason.TIMEOUT, f"{what} took more than {seconds:g} s of processor time, so the answer is not judged"
         ) from None
     finally:

@@ -31,10 +31,11 @@ from hybridrl.models.vision import (
 )
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
-from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.protocol.sample_names import request_names
+from hybridrl.rollout.batch import batch_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.images import join_images
-from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
@@ -44,7 +45,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
-@InferenceEngines.register("hf", in_place=True, records_routing=True, sees_images=True)
+@register_inference_engine("hf", in_place=True, records_routing=True, sees_images=True)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 
@@ -122,15 +123,15 @@ class HFRollout:
             responses.tolist(),
             log_probs.tolist(),
             lengths.tolist(),
-            *names_of(prompts),
+            request_names(prompts),
             extras,
             experts,
             strict=True,
         )
         trajectories = [
             Trajectory(
-                uid,
-                sample,
+                name.uid,
+                name.sample,
                 prompt,
                 tokens[:count],
                 [1] * count,
@@ -139,7 +140,7 @@ class HFRollout:
                 extra=extra,
                 routed_experts=used,
             )
-            for prompt, tokens, scores, count, uid, sample, extra, used in rows_of
+            for prompt, tokens, scores, count, name, extra, used in rows_of
         ]
         return batch_of(
             trajectories,

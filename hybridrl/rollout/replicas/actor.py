@@ -15,16 +15,16 @@ import ray
 import torch
 
 from hybridrl.errors import RolloutError, is_out_of_memory
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.processes.inherited import keep_exit_codes
 from hybridrl.rollout.images import ReceivedImages
-from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 #: completions are returned together, because a Ray call costs milliseconds: this part of the requests in flight, or
 #: whatever has completed after this time
@@ -120,7 +120,7 @@ class Replica:
         """
         started = time.perf_counter()
         try:
-            self._engine = InferenceEngines.create(self._engine_name, self.spec)
+            self._engine = create_inference_engine(self._engine_name, self.spec)
             await self._start_engine()
         except Exception as error:
             message = str(error) if isinstance(error, RolloutError) else repr(error)
@@ -154,7 +154,7 @@ class Replica:
         if self.spec.task == "generate":
             await self._engine.generate(first)
         else:
-            await self._engine.read(replace(first, reading=PrefillRequest(top=self.spec.top)))
+            await self._engine.read(replace(first, prefill=PrefillRequest(top=self.spec.top)))
 
     async def _end_with_engine(self, death: Awaitable[str]) -> None:
         """End this process as soon as the engine is dead, so that every call to it fails, and the pool restarts it."""
@@ -197,7 +197,7 @@ class Replica:
             answer.image_digest = request.images.digest()
         try:
             while await self._may_generate(request.id):
-                if request.reading is not None:
+                if request.prefill is not None:
                     answer = await self._read(request)
                     if answer.finish_reason != "abort":
                         break
@@ -319,9 +319,9 @@ class Replica:
             raise RuntimeError("weights are updated while the replica generates: pause it first")
         await self._engine_does(self._engine.begin_update())
 
-    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
-        """The tensors of the policy that each of the engine's processes needs; see `InferenceEngine.requirements`."""
-        return await self._engine_does(self._engine.requirements(checkpoint))
+    async def required_slices(self, checkpoint: Checkpoint) -> list[RequiredSlices] | None:
+        """Return what each of the engine's processes needs; see `InferenceEngine.required_slices`."""
+        return await self._engine_does(self._engine.required_slices(checkpoint))
 
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         """Load a part of the weights; when this returns the bucket may be overwritten."""

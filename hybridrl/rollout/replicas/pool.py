@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.rollout.replicas.actor import ReplicaInfo
 from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaPlacement
 from hybridrl.rollout.replicas.scheduler import Scheduler
 from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, Request
-from hybridrl.weight_sync.send import UpdateTarget
 
 __all__ = ["PoolSettings", "ReplicaPlacement", "ReplicaPool", "request_number"]
 

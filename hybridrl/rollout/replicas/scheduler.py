@@ -36,7 +36,7 @@ class Scheduler:
         config = settings.spec.config
         room = config.max_num_seqs * config.data_parallel_size
         # The engine's queue never runs dry, and clients leave half of its places to training.
-        self._balancer = Balancer(window=room + max(8, room // 4), client_window=max(1, room // 2))
+        self.balancer = Balancer(window=room + max(8, room // 4), client_window=max(1, room // 2))
         self._futures: dict[str, Future[Completion]] = {}
         self._aborted: set[str] = set()
         self._losses: Counter[str] = Counter()  # how often a request's replica was lost
@@ -44,7 +44,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Number of requests that no replica has room for yet."""
-        return len(self._balancer)
+        return len(self.balancer)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Queue requests; replicas get them as they have room."""
@@ -57,14 +57,14 @@ class Scheduler:
                 future: Future[Completion] = Future()
                 self._futures[request.id] = future
                 futures.append(future)
-            self._balancer.add(requests)
+            self.balancer.add(requests)
             self.peak = max(self.peak, len(self._futures))
             self.dispatch()
         return futures
 
     def dispatch(self) -> None:
         """Send queued requests to the replicas that have room. The lock is held."""
-        if not self._balancer:
+        if not self.balancer:
             return
         ready = [replica for replica in self._replicas if replica.state is ReplicaState.READY]
         room = {replica.index: len(replica.in_flight) for replica in ready}
@@ -72,7 +72,7 @@ class Scheduler:
             replica.index: sum(request.priority > TRAINING_PRIORITY for request in replica.in_flight.values())
             for replica in ready
         }
-        for index, requests in self._balancer.take(room, clients).items():
+        for index, requests in self.balancer.take(room, clients).items():
             replica = self._replicas[index]
             replica.in_flight |= {request.id: request for request in requests}
             replica.submitted = replica.actor.submit.remote([_sent(request) for request in requests])
@@ -99,8 +99,8 @@ class Scheduler:
         with self._lock:
             request_ids = set(self._futures) if ids is None else set(ids) & self._futures.keys()
             self._aborted |= request_ids
-            waiting = self._balancer.clear()
-            self._balancer.add(request for request in waiting if request.id not in request_ids)
+            waiting = self.balancer.clear()
+            self.balancer.add(request for request in waiting if request.id not in request_ids)
             for request in waiting:
                 if request.id in request_ids:
                     self._complete(Completion(request.id, [], [], "abort"))
@@ -113,7 +113,7 @@ class Scheduler:
         """The requests of a lost replica, which may no longer complete there. The lock is held."""
         requests, replica.in_flight = list(replica.in_flight.values()), {}
         self.rerun += len(requests)
-        self._balancer.forget(replica.index)
+        self.balancer.forget(replica.index)
         return requests
 
     def run_again(self, replica: ReplicaHandle, requests: Sequence[Request], why: str) -> None:
@@ -127,14 +127,14 @@ class Scheduler:
                 times = self._losses[request.id]
                 fault = f"its replica was lost {times} times (rollout.max_restarts={limit}); the last time {why}"
                 self._complete(Completion(request.id, [], [], "error", error=fault + end_of_log(replica.log_file)))
-        self._balancer.add([request for request in requests if request.id in self._futures], first=True)
+        self.balancer.add([request for request in requests if request.id in self._futures], first=True)
         self.dispatch()  # to the other replicas
 
     def fail(self, error: RolloutError) -> None:
         """Fail every request, and those that are submitted later."""
         with self._lock:
             self.error = self.error or error
-            self._balancer.clear()
+            self.balancer.clear()
             futures, self._futures = list(self._futures.values()), {}
             for replica in self._replicas:
                 replica.in_flight = {}

@@ -16,12 +16,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.notify import notify
 from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
 from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaProcess, ReplicaState
 from hybridrl.rollout.replicas.scheduler import Scheduler
 from hybridrl.rollout.request import MEMORY_TAGS
-from hybridrl.weight_sync.send import UpdateTarget
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Supervisor:
         self._send_weights = send_weights
         self._flow_lock = threading.RLock()  # weights, memory and pauses: one change at a time
         self._trainer_has_version = False  # the trainer's weights are still those of `version`
-        self._memory: set[str] = set(MEMORY_TAGS)
+        self.memory: set[str] = set(MEMORY_TAGS)
         self._paused = False
         self._closed = threading.Event()
         self._update_seconds = 0.0
@@ -206,7 +206,7 @@ class Supervisor:
 
     def _may_take_memory(self) -> bool:
         """Whether engines may take their devices' memory; without devices they always may."""
-        return self._memory.issuperset(MEMORY_TAGS) or not self._replicas[0].placement.devices
+        return self.memory.issuperset(MEMORY_TAGS) or not self._replicas[0].placement.devices
 
     def _restart(self, replica: ReplicaHandle) -> None:
         process = replica.process()
@@ -317,9 +317,9 @@ class Supervisor:
         On devices that training shares this waits for the next update, as long as other replicas generate.
         """
         restarted = self._without_weights()
-        if not restarted or not self._trainer_has_version or "weights" not in self._memory or self._closed.is_set():
+        if not restarted or not self._trainer_has_version or "weights" not in self.memory or self._closed.is_set():
             return
-        if not self._shares_memory() or "kv_cache" not in self._memory:
+        if not self._shares_memory() or "kv_cache" not in self.memory:
             self._update(restarted)
         elif not any(replica.state is ReplicaState.READY for replica in self._replicas):
             self._release(["kv_cache"])
@@ -345,7 +345,7 @@ class Supervisor:
             self._release(tags)
 
     def _release(self, tags: Sequence[str]) -> None:
-        released = [tag for tag in tags if tag in self._memory]
+        released = [tag for tag in tags if tag in self.memory]
         if not released:
             return
         # A replica that is just starting takes its memory in any case, so it has to be asked to release it, too.
@@ -353,7 +353,7 @@ class Supervisor:
             with self._lock:
                 starting = any(replica.state is ReplicaState.STARTING for replica in self._replicas)
                 if not (starting and self._replicas[0].placement.devices) or self._scheduler.error is not None:
-                    self._memory -= set(released)  # from here on none is started
+                    self.memory -= set(released)  # from here on none is started
                     break
             time.sleep(_POLL_S)
         self._call(self._call(self._running(), "pause"), "release", released)
@@ -361,11 +361,11 @@ class Supervisor:
     def resume(self, tags: Sequence[str]) -> None:
         """See `ReplicaPool.resume`."""
         with self._flow_lock:
-            resumed = [tag for tag in tags if tag not in self._memory]
+            resumed = [tag for tag in tags if tag not in self.memory]
             if not resumed:
                 return
             self._call(self._running(), "resume", resumed)
-            self._memory |= set(resumed)
+            self.memory |= set(resumed)
             for replica in self._replicas:
                 self._restart_if_down(replica)
             if self._may_generate():
@@ -385,7 +385,7 @@ class Supervisor:
                 self._call(self._running(), "unpause")
 
     def _may_generate(self) -> bool:
-        return not self._paused and self._memory.issuperset(MEMORY_TAGS)
+        return not self._paused and self.memory.issuperset(MEMORY_TAGS)
 
     # ------------------------------------------------------------------ state
 

@@ -11,14 +11,14 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from packaging.version import Version
 
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.info import engine_overrides
+from hybridrl.models.model_config import config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model
 from hybridrl.rollout.inference_engine import EngineSpec, classifier_overrides
@@ -26,6 +26,7 @@ from hybridrl.rollout.request import PrefillRequest, PromptLogprobs
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
+from hybridrl.utils.stand_ins import gpu_packages
 
 if TYPE_CHECKING:
     from hybridrl.rollout.sglang.images import NamedImages
@@ -38,8 +39,6 @@ TESTED = ("0.5.23",)
 SUPPORTED = (Version("0.5.22"), Version("0.6"))
 #: families of whose classifiers it has a class
 CLASSIFIERS = ("Qwen2", "Qwen3", "Llama", "Gemma2")
-#: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
-STAND_INS = Path(__file__).parent / "cpu"
 #: bytes of the KV cache on a CPU, unless engine_kwargs.sglang.max_total_tokens sets the number of tokens
 CPU_CACHE_BYTES = 2**30
 #: of a CPU's memory that SGLang may plan with for a vision-language model; `CPU_CACHE_BYTES` bounds the KV cache
@@ -106,9 +105,14 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def use_stand_ins() -> None:
-    """Let Python find our stand-ins after all installed packages, in this process and in those it spawns."""
-    if str(STAND_INS) not in sys.path:
-        sys.path.append(str(STAND_INS))
+    """Let Python find stand-ins for GPU packages after all installed ones, in this process and in those it spawns.
+
+    Raises:
+        RolloutError: the distribution that holds them is not installed.
+    """
+    folder = gpu_packages("actor_rollout_ref.rollout.name=sglang", "sglang")
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def dtype_of(spec: EngineSpec) -> str:
@@ -316,7 +320,7 @@ class Server:
             raise ValueError(error.detail) from error
 
     async def read(
-        self, request_id: str, prompt_ids: Sequence[int], reading: PrefillRequest, priority: int
+        self, request_id: str, prompt_ids: Sequence[int], prefill: PrefillRequest, priority: int
     ) -> PartialOutput:
         """Compute the log-probabilities of a prompt; the output has no tokens.
 
@@ -330,8 +334,8 @@ class Server:
             input_ids=list(prompt_ids),
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
-            logprob_start_len=reading.first - 1,  # whose own entry is empty
-            top_logprobs_num=reading.top,
+            logprob_start_len=prefill.first - 1,  # whose own entry is empty
+            top_logprobs_num=prefill.top,
             rid=request_id,
             stream=False,
             priority=priority if self._by_priority else None,
@@ -340,7 +344,7 @@ class Server:
             async for reply in self._manager.generate_request(request, None):
                 output = _output(reply, False)
                 if output.finish != "abort":
-                    output.prompt_logprobs = _findings(reply["meta_info"], reading)
+                    output.prompt_logprobs = _prompt_logprobs(reply["meta_info"], prefill)
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output
@@ -457,11 +461,11 @@ def _experts(encoded: str | None) -> np.ndarray | None:
     return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
 
 
-def _findings(meta: Mapping[str, Any], reading: PrefillRequest) -> PromptLogprobs:
+def _prompt_logprobs(meta: Mapping[str, Any], prefill: PrefillRequest) -> PromptLogprobs:
     """Read SGLang's entries, (log-probability, token, text) of each token; the first token has none."""
     own = meta["input_token_logprobs"][1:]
-    tops = [entries[: reading.top] for entries in meta["input_top_logprobs"][1:]] if reading.top else [[] for _ in own]
-    shape = (len(own), reading.top)
+    tops = [entries[: prefill.top] for entries in meta["input_top_logprobs"][1:]] if prefill.top else [[] for _ in own]
+    shape = (len(own), prefill.top)
     return PromptLogprobs(
         log_probs=np.asarray([entry[0] for entry in own], np.float32),
         top_log_probs=np.asarray([[entry[0] for entry in row] for row in tops], np.float32).reshape(shape),

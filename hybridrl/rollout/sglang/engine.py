@@ -19,7 +19,8 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
 from hybridrl.processes.peer import PICKLE, Peer
@@ -29,14 +30,13 @@ from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
     EngineSpec,
     InferenceEngine,
-    InferenceEngines,
     check_tensor_parallel,
     family_of,
+    register_inference_engine,
 )
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
 from hybridrl.rollout.sglang.images import NamedImages, check_images
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _LOG_LINES = 30
@@ -45,7 +45,7 @@ _SWEEP_S = 10
 _LAST_LINES_S = 1
 
 
-@InferenceEngines.register(
+@register_inference_engine(
     "sglang",
     packages=("sglang",),
     auto=2,
@@ -138,9 +138,9 @@ class SGLangEngine(InferenceEngine):
     async def begin_update(self) -> None:
         await self._host.call("begin_update")
 
-    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
-        requirements: list[Requirement] = await self._host.call("requirements", checkpoint)
-        return requirements
+    async def required_slices(self, checkpoint: Checkpoint) -> list[RequiredSlices] | None:
+        required: list[RequiredSlices] = await self._host.call("required_slices", checkpoint)
+        return required
 
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         await self._host.call("load_bucket", bucket)

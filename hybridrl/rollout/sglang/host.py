@@ -3,8 +3,8 @@
 SGLang needs a main thread. It installs signal handlers and an event loop policy, ends its process when one of its
 children dies, and kills every child of its process when it ends. All of that would affect the replica's process.
 
-The replica sends the `EngineSpec`, and then calls the methods of `Host`. It is told `started` once, with the files that
-SGLang leaves behind, and `status` periodically. When it ends, this process and everything it started end.
+The replica sends the `EngineSpec`, and then calls the methods of `HostedEngine`. It is told `started` once, with the
+files that SGLang leaves behind, and `status` periodically. When it ends, this process and everything it started end.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.sglang import wire
 
 if TYPE_CHECKING:
+    from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.routing import RecordedLayers
@@ -32,13 +33,12 @@ if TYPE_CHECKING:
     from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
     from hybridrl.rollout.stop_strings import StopStrings
-    from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _STATUS_S = 0.25
-#: of `Host`, which the replica calls
+#: of `HostedEngine`, which the replica calls
 _METHODS = (
     *("generate", "read", "abort", "divide_logits", "drop_head_bias"),
-    *("begin_update", "requirements", "load_bucket", "end_update", "release", "resume"),
+    *("begin_update", "required_slices", "load_bucket", "end_update", "release", "resume"),
 )
 _ABORT_AGAIN_S = 0.05
 #: tokens between two searches for stop strings; tokens after one are cut off
@@ -53,7 +53,7 @@ class _Running:
     aborted: bool = False
 
 
-class Host:
+class HostedEngine:
     """Answers the replica's calls."""
 
     def __init__(self, spec: "EngineSpec", server: "Server") -> None:
@@ -134,7 +134,7 @@ class Host:
         """See `InferenceEngine.read`."""
         from hybridrl.rollout.request import Completion
 
-        assert request.reading is not None
+        assert request.prefill is not None
         scored = self.spec.task == "score"
         if why := self._unfit(request.prompt_ids, self.spec.max_model_len - (not scored)):
             return Completion(request.id, [], [], "error", error=why)
@@ -144,11 +144,11 @@ class Host:
                 if scored:
                     output = await self.server.score(name, ids, priority)
                 else:
-                    output = await self.server.read(name, ids, request.reading, priority)
+                    output = await self.server.read(name, ids, request.prefill, priority)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
         if output.prompt_logprobs is not None:
-            return Completion(request.id, [], [], "stop", found=output.prompt_logprobs)
+            return Completion(request.id, [], [], "stop", prompt_logprobs=output.prompt_logprobs)
         why = output.message or "it was aborted"
         return Completion(request.id, [], [], "abort" if running.aborted else "error", error=why)
 
@@ -212,8 +212,8 @@ class Host:
     async def begin_update(self) -> None:
         await self.server.begin_update()
 
-    async def requirements(self, checkpoint: "Checkpoint") -> "list[Requirement]":
-        """See `InferenceEngine.requirements`."""
+    async def required_slices(self, checkpoint: "Checkpoint") -> "list[RequiredSlices]":
+        """See `InferenceEngine.required_slices`."""
         from hybridrl.rollout.sglang.weights import Question
 
         with tempfile.TemporaryDirectory() as folder:
@@ -268,7 +268,7 @@ def main(connection_fd: int, life_fd: int) -> None:
     from hybridrl.rollout.sglang.compat import Server
 
     async def serve() -> None:
-        await Host(spec, server).serve(await FrameStream.open(connection.socket))
+        await HostedEngine(spec, server).serve(await FrameStream.open(connection.socket))
 
     server = Server(spec)
     leftovers += server.leftovers

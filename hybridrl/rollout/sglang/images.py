@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import RotaryPositions, is_vision_model, offset_after
 from hybridrl.rollout.images import PromptImages, check_interleaved, split_images
 

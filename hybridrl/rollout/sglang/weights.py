@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hybridrl.errors import RolloutError
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, ShardBucket
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, ShardBucket
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
 
 #: how SGLang finds the loader
 LOADER = f"{__name__}.load"
@@ -32,7 +32,7 @@ _waiting: dict[str, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class Question:
-    """Asks every process what it needs of a checkpoint; each answers with a pickled `Requirement` in a file.
+    """Asks every process what it needs of a checkpoint; each answers with a pickled `RequiredSlices` in a file.
 
     Attributes:
         folder: on this node. The file's name is the rank of the process.

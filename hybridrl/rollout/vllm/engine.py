@@ -15,25 +15,26 @@ import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
 from hybridrl.models import lora
-from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.info import engine_overrides
+from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import (
     EngineSpec,
     InferenceEngine,
-    InferenceEngines,
     check_tensor_parallel,
     classifier_overrides,
+    register_inference_engine,
 )
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.routing import RecordedLayers
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.vllm import compat, leftovers, reading
+from hybridrl.rollout.vllm import compat, leftovers, prefill
 from hybridrl.rollout.vllm.images import ImageInputs, check_images
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -46,7 +47,7 @@ _LOOK_S = 0.25
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
 
-@InferenceEngines.register(
+@register_inference_engine(
     "vllm",
     packages=("vllm",),
     auto=1,
@@ -210,7 +211,7 @@ class VLLMEngine(InferenceEngine):
             "generation_config": "vllm",  # sampling settings come from the request, not from the model folder
             "skip_tokenizer_init": not self._finds_stop_strings(),
             "hf_overrides": engine_overrides(model) | classifier_overrides(spec),
-            **reading.arguments(spec),
+            **prefill.arguments(spec),
         }
         tuning = {
             "disable_log_stats": False,
@@ -287,7 +288,7 @@ class VLLMEngine(InferenceEngine):
         if not 0 < length <= room - (self.spec.task == "read"):
             return _refused(request, f"a text of {length} tokens, and the engine reads at most {room} (max_model_len)")
         try:
-            answer = await (reading.score if self.spec.task == "score" else reading.read)(self._engine, request)
+            answer = await (prefill.score if self.spec.task == "score" else prefill.read)(self._engine, request)
         except EngineDeadError:
             raise
         except compat.refusals() as error:
@@ -331,7 +332,7 @@ class VLLMEngine(InferenceEngine):
             return
         await self._engine.collective_rpc("hybridrl_begin_update")
 
-    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+    async def required_slices(self, checkpoint: Checkpoint) -> list[RequiredSlices] | None:
         if self.spec.config.data_parallel_size > 1:
             return None  # vLLM returns the answers of one copy of the model only
         answers = await self._engine.collective_rpc("hybridrl_require", args=(pickle.dumps(checkpoint),))
@@ -487,7 +488,7 @@ def _temperatures(config: RolloutConfig) -> dict[str, float]:
 
 
 def _check_transfer(config: RolloutConfig) -> None:
-    """Refuse what needs a plan where there can be none; see `requirements`."""
+    """Refuse what needs a plan where there can be none; see `required_slices`."""
     transfer = config.checkpoint_engine
     if config.data_parallel_size > 1 and (transfer.method == "planned" or transfer.check_weights):
         raise RolloutError(

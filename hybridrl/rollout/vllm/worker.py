@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from hybridrl.hybrid_engine.buckets import ShardBucket
+from hybridrl.hybrid_engine.receive import ShardReceiver, WeightReceiver
 from hybridrl.rollout.vllm import compat, leftovers
 from hybridrl.rollout.vllm.parent_watch import end_with_owner
-from hybridrl.weight_sync.messages import ShardBucket
-from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
 
 
 class WeightReceiverExtension:
@@ -38,11 +38,11 @@ class WeightReceiverExtension:
             compat.begin_loading(self.model_runner.get_model())
 
     def hybridrl_require(self, pickled: bytes) -> bytes:
-        """Return, pickled, the `Requirement` of this process for a pickled `Checkpoint`."""
+        """Return, pickled, the `RequiredSlices` of this process for a pickled `Checkpoint`."""
         with self._hybridrl_loading():
-            requirement = self._hybridrl_shards.require(pickle.loads(pickled))
+            required = self._hybridrl_shards.require(pickle.loads(pickled))
             compat.begin_loading(self.model_runner.get_model())
-        return pickle.dumps(requirement)
+        return pickle.dumps(required)
 
     def hybridrl_load_bucket(self, pickled: bytes) -> None:
         """Load a pickled `Bucket` or `ShardBucket`."""

@@ -19,7 +19,7 @@ import ray
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
-from hybridrl.config.checks.run import visible_gpus
+from hybridrl.config.checks.check_run import visible_gpus
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
 from hybridrl.processes.inherited import keep_exit_codes, keeping_handlers

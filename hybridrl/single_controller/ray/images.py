@@ -25,7 +25,9 @@ from hybridrl.protocol.transport import tensor_from_numpy, tensor_to_numpy
 SMALLEST = 16 * 1024
 
 _LOCK = threading.Lock()
-_stored: Any = WeakIdKeyDictionary()  # largest tensor of a row's images -> (job, node) that put them, and the reference
+stored_images: Any = (
+    WeakIdKeyDictionary()
+)  # largest tensor of a row's images -> (job, node) that put them, and the reference
 
 
 def with_references(value: Any) -> Any:
@@ -57,10 +59,10 @@ def reference_of(entry: Any) -> Any:
     context = ray.get_runtime_context()
     owner = (context.get_job_id(), context.get_node_id())  # each new cluster numbers its jobs from 1 again
     with _LOCK:
-        stored = _stored.get(largest)
+        stored = stored_images.get(largest)
         if stored is None or stored[0] != owner:  # an earlier cluster of this process
             arrays: dict[str, np.ndarray] = {name: tensor_to_numpy(tensor) for name, tensor in entry.items()}
-            stored = _stored[largest] = (owner, ray.put(arrays))
+            stored = stored_images[largest] = (owner, ray.put(arrays))
         return stored[1]
 
 

@@ -51,7 +51,7 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
     memory = _lack_of_memory(str(error), group.oom_kills_at_start if _is_here(info) else None)
     lines = [
         f"{group.role} rank {rank} of {group.world_size} died in {method} (node {node}, pid {pid or 'unknown'}): "
-        f"{memory or _likely_cause(str(error), tail)}"
+        f"{memory or likely_cause(str(error), tail)}"
     ]
     if tail:
         lines += ["Last lines of its log:", *(f"  {line}" for line in tail.splitlines())]
@@ -85,7 +85,7 @@ def _lack_of_memory(ray_text: str, oom_kills_before: int | None) -> str | None:
     return None
 
 
-def _likely_cause(ray_text: str, tail: str) -> str:
+def likely_cause(ray_text: str, tail: str) -> str:
     lowered = ray_text.lower()
     for mark in _CRASH_MARKS:
         if mark in tail:
@@ -127,11 +127,11 @@ def log_tail(pid: int) -> str:
                 file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
                 text = file.read().decode(errors="replace")
             lines = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
-            return "\n".join(_end_or_crash(lines))
+            return "\n".join(end_or_crash(lines))
     return ""
 
 
-def _end_or_crash(lines: list[str]) -> list[str]:
+def end_or_crash(lines: list[str]) -> list[str]:
     """The last lines; if the report of a crash is longer, its first line and the stack of the thread that crashed."""
     end = lines[-_TAIL_LINES:]
     crash = next((i for i, line in enumerate(lines) if any(mark in line for mark in _CRASH_MARKS)), None)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hybridrl.config import ActorRolloutRefConfig, GenerationConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.noise import stream_keys
@@ -43,7 +44,7 @@ def start_processes(
     manager.create_resource_pool()
     pool = manager.get_resource_pool(ROLE)
     engine = resolve_rollout(policy, pool.use_gpu)
-    if not INFERENCE_ENGINES.facts(engine).in_place:
+    if not INFERENCE_ENGINES.metadata(engine).in_place:
         check_layout(devices_per_replica(policy), pool.store)
         check_reads_files(policy, engine)
 

@@ -8,17 +8,17 @@ import torch
 
 from hybridrl.config import GenerationConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset
-from hybridrl.data.files import read_table
+from hybridrl.data.data_files import read_table
 from hybridrl.data.last_turn import CONTINUE, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.loader import PromptCollator
-from hybridrl.data.rows import choose_rows, pad_token_id, seed_of
+from hybridrl.data.row_selection import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
-from hybridrl.models.chat import as_messages, fault_in_prompt
+from hybridrl.models.chat import as_messages, check_prompt
 from hybridrl.models.vision import processor_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.reward.positions import response_lengths
-from hybridrl.trainer.generation.output import Response
+from hybridrl.trainer.generation.output_file import Response
 from hybridrl.trainer.generation.processes import Endings, Endpoint, EndpointResponse, sampling_of
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 
@@ -98,9 +98,9 @@ class ClusterResponder:
         keep = self.config.data.log_probs
         log_probs: torch.Tensor | None = tensors["rollout_log_probs"] if keep else None
         n = self.config.data.n_samples
-        found: list[list[Response]] = [[] for _ in prompt_tokens]
+        responses: list[list[Response]] = [[] for _ in prompt_tokens]
         for row, (ids, text) in enumerate(zip(tokens, texts, strict=True)):
-            found[row // n].append(
+            responses[row // n].append(
                 Response(
                     text=text,
                     finish_reason=self.endings.reason(ids),
@@ -110,7 +110,7 @@ class ClusterResponder:
                     log_probs=log_probs[row, : len(ids)].tolist() if log_probs is not None else None,
                 )
             )
-        return found
+        return responses
 
 
 class EndpointResponder:
@@ -140,11 +140,12 @@ class EndpointResponder:
         self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))
         column = table.column(data.prompt_key)
         for index in self._index:
-            fault = fault_in_prompt(column[index])
-            if fault:
+            try:
+                check_prompt(column[index])
+            except ValueError as error:
                 raise DataError(
-                    f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {fault}."
-                )
+                    f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {error}."
+                ) from None
         self._table = table
         self._messages = [
             split_last_turn(
@@ -160,19 +161,19 @@ class EndpointResponder:
         self.in_flight = 1 + -(-rollout.openai.max_concurrency // waiting)  # keeps slots busy at a part's end
 
     def respond(self, items: Sequence[int]) -> list[list[Response]]:
-        n, asked = self.config.data.n_samples, []
+        n, requests = self.config.data.n_samples, []
         for item in items:
             for sample in range(n):
-                asked.append((item, self._ask(item, sample)))
-        found: list[list[Response]] = [[] for _ in items]
-        for number, (item, future) in enumerate(asked):
+                requests.append((item, self._ask(item, sample)))
+        responses: list[list[Response]] = [[] for _ in items]
+        for number, (item, future) in enumerate(requests):
             try:
                 reply: EndpointResponse = future.result()
             except UserError as error:
-                for _, other in asked:
+                for _, other in requests:
                     other.cancel()
                 raise UserError(f"{self._table.locate(int(self._index[item]))}: {error}") from error
-            found[number // n].append(
+            responses[number // n].append(
                 Response(
                     text=reply.text,
                     finish_reason=reply.finish_reason,
@@ -182,7 +183,7 @@ class EndpointResponder:
                     log_probs=reply.log_probs,
                 )
             )
-        return found
+        return responses
 
     def _ask(self, item: int, sample: int) -> Any:
         sampling = sampling_of(self.config.actor_rollout_ref.rollout, int(self._index[item]), sample)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import GenerationConfig, as_dict, validate
-from hybridrl.data.files import fingerprints
+from hybridrl.data.data_files import fingerprints
 from hybridrl.models.info import check_files, checked_identity, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
 from hybridrl.trainer.experiment import contents_of
-from hybridrl.trainer.generation.output import OutputFile, parts_folder
+from hybridrl.trainer.generation.generation_report import Report
+from hybridrl.trainer.generation.output_file import OutputFile, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
-from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
@@ -70,7 +70,7 @@ def _in_cluster(config: GenerationConfig) -> None:
 
 def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> OutputFile:
     data = config.data
-    settings = made_by | _settings(config)
+    settings = made_by | output_settings(config)
     path = Path(data.output_path).expanduser()
     output = OutputFile(
         path, responder.rows, data.batch_size, data.response_key, data.log_probs, settings, overwrite=data.overwrite
@@ -80,7 +80,7 @@ def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, A
     return output
 
 
-def _settings(config: GenerationConfig) -> dict[str, Any]:
+def output_settings(config: GenerationConfig) -> dict[str, Any]:
     """Return the settings that the responses and the parts depend on, without those that say where to compute them."""
     data, rollout, model = as_dict(config.data), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     del data["path"], data["output_path"], data["overwrite"], data["filter_overlong_prompts_workers"]
@@ -115,12 +115,12 @@ def _answered(responder: Responder, output: OutputFile, numbers: list[int]) -> I
         for number in numbers:
             yield number, responder.respond(output.rows_of(number))
         return
-    left = iter(numbers)
+    remaining = iter(numbers)
     running: dict[Future[Any], int] = {}
     with _threads(responder.in_flight) as threads:
 
         def begin() -> None:
-            number = next(left, None)
+            number = next(remaining, None)
             if number is not None:
                 running[threads.submit(responder.respond, output.rows_of(number))] = number
 

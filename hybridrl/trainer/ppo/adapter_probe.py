@@ -25,7 +25,7 @@ _LEAST_TOKENS = 8
 
 @dataclass(frozen=True)
 class Evidence:
-    """How much of the adapter's effect is in the sampler's log-probabilities.
+    """The share of the adapter's effect that is in the sampler's log-probabilities.
 
     Attributes:
         share: k, the estimate.
@@ -50,9 +50,9 @@ def measure(with_adapter: Tensor, without: Tensor, sampler: Tensor, mask: Tensor
     Returns:
         None where the adapter changes nothing (it starts at 0), or there are too few tokens.
     """
-    chosen = mask.bool()
-    base = without[chosen].double()
-    x, y = with_adapter[chosen].double() - base, sampler[chosen].double() - base
+    sampled = mask.bool()
+    base = without[sampled].double()
+    x, y = with_adapter[sampled].double() - base, sampler[sampled].double() - base
     if len(x) < _LEAST_TOKENS:
         return None
     x, y = x - x.mean(), y - y.mean()
@@ -85,16 +85,16 @@ class AdapterProbe:
         """
         if not torch.isfinite(sampler[mask.bool()]).all():
             return {}  # another check says so
-        found = measure(with_adapter, without, sampler, mask)
-        if found is None:
+        evidence = measure(with_adapter, without, sampler, mask)
+        if evidence is None:
             return {}
-        if found.decides and found.share < 0.5:
+        if evidence.decides and evidence.share < 0.5:
             raise RolloutError(
                 "the sampler does not use the adapter: its log-probabilities are those of the model without it (share "
-                f"of the adapter's effect {found.share:.3f} +- {found.error:.3f}, expected 1). Every response would be "
-                "sampled from the base, and nothing would be learned. Look for weights that were not transferred to "
-                "the engine, or an engine that loses them when it sleeps (actor_rollout_ref.rollout.sleep_level=1 "
-                "keeps them)"
+                f"of the adapter's effect {evidence.share:.3f} +- {evidence.error:.3f}, expected 1). Every response "
+                "would be sampled from the base, and nothing would be learned. Look for weights that were not "
+                "transferred to the engine, or an engine that loses them when it sleeps "
+                "(actor_rollout_ref.rollout.sleep_level=1 keeps them)"
             )
-        self.done = found.decides
-        return {"rollout_corr/adapter_share": found.share}
+        self.done = evidence.decides
+        return {"rollout_corr/adapter_share": evidence.share}

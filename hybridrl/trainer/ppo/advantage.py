@@ -33,7 +33,7 @@ def check_estimator(config: PPOTrainerConfig) -> None:
         "old_log_probs",
         "reward_baselines",
     }  # the last two are computed for an estimator that needs them
-    available |= {name for spec in active_roles(config) for one in spec.passes for name in one.gives}
+    available |= {name for spec in active_roles(config) for model_pass in spec.passes for name in model_pass.gives}
     if config.use_critic:
         available.add("values")
     agent = config.actor_rollout_ref.rollout.agent

@@ -1,4 +1,4 @@
-"""How the controller splits and orders a batch: samples of a prompt, ranks, mini-batches.
+"""Splitting and ordering a batch on the controller: samples of a prompt, ranks, mini-batches.
 
 Everything here depends only on the batch and never on the number of ranks, except the last step, which spreads the rows
 over the ranks.
@@ -14,7 +14,7 @@ import torch
 from hybridrl.algorithms.sessions import ORDER_KEY, SESSION_KEY
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.info import config_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.work import Work, work_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen

@@ -12,8 +12,8 @@ from hybridrl.config.roles import POLICY, active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
-from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, config_of, tokenizer_of
-from hybridrl.models.loading import checked_source
+from hybridrl.models.info import check_files, check_same_tokenizer, checked_identity, tokenizer_of
+from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rope import check_length
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
@@ -49,7 +49,7 @@ def prepare(
     identity = checked_identity(model, tokenizer)
     _check_images(config)
     _check_tokenizers(config, tokenizer)
-    _check_engines(config)
+    check_engines(config)
     check_kl_form(config)
     check_router_replay(config)
     check_teachers(config, tokenizer)
@@ -78,7 +78,7 @@ def check_rollout(config: PPOTrainerConfig, manager: ResourcePoolManager) -> Non
     name = resolve_rollout(policy, manager.get_resource_pool(POLICY).use_gpu)
     if name != policy.rollout.name:
         notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
-    if INFERENCE_ENGINES.facts(name).in_place:
+    if INFERENCE_ENGINES.metadata(name).in_place:
         return
     rollout = policy.rollout
     shared = placement.pools[placement.roles["actor_rollout_ref"]]
@@ -103,7 +103,7 @@ def _check_images(config: PPOTrainerConfig) -> None:
         )
 
 
-def _check_engines(config: PPOTrainerConfig) -> None:
+def check_engines(config: PPOTrainerConfig) -> None:
     """Refuse settings of training engines that do not fit their processes or models, and models without weights."""
     for spec in active_roles(config):
         settings, whole = spec.settings_of(config), spec.config_of(config)

@@ -116,7 +116,7 @@ def forecast_run(
     manager = resource_pools(config)
     ranks = _ranks(manager)
     rollout = config.actor_rollout_ref.rollout
-    shares = rollout.name == "auto" or INFERENCE_ENGINES.facts(rollout.name).reserves_of_total
+    shares = rollout.name == "auto" or INFERENCE_ENGINES.metadata(rollout.name).reserves_of_total
     engine = 0.0
     if total is not None and shares and not rollout.nnodes:
         engine = rollout.gpu_memory_utilization * total

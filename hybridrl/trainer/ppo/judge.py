@@ -15,8 +15,8 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema.reward import JudgeConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.chat import encode
-from hybridrl.models.info import check_files, config_of, tokenizer_of
-from hybridrl.models.loading import checked_source
+from hybridrl.models.info import check_files, tokenizer_of
+from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
@@ -25,8 +25,8 @@ from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.scored import Reason, UnscoredError
 from hybridrl.trainer.ppo.served import ServedRole
-from hybridrl.verdict import NoVerdictError, Reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,10 +76,10 @@ class ServedJudge(ServedRole):
             The text, and the seconds that it took, without the wait for the memory.
 
         Raises:
-            NoVerdictError: the engine refused the question.
+            UnscoredError: the engine refused the question.
             RolloutError: its replicas cannot be kept alive.
         """
-        asked = time.monotonic()
+        started = time.monotonic()
         text = question_text(self._tokenizer, messages, judge)
         (ids,) = encode(self._tokenizer, [text], self._longest)
         request = Request(f"judge-{request_number()}", ids, _sampling(judge, text))
@@ -93,8 +93,8 @@ class ServedJudge(ServedRole):
             why = completion.error or f"it ended with {completion.finish_reason}"
             where = f"{self.models[0].where}.max_model_len"
             detail = f"the judge gave no answer: {why}. Questions and answers may have {self._longest} tokens ({where})"
-            raise NoVerdictError(Reason.INFRA, detail)
-        return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)), self._seconds_since(asked)
+            raise UnscoredError(Reason.INFRA, detail)
+        return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)), self._seconds_since(started)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -108,8 +108,8 @@ class ServedJudge(ServedRole):
             with self._lock:
                 self._answering -= 1
                 if not self._answering:
-                    spent = self.method_seconds.get("answer", 0.0) + self._seconds_since(self._since)
-                    self.method_seconds["answer"] = spent
+                    before = self.method_seconds.get("answer", 0.0)
+                    self.method_seconds["answer"] = before + self._seconds_since(self._since)
 
     def _seconds_since(self, moment: float) -> float:
         """Seconds since a moment, without the wait for the present turn."""
@@ -121,7 +121,7 @@ class ServedJudge(ServedRole):
 
 
 def _sampling(judge: JudgeConfig, question: str) -> SamplingParams:
-    """How an answer is drawn: the same for the same question, in whatever order questions come."""
+    """Return the settings of an answer, which is the same for the same question, in whatever order questions come."""
     sampled, more = judge.temperature > 0, judge.extra_body
     seed = (zlib.crc32(question.encode()) + int(more.get("seed", 0))) % 2**31
     return SamplingParams(
@@ -154,9 +154,9 @@ def check_judge_model(config: PPOTrainerConfig) -> None:
     if is_vision_model(hf_config):
         raise ModelError(f"{where}: a judge that the run serves reads text; use a language model without images")
     if not writes:
-        found = ", ".join(hf_config.architectures or ()) or "a class that is not recorded"
+        classes = ", ".join(hf_config.architectures or ()) or "a class that is not recorded"
         raise ModelError(
-            f"{where}: {found} writes no text, and a judge has to; name a language model, or set "
+            f"{where}: {classes} writes no text, and a judge has to; name a language model, or set "
             f"{_KEY}.judge.enable=False for a classifier"
         )
     checked_source(part.model.path)
@@ -183,11 +183,11 @@ def judges_of(manager: Any) -> list[JudgeScorer]:
     Raises:
         RewardError: the manager does not ask it.
     """
-    found = list(judges_in(getattr(manager, "pool", None)))
-    if not found:
+    judges = list(judges_in(getattr(manager, "pool", None)))
+    if not judges:
         raise RewardError(
             f"{_KEY}.judge.enable=True: the reward manager {type(manager).__name__} scores without the functions that "
             "the configuration names (its pool is its own), so nobody would ask the judge; use another manager, or "
             "remove the judge"
         )
-    return found
+    return judges

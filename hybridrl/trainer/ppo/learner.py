@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
-from hybridrl.algorithms.sessions import split_sessions
+from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import AlgorithmError, RolloutError
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE, share_saved
@@ -44,7 +44,7 @@ from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.roles import POLICY, ROLES, RoleSpec, Update, active_roles
-from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.trainer.ppo.sampler import ScoredBatch
 from hybridrl.trainer.ppo.teachers import add_teacher_index
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
@@ -117,7 +117,7 @@ class Learner:
                 updates = self._updates_per_step(spec.settings_of(self.config))
             self.groups[spec.name].init_model(steps, updates)
 
-    def learn(self, sampled: Sampled) -> StepResult:
+    def learn(self, sampled: ScoredBatch) -> StepResult:
         """Run one step: evaluate, correct, estimate advantages, update."""
         self.step += 1
         timer = PhaseTimer(memory_advice())
@@ -149,20 +149,21 @@ class Learner:
                 f"Trajectory.{ROUTED_EXPERTS}, or set router_replay.mode to R2 or disabled"
             )
         add_teacher_index(batch, self.config)
-        passes = [(spec, one) for spec in self.roles for one in spec.passes if one.needed(self.needs)]
+        passes = [(spec, each) for spec in self.roles for each in spec.passes if each.needed(self.needs)]
         # Engines on devices of other roles answer before the models there begin, whose memory they need.
-        passes.sort(key=lambda each: not getattr(self.groups[each[0].name], "takes_turns", False))
-        inputs = _inputs(batch, [name for _, one in passes for name in one.optional])
+        passes.sort(key=lambda pair: not getattr(self.groups[pair[0].name], "takes_turns", False))
+        inputs = _inputs(batch, [name for _, each in passes for name in each.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
         inputs.meta_info["ref_kl"] = self.needs.ref_kl
         pending = []
-        for spec, one in passes:
-            with timer.phase(one.phase):
-                pending.append((one.phase, getattr(self.groups[spec.name], one.method)(_inputs(inputs, one.optional))))
+        for spec, each in passes:
+            with timer.phase(each.phase):
+                call = getattr(self.groups[spec.name], each.method)
+                pending.append((each.phase, call(_inputs(inputs, each.optional))))
         for phase, future in pending:
             with timer.phase(phase):
-                found = future.get()
-                batch.union(found if back is None else found.select_idxs(back))
+                result = future.get()
+                batch.union(result if back is None else result.select_idxs(back))
         if "entropys" in batch.batch.keys():
             entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
             metrics["actor/entropy"] = masked_mean(entropy, batch.batch["response_mask"]).item()
@@ -173,9 +174,9 @@ class Learner:
         metrics: dict[str, float] = {}
         for spec in self.roles:
             if spec.scores is not None:
-                found = torch.where(batch.batch["response_mask"].bool(), spec.scores(batch), 0.0)
-                batch.batch["token_level_scores"] = batch.batch["token_level_scores"] + found
-                metrics[f"{spec.name}/score/mean"] = found.sum(dim=-1).mean().item()
+                scores = torch.where(batch.batch["response_mask"].bool(), spec.scores(batch), 0.0)
+                batch.batch["token_level_scores"] = batch.batch["token_level_scores"] + scores
+                metrics[f"{spec.name}/score/mean"] = scores.sum(dim=-1).mean().item()
         return metrics
 
     def _families(self, batch: DataProto, spec: RoleSpec) -> np.ndarray | None:
@@ -226,13 +227,16 @@ class Learner:
             return {}
         with timer.phase("rollout_corr"):
             rows = batch[:PROBE_ROWS]
-            inputs, found = _inputs(rows, [ROUTED_EXPERTS]), {}
+            inputs, log_probs = _inputs(rows, [ROUTED_EXPERTS]), {}
             for name, method in (("old_log_probs", "compute_log_prob"), ("ref_log_prob", "compute_ref_log_prob")):
-                known = rows if name in rows.batch.keys() else getattr(self.policy, method)(inputs).get()
-                found[name] = known.batch[name]
+                source = rows if name in rows.batch.keys() else getattr(self.policy, method)(inputs).get()
+                log_probs[name] = source.batch[name]
             fields = rows.batch
             return self.adapter_probe.check(
-                found["old_log_probs"], found["ref_log_prob"], fields["rollout_log_probs"], fields["response_mask"]
+                log_probs["old_log_probs"],
+                log_probs["ref_log_prob"],
+                fields["rollout_log_probs"],
+                fields["response_mask"],
             )
 
     def correct(self, batch: DataProto, probe: DataProto | None, timer: PhaseTimer) -> dict[str, float]:
@@ -260,8 +264,8 @@ class Learner:
         """
         if "old_log_probs" not in batch.batch.keys():
             batch = batch[:PROBE_ROWS]
-            found = self.policy.compute_log_prob(_inputs(batch, [ROUTED_EXPERTS])).get()
-            batch = batch.union(found.select(batch_keys=["old_log_probs"]))
+            result = self.policy.compute_log_prob(_inputs(batch, [ROUTED_EXPERTS])).get()
+            batch = batch.union(result.select(batch_keys=["old_log_probs"]))
         fields = batch.batch
         return check_probe(fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"], threshold)
 
@@ -285,7 +289,7 @@ class Learner:
         fields, width = batch.batch, batch.batch["responses"].shape[-1]
         scores, mask = fields["token_level_scores"], fields["response_mask"]
         baselines = fields.get("reward_baselines", None)
-        sessions = split_sessions(batch.non_tensor_batch, len(batch))
+        sessions = sessions_of(batch)
         if sessions is None:
             return self.reward_transform(scores, mask, baselines)
         joined = None if baselines is None else sessions.join(baselines)
@@ -304,7 +308,7 @@ class Learner:
         self._announce_change()
         algorithm = self.config.algorithm
         if algorithm.use_pf_ppo and not first:
-            if split_sessions(batch.non_tensor_batch, len(batch)) is not None:
+            if sessions_of(batch) is not None:
                 raise AlgorithmError(
                     "algorithm.use_pf_ppo=True draws single rows, and an agent loop returned several trajectories for "
                     "a session; return one, or set algorithm.use_pf_ppo=False"
@@ -316,14 +320,14 @@ class Learner:
             if spec.update is not None and self.step > spec.update.after(self.config):
                 call = getattr(self.groups[spec.name], spec.update.method)
                 pending += [
-                    (spec.update.phase, call(shards)) for shards in self._update_batches(batch, spec, spec.update)
+                    (spec.update.phase, call(shards)) for shards in self.update_batches(batch, spec, spec.update)
                 ]
         parts: list[dict[str, Metric]] = []
         for phase, future in pending:
             with timer.phase(phase), self.failed_batches.keeping(batch, self.step):
                 metrics = future.get().meta_info["metrics"]
             self.failed_batches.keep_if_skipped(batch, self.step, metrics)
-            parts += [{name: metric} for name, found in metrics.items() for metric in found]
+            parts += [{name: metric} for name, of_ranks in metrics.items() for metric in of_ranks]
         return reduce_to_floats(merge_metrics(parts))
 
     def _announce_change(self) -> None:
@@ -334,12 +338,12 @@ class Learner:
         """Return the number of optimizer steps that a model takes per training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
-    def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
+    def update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
         """Yield one batch per epoch, arranged for `ModelWorker.update`."""
         settings, dp_size = spec.settings_of(self.config), self.groups[spec.name].dp_size(spec.mesh)
         optional = [name for name in (*OPTIONAL_INPUTS, *update.optional) if name in batch.batch.keys()]
         fields = [*MODEL_INPUTS, *update.fields, *optional]
-        objects, sessions = batch.non_tensor_batch, split_sessions(batch.non_tensor_batch, len(batch))
+        objects, sessions = batch.non_tensor_batch, sessions_of(batch)
         if sessions is not None and not hasattr(settings, "loss_agg_mode"):
             raise AlgorithmError(
                 f"the role {spec.name} learns from one response per sample, and an agent loop returned several "
@@ -354,15 +358,15 @@ class Learner:
                 seed=settings.data_loader_seed + self.step,
             )
         )
-        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=[])
+        inputs = batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=[])
         if TRAINED_MASK in batch.batch.keys():
-            chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
-        chosen.batch[ROW_IDS] = torch.arange(len(batch))
+            inputs.batch["response_mask"] = batch.batch[TRAINED_MASK]
+        inputs.batch[ROW_IDS] = torch.arange(len(batch))
         seed, families = partial(seed_of, settings.data_loader_seed, self.step), self._families(batch, spec)
         for epoch, mini_batches in enumerate(epochs):
             seeds = [seed(epoch, number) for number in range(len(mini_batches))]
             spread, planned = spread_over_ranks(
-                chosen,
+                inputs,
                 mini_batches,
                 dp_size,
                 seeds,
@@ -412,8 +416,8 @@ class Learner:
 
 def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
     """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
-    wanted = dict.fromkeys([*OPTIONAL_INPUTS, *optional])
-    fields = [*MODEL_INPUTS, *(name for name in wanted if name in batch.batch.keys())]
+    further = dict.fromkeys([*OPTIONAL_INPUTS, *optional])
+    fields = [*MODEL_INPUTS, *(name for name in further if name in batch.batch.keys())]
     meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
     return batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=meta)
 

@@ -1,11 +1,11 @@
-"""What each phase of a step takes: memory, reported before the first step, and advice for when it runs out."""
+"""Memory of each phase of a step, reported before the first step, and advice for when it runs out."""
 
 import math
 from collections.abc import Mapping
 
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
-from hybridrl.trainer.memory import PhasePeaks
+from hybridrl.trainer.memory_peaks import PhasePeaks
 from hybridrl.trainer.ppo.forecast import RunForecast
 from hybridrl.trainer.ppo.roles import ROLES
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
@@ -35,7 +35,7 @@ def memory_advice() -> dict[str, str]:
         ),
     }
     for spec in ROLES.values():
-        advice |= {one.phase: one.advice for one in spec.passes if one.advice}
+        advice |= {each.phase: each.advice for each in spec.passes if each.advice}
         if spec.scoring is not None and spec.scoring.advice:
             advice[spec.scoring.phase] = spec.scoring.advice
         if spec.update is not None and spec.update.advice:
@@ -44,7 +44,7 @@ def memory_advice() -> dict[str, str]:
 
 
 def phase_peaks(groups: Mapping[str, RayWorkerGroup], forecast: RunForecast | None = None) -> PhasePeaks:
-    """What measures the peak of memory in each phase of a step.
+    """Return the object that measures the peak of memory in each phase of a step.
 
     Args:
         groups: worker groups by role.
@@ -59,14 +59,14 @@ def pass_metrics(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
 
     Passes within an update are left out.
     """
-    found: list[dict[str, Metric]] = []
+    parts: list[dict[str, Metric]] = []
     for name, group in groups.items():
         phases = _phases_of(name)
         for of_methods in group.pop_pass_metrics() if hasattr(group, "pop_pass_metrics") else []:
             for method, metrics in of_methods.items():
                 if method in phases and method != "update":
-                    found.append({f"perf/{metric}/{phases[method]}": one for metric, one in metrics.items()})
-    return reduce_to_floats(merge_metrics(found))
+                    parts.append({f"perf/{metric}/{phases[method]}": value for metric, value in metrics.items()})
+    return reduce_to_floats(merge_metrics(parts))
 
 
 def _phases_of(role: str) -> dict[str, str]:
@@ -74,7 +74,7 @@ def _phases_of(role: str) -> dict[str, str]:
     spec = ROLES.get(role)
     phases = {"send_weights": "update_weights", "generate_sequences": _GENERATE}
     if spec is not None:
-        phases |= {one.method: one.phase for one in spec.passes}
+        phases |= {each.method: each.phase for each in spec.passes}
         phases |= {spec.scoring.method: spec.scoring.phase} if spec.scoring is not None else {}
         phases |= {"update": spec.update.phase} if spec.update is not None else {}
     return phases
@@ -130,10 +130,10 @@ class MemoryReport:
 
     def check_released(self, before: float, awake: float, asleep: float) -> None:
         """Warn of an engine that keeps its memory after a release."""
-        taken = awake - before
-        if taken > 0 and asleep - before > _MAY_STAY * taken:
+        of_engine = awake - before
+        if of_engine > 0 and asleep - before > _MAY_STAY * of_engine:
             notify(
-                f"the rollout engine took {taken:.1f} GiB and released only {awake - asleep:.1f}, so training has less "
-                f"memory. See {_ROLLOUT}.free_cache_engine and engine_kwargs",
+                f"the rollout engine took {of_engine:.1f} GiB and released only {awake - asleep:.1f}, so training has "
+                f"less memory. See {_ROLLOUT}.free_cache_engine and engine_kwargs",
                 "warning",
             )

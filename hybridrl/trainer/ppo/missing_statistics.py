@@ -1,4 +1,4 @@
-"""What the metrics say of missing samples, and a warning if they are not missing at random."""
+"""Metrics of missing samples, and a warning if they are not missing at random."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ import numpy as np
 
 from hybridrl.algorithms.missingness import Dependence, bias_bound, ranks
 from hybridrl.notify import notify
-from hybridrl.trainer.ppo.attempts import Judged
-from hybridrl.trainer.ppo.missing import names_of_samples
-from hybridrl.verdict import Reason
+from hybridrl.protocol.sample_names import SampleName, sample_names
+from hybridrl.scored import Reason
+from hybridrl.trainer.ppo.episode import EpisodeBatch, SampleAttempt
 
 
 class MissingStatistics:
@@ -26,52 +26,52 @@ class MissingStatistics:
         self._start_window()
 
     def _start_step(self) -> None:
-        self._asked = self._left_out = 0
-        self._attempts: list[tuple[str, int | None, Reason | None]] = []
+        self._samples = self._left_out = 0
+        self._attempts: list[SampleAttempt] = []
         self._scores: dict[str, list[float]] = {}
 
     def _start_window(self) -> None:
-        self._steps = self._missing = self._tried = 0
+        self._steps = self._missing = self._attempted = 0
         self._lowest, self._largest = float("inf"), float("-inf")
         self._tests = {"length": Dependence(), "reward": Dependence()}
 
-    def add(self, judged: Judged, scores: bool = True) -> None:
+    def add(self, episodes: EpisodeBatch, scores: bool = True) -> None:
         """Count the samples of a generation batch.
 
         Args:
-            judged: what attempts at them gave.
+            episodes: have ended.
             scores: count their scores too; False for samples that are not trained on.
         """
-        self._asked += judged.asked
-        self._left_out += len(judged.left_out)
-        self._attempts += judged.attempts
-        if scores and judged.batch is not None:
-            score_of: dict[tuple[str, str], float] = {}
-            rows = judged.batch.batch["token_level_scores"].sum(dim=-1).tolist()
-            for name, score in zip(names_of_samples(judged.batch), rows, strict=True):
+        self._samples += len(episodes.prompts)
+        self._left_out += episodes.left_out
+        self._attempts += episodes.attempts
+        if scores and episodes.batch is not None:
+            score_of: dict[SampleName, float] = {}
+            rows = episodes.batch.batch["token_level_scores"].sum(dim=-1).tolist()
+            for name, score in zip(sample_names(episodes.batch), rows, strict=True):
                 score_of[name] = score_of.get(name, 0.0) + score
-            for (uid, _), score in score_of.items():
-                self._scores.setdefault(uid, []).append(score)
+            for name, score in score_of.items():
+                self._scores.setdefault(name.uid, []).append(score)
 
     def end_step(self) -> dict[str, float]:
-        """The metrics of the step; every `window` steps, the tests are made.
+        """Return the metrics of the step; every `window` steps, the tests are made.
 
         Returns:
             `missing/REASON`, the share of attempts without a reward for that reason; `missing/refilled` and
-            `missing/left_out`, the attempts that repeat a sample and the samples that are left out, per sample asked
-            for; and `missing/bias_bound` of the window so far, see `bias_bound`.
+            `missing/left_out`, the attempts that repeat a sample and the samples that are left out, per sample of the
+            step; and `missing/bias_bound` of the window so far, see `bias_bound`.
         """
-        tried = max(len(self._attempts), 1)
-        counts = Counter(reason for _, _, reason in self._attempts if reason is not None)
-        metrics = {f"missing/{reason.value}": counts[reason] / tried for reason in Reason}
-        metrics["missing/refilled"] = (len(self._attempts) - self._asked) / max(self._asked, 1)
-        metrics["missing/left_out"] = self._left_out / max(self._asked, 1)
+        total = max(len(self._attempts), 1)
+        counts = Counter(attempt.reason for attempt in self._attempts if attempt.reason is not None)
+        metrics = {f"missing/{reason.value}": counts[reason] / total for reason in Reason}
+        metrics["missing/refilled"] = (len(self._attempts) - self._samples) / max(self._samples, 1)
+        metrics["missing/left_out"] = self._left_out / max(self._samples, 1)
         # what a loop or filter leaves out on purpose is no fault to be warned of
-        attempts = [one for one in self._attempts if one[2] is not Reason.DROPPED]
+        attempts = [attempt for attempt in self._attempts if attempt.reason is not Reason.DROPPED]
         scores = [score for of_prompt in self._scores.values() for score in of_prompt]
         self._steps += 1
-        self._tried += len(attempts)
-        self._missing += sum(reason is not None for _, _, reason in attempts)
+        self._attempted += len(attempts)
+        self._missing += sum(attempt.reason is not None for attempt in attempts)
         self._lowest, self._largest = min([self._lowest, *scores]), max([self._largest, *scores])
         self._test(attempts)
         metrics["missing/bias_bound"] = self._bound()
@@ -81,21 +81,24 @@ class MissingStatistics:
         self._start_step()
         return metrics
 
-    def _test(self, attempts: Sequence[tuple[str, int | None, Reason | None]]) -> None:
-        known = [one for one in attempts if one[1] is not None]
-        lengths = ranks([float(tokens or 0) for _, tokens, _ in known])
-        lost = [reason is not None for _, _, reason in known]
-        self._tests["length"].add(lost, lengths.tolist(), [uid for uid, _, _ in known])
-        scored = [one for one in attempts if one[0] in self._scores]
+    def _test(self, attempts: Sequence[SampleAttempt]) -> None:
+        complete = [attempt for attempt in attempts if attempt.tokens is not None]
+        lengths = ranks([float(attempt.tokens or 0) for attempt in complete])
+        self._tests["length"].add(
+            [attempt.reason is not None for attempt in complete],
+            lengths.tolist(),
+            [attempt.uid for attempt in complete],
+        )
+        scored = [attempt for attempt in attempts if attempt.uid in self._scores]
         means = {uid: float(np.mean(values)) for uid, values in self._scores.items()}
         self._tests["reward"].add(
-            [reason is not None for _, _, reason in scored],
-            [means[uid] for uid, _, _ in scored],
-            [uid for uid, _, _ in scored],
+            [attempt.reason is not None for attempt in scored],
+            [means[attempt.uid] for attempt in scored],
+            [attempt.uid for attempt in scored],
         )
 
     def _bound(self) -> float:
-        return bias_bound(self._missing, self._tried, self._lowest, self._largest) if self._missing else 0.0
+        return bias_bound(self._missing, self._attempted, self._lowest, self._largest) if self._missing else 0.0
 
     def _warn(self) -> None:
         words = {
@@ -107,19 +110,19 @@ class MissingStatistics:
                 how = words[name][test.total < 0]
                 notify(
                     f"samples are not missing at random: over {self._steps} steps, those without a reward "
-                    f"({self._missing} of {self._tried} attempts) {how} than others (p = {test.p_value:.1g}). Training "
-                    "does not see what they were worth: the mean reward of the samples that it sees may be off by up "
-                    f"to {self._bound():.3g}. Look at the reasons (missing/*): a limit that long responses exceed, or "
-                    "a tool or judge that fails for some of them",
+                    f"({self._missing} of {self._attempted} attempts) {how} than others (p = {test.p_value:.1g}). "
+                    "Training does not see what they were worth: the mean reward of the samples that it sees may be "
+                    f"off by up to {self._bound():.3g}. Look at the reasons (missing/*): a limit that long responses "
+                    "exceed, or a tool or judge that fails for some of them",
                     "warning",
                 )
 
     def state(self) -> dict[str, Any]:
-        """Everything that later warnings depend on, for a checkpoint."""
+        """Return everything that later warnings depend on, for a checkpoint."""
         return {
             "steps": self._steps,
             "missing": self._missing,
-            "tried": self._tried,
+            "tried": self._attempted,
             "scores": [self._lowest, self._largest] if self._lowest <= self._largest else None,
             "tests": {name: test.state() for name, test in self._tests.items()},
         }
@@ -128,7 +131,7 @@ class MissingStatistics:
         """Go on from what `state` returned."""
         self._start_step()
         self._start_window()
-        self._steps, self._missing, self._tried = (int(state[name]) for name in ("steps", "missing", "tried"))
+        self._steps, self._missing, self._attempted = (int(state[name]) for name in ("steps", "missing", "tried"))
         if state["scores"] is not None:
             self._lowest, self._largest = state["scores"]
         for name, values in state["tests"].items():

@@ -1,4 +1,4 @@
-"""What a run's settings require of its models, computed once before anything runs."""
+"""Requirements of a run's settings on its models, computed once before anything runs."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from hybridrl.workers.losses import FULL_KL, PolicyLoss
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run computes for each batch.
+    """The results that a run computes for each batch.
 
     Attributes:
         critic: a value model takes part; see `PPOTrainerConfig.use_critic`.
@@ -53,7 +53,7 @@ class Needs:
         """Derive the needs from the settings and from the inputs that the estimator names."""
         actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
         inputs = named_inputs(algorithm.adv_estimator)
-        loss_needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
+        loss_needs = POLICY_LOSSES.metadata(actor.policy_loss.loss_mode).needs
         full_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL
         full_in_loss = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
         return cls(

@@ -10,15 +10,15 @@ prompt (a session in several turns).
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from hybridrl.algorithms.functional import rounding_of
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import FilterGroupsConfig
-from hybridrl.config.schema.names import SCORES
+from hybridrl.config.schema.choices import SCORES
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.sample_names import sample_names
 from hybridrl.trainer.ppo.batching import join_generated, trim
 
 SURPLUS_FILE = "surplus.safetensors"
@@ -27,7 +27,7 @@ _SAMPLES = "samples_per_prompt"  # in the meta_info of the file
 
 
 class PromptPool:
-    """Collects scored groups until there are enough for a step: `add` while `wanted`, then `take`.
+    """Collects scored groups until there are enough for a step: `add` while `needed`, then `take`.
 
     Args:
         settings: `algorithm.filter_groups`.
@@ -62,7 +62,7 @@ class PromptPool:
         return len(self._uids)
 
     @property
-    def wanted(self) -> int:
+    def needed(self) -> int:
         """The number of prompts that the next step still needs."""
         return max(self.prompts - self.waiting, 0)
 
@@ -88,20 +88,20 @@ class PromptPool:
         self._batches += 1
         self._generated += groups.count
         self._scores.append(scores)
-        kept = torch.ones(groups.count, dtype=torch.bool)
+        usable = torch.ones(groups.count, dtype=torch.bool)
         if self.settings.enable:
-            kept = self._differs(batch, groups, scores)
-        found = int(kept.sum())
-        if found < groups.count:
-            rows = kept[groups.ids]
+            usable = self._differs(batch, groups, scores)
+        count = int(usable.sum())
+        if count < groups.count:
+            rows = usable[groups.ids]
             self._dropped.append(scores[~rows])
-            self._discarded += groups.count - found
+            self._discarded += groups.count - count
             batch = batch.select_idxs(rows.nonzero().squeeze(-1))
-        if found:
+        if count:
             self._waiting.append(batch)
             self._uids |= dict.fromkeys(map(str, batch.non_tensor_batch["uid"]))
-        self._unused = 0 if found else self._unused + groups.count
-        if self.wanted:
+        self._unused = 0 if count else self._unused + groups.count
+        if self.needed:
             self._check_limits()
 
     def take(self) -> tuple[DataProto, dict[str, float]]:
@@ -114,16 +114,16 @@ class PromptPool:
             mixed groups are kept) and of the discarded ones.
 
         Raises:
-            ValueError: there are not enough prompts; see `wanted`.
+            ValueError: there are not enough prompts; see `needed`.
         """
-        if self.wanted:
+        if self.needed:
             raise ValueError(f"take: {self.waiting} of {self.prompts} prompts are there; add more first")
         batch, surplus = join_generated(self._waiting, self.pad_token_id), self.waiting - self.prompts
         self._waiting = []
         if surplus:
-            chosen = Groups(batch.non_tensor_batch["uid"], _CPU).ids < self.prompts
-            self._waiting = [trim(batch.select_idxs((~chosen).nonzero().squeeze(-1)))]
-            batch = trim(batch.select_idxs(chosen.nonzero().squeeze(-1)))
+            of_step = Groups(batch.non_tensor_batch["uid"], _CPU).ids < self.prompts
+            self._waiting = [trim(batch.select_idxs((~of_step).nonzero().squeeze(-1)))]
+            batch = trim(batch.select_idxs(of_step.nonzero().squeeze(-1)))
         metrics = self._metrics(surplus) if self.settings.enable or self._carried or surplus else {}
         self._uids = dict.fromkeys(list(self._uids)[self.prompts :])
         self._start_step()
@@ -162,7 +162,7 @@ class PromptPool:
     def _differs(self, batch: DataProto, groups: Groups, scores: torch.Tensor) -> torch.Tensor:
         """Return for each group whether its samples differ in a column, or in their score summed over their rows."""
         if self.settings.metric in SCORES:
-            samples = samples_of(batch)
+            samples = Groups(sample_names(batch), _CPU)
             values = samples.sum(scores.double())[samples.ids]
         else:
             values = self._column(batch, str(self.settings.metric))
@@ -171,10 +171,10 @@ class PromptPool:
 
     def _column(self, batch: DataProto, name: str) -> torch.Tensor:
         if name not in batch.non_tensor_batch:
-            known = sorted(batch.non_tensor_batch)
+            columns = sorted(batch.non_tensor_batch)
             raise UserError(
                 f"algorithm.filter_groups.metric={name}: the reward function did not return it; use score, or one of "
-                f"the batch's columns: {', '.join(known)}"
+                f"the batch's columns: {', '.join(columns)}"
             )
         try:
             return torch.tensor([float(value) for value in batch.non_tensor_batch[name]], dtype=torch.float64)
@@ -221,13 +221,13 @@ class PromptPool:
         surplus = DataProto.load_from_disk(path)
         uids = {str(uid): None for uid in surplus.non_tensor_batch["uid"]}
         # Groups may have less, down to all of them, where samples were dropped (reward.on_error=drop).
-        largest = max(samples_of(surplus.select_idxs(rows)).count for rows in _rows_of_groups(surplus))
+        largest = max(len(set(sample_names(surplus.select_idxs(rows)))) for rows in _rows_of_groups(surplus))
         # Files of earlier versions do not say how many there were.
-        found = int(surplus.meta_info.pop(_SAMPLES, max(largest, self.samples)))
-        if found != self.samples:
+        samples = int(surplus.meta_info.pop(_SAMPLES, max(largest, self.samples)))
+        if samples != self.samples:
             raise UserError(
-                f"{path} holds {found} samples of each prompt that waits for the next step, and "
-                f"actor_rollout_ref.rollout.n={self.samples}; resume with rollout.n={found}"
+                f"{path} holds {samples} samples of each prompt that waits for the next step, and "
+                f"actor_rollout_ref.rollout.n={self.samples}; resume with rollout.n={samples}"
             )
         self._waiting, self._uids = [surplus], uids
         self._start_step()
@@ -237,10 +237,3 @@ def _rows_of_groups(batch: DataProto) -> list[torch.Tensor]:
     """Return the row numbers of each group."""
     groups = Groups(batch.non_tensor_batch["uid"], _CPU)
     return [(groups.ids == number).nonzero().squeeze(-1) for number in range(groups.count)]
-
-
-def samples_of(batch: DataProto) -> Groups:
-    """Group the rows of one sample: those with the same `uid` and `sample`. Without `sample`, every row is a sample."""
-    objects = batch.non_tensor_batch
-    numbers = objects.get("sample", np.arange(len(batch)))
-    return Groups(list(zip(map(str, objects["uid"]), numbers.tolist(), strict=True)), _CPU)

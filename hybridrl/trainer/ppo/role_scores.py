@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.algorithms.sessions import split_sessions
+from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.roles import Scoring
 from hybridrl.protocol import DataProto
@@ -69,8 +69,8 @@ class Scorer:
         self._roles = [(spec.scoring, self._readers[spec.name], groups[spec.name]) for spec in specs if spec.scoring]
         judges: list[Any] = [groups.get(spec.name) for spec in active_roles(self._config) if spec.asked_in]
         self._judges = [judge for judge in judges if isinstance(judge, ServedJudge)]
-        pool, asked = groups[POLICY].resource_pool, [groups[spec.name] for spec in specs]
-        sharing: list[Any] = [*asked, *self._judges]
+        pool = groups[POLICY].resource_pool
+        sharing: list[Any] = [*(groups[spec.name] for spec in specs), *self._judges]
         shared = any(group.resource_pool is pool for group in sharing)
         if shared and rollout.gives_memory_back and not self._config.actor_rollout_ref.rollout.nnodes:
             self._lend_cache = rollout.lend_cache
@@ -90,23 +90,23 @@ class Scorer:
         pending = []
         for scoring, read, group in self._roles:
             with timer.phase(scoring.phase):
-                asked = read(batch)
-                pending.append((scoring, read, asked, getattr(group, scoring.method)(asked)))
+                inputs = read(batch)
+                pending.append((scoring, read, inputs, getattr(group, scoring.method)(inputs)))
         with timer.phase("reward"), contextlib.ExitStack() as turns:
             for judge in self._judges:
                 turns.enter_context(judge.turn())
             result = ask(reward_fn, batch)
-        for scoring, read, asked, future in pending:
+        for scoring, read, inputs, future in pending:
             with timer.phase(scoring.phase):
                 scores = future.get().batch[scoring.column]
-                rewards, columns = getattr(read, "rewards", _at_the_end(scoring.column))(scores, asked, batch)
+                rewards, columns = getattr(read, "rewards", _at_the_end(scoring.column))(scores, inputs, batch)
             result["reward_tensor"] = self._added(result["reward_tensor"], scoring, rewards, batch)
             result["reward_extra_info"] |= columns
         return result
 
     def _added(self, rewards: torch.Tensor, scoring: Scoring, more: torch.Tensor, batch: DataProto) -> torch.Tensor:
         assert self._config is not None
-        sessions = split_sessions(batch.non_tensor_batch, len(batch))
+        sessions = sessions_of(batch)
         rows = torch.arange(len(more)) if sessions is None else sessions.last
         rewards = rewards.clone()
         rewards[rows] += scoring.weight(self._config) * more[rows]
@@ -114,9 +114,9 @@ class Scorer:
 
 
 def _at_the_end(column: str) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
-    """How scores [B, 1] of whole responses become rewards: at the last generated token."""
+    """Return the function that puts scores [B, 1] of whole responses at their last generated tokens."""
 
-    def rewards(scores: torch.Tensor, asked: DataProto, batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    def rewards(scores: torch.Tensor, inputs: DataProto, batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
         placed = torch.zeros(batch.batch["responses"].shape, dtype=scores.dtype)
         placed[torch.arange(len(placed)), last_generated(batch)] = scores[:, -1]
         return placed, {column: scores[:, -1].tolist()}

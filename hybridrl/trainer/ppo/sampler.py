@@ -3,7 +3,7 @@
 Shapes: B rows, T response width.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +26,19 @@ from hybridrl.protocol.names import (
     ROUTED_EXPERTS,
     TRAJECTORY_REWARD,
 )
+from hybridrl.protocol.sample_names import SampleName, sample_names
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
+from hybridrl.rollout.rollout import OnFinished
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
-from hybridrl.trainer.ppo.attempts import Attempts, Judged, counts_of, merged
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
 from hybridrl.trainer.ppo.early_scores import EarlyScores, scored_early
+from hybridrl.trainer.ppo.episode import EpisodeBatch, counts_of, merged
 from hybridrl.trainer.ppo.memory import memory_advice
-from hybridrl.trainer.ppo.missing import MissingSamples
+from hybridrl.trainer.ppo.missing import MissingPolicy
 from hybridrl.trainer.ppo.missing_statistics import MissingStatistics
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
@@ -44,7 +46,7 @@ from hybridrl.trainer.ppo.role_scores import Scorer
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ScoredBatch:
     """A scored batch and how it was made.
 
     Attributes:
@@ -102,59 +104,56 @@ class Sampler:
         self.needs = Needs.of(config)
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
-        self.missing = MissingSamples(config, pool.pad_token_id)
+        self.missing = MissingPolicy(config, pool.pad_token_id)
         settings = config.algorithm.missing
         self.missing_statistics = MissingStatistics(settings.window, settings.significance)
         self._fruitless = 0
         self._prompts = _endless(loader)
 
-    def next(self) -> Sampled:
+    def next(self) -> ScoredBatch:
         """Return the next scored batch: prompts are drawn, answered and scored until the pool has enough of them."""
         self.step += 1
         timer = PhaseTimer(memory_advice())
         metrics: dict[str, float] = {}
         columns: frozenset[str] = frozenset()
-        while self.pool.wanted:
+        while self.pool.needed:
             with timer.phase("data"):
                 prompts = next(self._prompts)
-            asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
-            columns = frozenset(asked.non_tensor_batch)
-            judged = self._judged(asked, timer, self.generate)
-            self.missing_statistics.add(judged)
-            metrics = merged(metrics, judged.metrics)
-            batch = judged.batch
-            if batch is not None:
-                self.reward_columns = judged.columns
-                batch = self.missing.without_small_groups(batch, judged.left_out)
+            samples = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
+            columns = frozenset(samples.non_tensor_batch)
+            episodes = self.run_episodes(samples, timer, self.generate)
+            self.missing_statistics.add(episodes)
+            metrics = merged(metrics, episodes.metrics)
+            if episodes.batch is not None:
+                self.reward_columns = episodes.columns
+            batch = episodes.trainable()
             if batch is not None and self.needs.reward_baselines:
-                batch, of_baselines = self.add_baselines(batch, prompts, timer)
-                metrics = merged(metrics, of_baselines)
+                batch, baseline_metrics = self.add_baselines(batch, prompts, timer)
+                metrics = merged(metrics, baseline_metrics)
             if batch is not None:
                 self.pool.add(batch)
             self._check_progress(len(prompts), batch)
-        batch, of_pool = self.pool.take()
+        batch, pool_metrics = self.pool.take()
         metrics |= self.missing_statistics.end_step()
         parts = part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
         probe = self.probe(batch, columns) if self.step == 1 else None
-        return Sampled(batch, metrics | parts | of_pool, dict(timer.seconds), self.reward_columns, probe)
+        return ScoredBatch(batch, metrics | parts | pool_metrics, dict(timer.seconds), self.reward_columns, probe)
 
-    def _judged(
-        self, asked: DataProto, timer: PhaseTimer, generate: Callable[[DataProto, PhaseTimer, int], DataProto]
-    ) -> Judged:
-        """Have samples generated and scored, and those without a verdict again, as `algorithm.missing` says.
+    def run_episodes(self, samples: DataProto, timer: PhaseTimer, generate: Callable[..., DataProto]) -> EpisodeBatch:
+        """Generate and score samples, and those without a score again, as `algorithm.missing` says.
 
         Args:
-            asked: a row per sample.
+            samples: a row per sample.
             timer: measures the phases.
-            generate: has rows answered: `generate` or `generate_greedy`.
+            generate: answers rows: `generate` or `generate_greedy`.
         """
-        attempts = Attempts(self.missing, asked)
-        while (rows := attempts.rows) is not None:
-            with scored_early(self.reward_fn, self.rollout, rows) as reward_fn:
-                answer = generate(rows, timer, attempts.number)
+        episodes = EpisodeBatch(self.missing, samples)
+        while (rows := episodes.rows) is not None:
+            with scored_early(self.reward_fn, rows) as reward_fn:
+                answer = generate(rows, timer, episodes.attempt, on_finished=reward_fn.on_finished)
             with self._keeping(answer):
-                attempts.add(answer, self.score(answer, timer, reward_fn) if len(answer) else None)
-        return attempts.judged
+                episodes.add(answer, self.score(answer, timer, reward_fn) if len(answer) else None)
+        return episodes
 
     def _keeping(self, answer: DataProto) -> AbstractContextManager[None]:
         """Keep the answer if it cannot be scored inside the block."""
@@ -171,21 +170,26 @@ class Sampler:
                 "(enough of them for algorithm.adv_estimator): all were left out. The warnings and missing/* say why"
             )
 
-    def generate(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
+    def generate(
+        self, samples: DataProto, timer: PhaseTimer, attempt: int = 0, on_finished: OnFinished | None = None
+    ) -> DataProto:
         """Generate a response to each row, with the sampler's log-probabilities.
 
         Args:
-            asked: a row per sample.
+            samples: a row per sample.
             timer: measures `gen`.
-            attempt: how often these samples were asked for before; it changes the seeds.
+            attempt: how often these samples were generated before; it changes the seeds.
+            on_finished: begins to score samples that finish before others; see `Rollout.generate`.
         """
         with timer.phase("gen"):
-            return self.respond(asked, **self._recorded, **_attempt_meta(attempt))
+            return self.respond(samples, on_finished, **self._recorded, **_attempt_meta(attempt))
 
-    def generate_greedy(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
+    def generate_greedy(
+        self, samples: DataProto, timer: PhaseTimer, attempt: int = 0, on_finished: OnFinished | None = None
+    ) -> DataProto:
         """Generate the most likely response to each row, for the baselines of ReMax; `gen_max` is measured."""
         with timer.phase("gen_max"):
-            return self.respond(asked, do_sample=False, **_attempt_meta(attempt))
+            return self.respond(samples, on_finished, do_sample=False, **_attempt_meta(attempt))
 
     def score(self, batch: DataProto, timer: PhaseTimer, reward_fn: RewardManager | EarlyScores) -> dict[str, Any]:
         """Score responses: by the reward function, and by the models of roles that score.
@@ -206,7 +210,7 @@ class Sampler:
     ) -> tuple[DataProto | None, dict[str, float]]:
         """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax).
 
-        A greedy response without a verdict is asked for again, as other samples are. A prompt that has none in the end
+        A greedy response without a score is asked for again, as other samples are. A prompt that has none in the end
         is left out, because its advantages would be whole scores.
 
         Returns:
@@ -215,18 +219,19 @@ class Sampler:
         """
         uids = set(batch.non_tensor_batch["uid"].tolist())
         rows = [row for row, uid in enumerate(prompts.non_tensor_batch["uid"].tolist()) if uid in uids]
-        judged = self._judged(repeat_for_sampling(prompts.select_idxs(rows), 1), timer, self.generate_greedy)
-        self.missing_statistics.add(judged, scores=False)  # greedy samples are not those that training sees
-        metrics = counts_of(judged.metrics)
-        if judged.batch is None:
+        samples = repeat_for_sampling(prompts.select_idxs(rows), 1)
+        episodes = self.run_episodes(samples, timer, self.generate_greedy)
+        self.missing_statistics.add(episodes, scores=False)  # greedy samples are not those that training sees
+        metrics = counts_of(episodes.metrics)
+        if episodes.batch is None:
             return None, metrics
-        uids_of = judged.batch.non_tensor_batch["uid"]
-        sums = Groups(uids_of, torch.device("cpu")).sum(judged.batch.batch["token_level_scores"].sum(dim=-1))
-        baseline_of = dict(zip(dict.fromkeys(uids_of.tolist()), sums.tolist(), strict=True))
-        kept = [row for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()) if uid in baseline_of]
-        batch = batch if len(kept) == len(batch) else batch.select_idxs(kept)
-        found = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
-        batch.batch["reward_baselines"] = torch.tensor(found, dtype=sums.dtype)
+        greedy_uids = episodes.batch.non_tensor_batch["uid"]
+        sums = Groups(greedy_uids, torch.device("cpu")).sum(episodes.batch.batch["token_level_scores"].sum(dim=-1))
+        baseline_of = dict(zip(dict.fromkeys(greedy_uids.tolist()), sums.tolist(), strict=True))
+        rows = [row for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()) if uid in baseline_of]
+        batch = batch if len(rows) == len(batch) else batch.select_idxs(rows)
+        baselines = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
+        batch.batch["reward_baselines"] = torch.tensor(baselines, dtype=sums.dtype)
         return batch, metrics | {"critic/reward_baselines/mean": sums.mean().item()}
 
     def probe(self, batch: DataProto, columns: Collection[str]) -> DataProto | None:
@@ -239,20 +244,21 @@ class Sampler:
         Returns None if no probe is wanted, or if the batch itself was sampled this way. With top-p or top-k, sampler
         and trainer are expected to differ by the probability mass that was kept.
         """
-        wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
-        if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
+        no_probe = self.config.algorithm.rollout_correction.probe_threshold is None
+        if no_probe or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch, columns), **self._recorded, **UNTRUNCATED)
+        return self.respond(probe_prompts(batch, columns), None, **self._recorded, **UNTRUNCATED)
 
     @property
     def _recorded(self) -> dict[str, bool]:
-        """What asks the rollout for the experts of the tokens that the trainer computes."""
+        """The setting that has the rollout return the experts of the tokens that the trainer computes."""
         return {ROUTED_EXPERTS: True} if self.needs.sampled_experts else {}
 
-    def respond(self, prompts: DataProto, **sampling: Any) -> DataProto:
+    def respond(self, prompts: DataProto, on_finished: OnFinished | None = None, **sampling: Any) -> DataProto:
         """Generate responses to the rows of `prompts` for training, with settings of this call; see `respond`."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
+        meta = {"global_steps": self.step, "validate": False, **sampling}
+        return respond(self.rollout, prompts, temperature, on_finished, **meta)
 
     def position(self) -> dict[str, Any]:
         """Return where the next batch begins, for `rewind`."""
@@ -293,7 +299,9 @@ def _attempt_meta(attempt: int) -> dict[str, Any]:
     return {ATTEMPT: attempt} if attempt else {}
 
 
-def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: Any) -> DataProto:
+def respond(
+    rollout: Rollout, prompts: DataProto, temperature: float, on_finished: OnFinished | None = None, **meta: Any
+) -> DataProto:
     """Have a rollout answer prompts. The answer also has the columns of the prompts.
 
     A rollout that returns no `uid` answers row by row. A rollout that returns `uid` may return any number of rows per
@@ -302,54 +310,54 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     Args:
         prompts: rows with all of their columns (`raw_prompt`, `extra_info`, ...); the rollout gets all of them.
         temperature: the temperature that responses are trained at.
+        on_finished: see `Rollout.generate`.
         meta: settings of this call: `global_steps`, `validate`, and fields of `SamplingParams` to override.
 
     Raises:
         RolloutError: a prompt has no answer, or an answer has no prompt.
     """
-    asked = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
-    answer = trim(rollout.generate(asked))
+    request = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
+    answer = trim(rollout.generate(request) if on_finished is None else rollout.generate(request, on_finished))
     columns = _columns_of(prompts, answer)
     if MULTI_MODAL_INPUTS in answer.non_tensor_batch and MULTI_MODAL_INPUTS in columns:
         columns[PROMPT_IMAGES] = columns[MULTI_MODAL_INPUTS]
     of_data = [name for name in columns if name not in answer.non_tensor_batch]
     brought = {DATA_COLUMNS: of_data} if TRAJECTORY_REWARD in answer.non_tensor_batch else {}
     answer.non_tensor_batch = columns | answer.non_tensor_batch
-    kept = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
-    answer.meta_info = {"temperature": temperature, **kept, **brought, **_attempt_meta(meta.get(ATTEMPT, 0))}
+    missing = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
+    answer.meta_info = {"temperature": temperature, **missing, **brought, **_attempt_meta(meta.get(ATTEMPT, 0))}
     return answer
 
 
 def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
     """Return the prompts' columns for the rows of the answer, found by `uid` and `sample`, or by row without `uid`."""
-    carried, returned = prompts.non_tensor_batch, answer.non_tensor_batch
+    columns, returned = prompts.non_tensor_batch, answer.non_tensor_batch
     if "uid" not in returned:
         if len(answer) != len(prompts):
             raise RolloutError(
                 f"the rollout returned {len(answer)} rows for {len(prompts)}, and no column 'uid' to tell which prompt "
                 "each row answers; a rollout that returns another number of rows must return 'uid' and 'sample'"
             )
-        return dict(carried)
-    names = [name for name in ("uid", "sample") if name in returned and name in carried]
-    asked = _keys(carried, names)
-    row_of = {key: row for row, key in reversed(list(enumerate(asked)))}
-    answered = _keys(returned, names)
-    dropped = {one.name[: len(names)] for one in answer.meta_info.get(MISSING_SAMPLES, ()) if not one.again}
-    strange, lost = set(answered) - set(asked), set(asked) - set(answered) - dropped
-    if strange or lost:
+        return dict(columns)
+    numbered = "sample" in returned and "sample" in columns
+
+    def keys(names: Iterable[SampleName]) -> list[tuple[Any, ...]]:
+        return [name if numbered else name[:1] for name in names]
+
+    requested, answered = keys(sample_names(prompts)), keys(sample_names(answer))
+    row_of = {key: row for row, key in reversed(list(enumerate(requested)))}
+    dropped = keys(sample.name for sample in answer.meta_info.get(MISSING_SAMPLES, ()) if not sample.again)
+    strange, unanswered = set(answered) - set(requested), set(requested) - set(answered) - set(dropped)
+    if strange or unanswered:
         what = "answered rows that were not asked for" if strange else "left rows without an answer"
         raise RolloutError(
-            f"the rollout {what}: {', '.join(names)} = {sorted(strange or lost)[:3]} "
-            f"({len(strange or lost)} in all, of {len(set(asked))})"
+            f"the rollout {what}: {'uid, sample' if numbered else 'uid'} = "
+            f"{[tuple(map(str, key)) for key in sorted(strange or unanswered)[:3]]} "
+            f"({len(strange or unanswered)} in all, of {len(set(requested))})"
         )
     rows = np.array([row_of[key] for key in answered], dtype=np.int64)
     # If the rollout does not say which sample a row belongs to, every row counts as its own sample.
-    kept = {name: column for name, column in carried.items() if name != "sample" or "sample" in returned}
-    return {name: column[rows] for name, column in kept.items()}
-
-
-def _keys(columns: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple[str, ...]]:
-    return list(zip(*(map(str, columns[name]) for name in names), strict=True))
+    return {name: column[rows] for name, column in columns.items() if name != "sample" or "sample" in returned}
 
 
 def _endless(loader: StatefulLoader) -> Iterator[DataProto]:

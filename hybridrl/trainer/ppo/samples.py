@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybridrl.observe.dump import dump_generations
-from hybridrl.observe.samples import first_prompts, prompt_order
+from hybridrl.observe.report_samples import first_prompts, prompt_order
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.utils.token_text import TokenTexts
@@ -72,8 +72,8 @@ class Samples:
             values.extend(extra.get(name, [None] * count))
         self._batches.append(batch)
 
-    def rollouts(self, chosen: Collection[int]) -> list[dict[str, Any]]:
-        """What the session of each row did, as JSON data.
+    def rollouts(self, detailed: Collection[int]) -> list[dict[str, Any]]:
+        """Return the record of each row's session, as JSON data.
 
         `started` (seconds since the epoch), `seconds`, `messages` and `events` (`SessionLog`) are those of the whole
         session, at its first row. `tokens` has `prompt_ids`, and per token of the response `ids`, `texts`, `mask`,
@@ -81,10 +81,10 @@ class Samples:
         where a reward was placed, and `versions` [(version of the weights, tokens)].
 
         Args:
-            chosen: numbers of the rows that have `tokens`.
+            detailed: numbers of the rows that have `tokens`.
         """
-        texts = TokenTexts(self.tokenizer) if chosen else None
-        found: list[dict[str, Any]] = []
+        texts = TokenTexts(self.tokenizer) if detailed else None
+        records: list[dict[str, Any]] = []
         for batch in self._batches:
             objects = batch.non_tensor_batch
             columns = {name: objects[column] for column, name in _OF_SESSION.items() if column in objects}
@@ -92,10 +92,10 @@ class Samples:
             for row in range(len(batch)):
                 facts = {name: column[row] for name, column in columns.items() if column[row] is not None}
                 facts |= logs[row] or {}
-                if texts is not None and len(found) in chosen:
+                if texts is not None and len(records) in detailed:
                     facts["tokens"] = _tokens(batch, row, texts)
-                found.append(facts)
-        return found
+                records.append(facts)
+        return records
 
     def write(self, folder: Path, step: int) -> Path:
         """Write `<folder>/<step>.jsonl`, one line per sample."""
@@ -109,8 +109,8 @@ class Samples:
     def traced(self, prompts: int | None) -> list[dict[str, Any]]:
         """Samples as dumps have them, with tokens: those of so many prompts; None: all."""
         names = set(sorted(set(self.inputs), key=prompt_order)[:prompts])
-        chosen = {number for number, text in enumerate(self.inputs) if text in names}
-        rollouts = self.rollouts(chosen)
+        numbers = {number for number, text in enumerate(self.inputs) if text in names}
+        rollouts = self.rollouts(numbers)
         return [
             {
                 "input": self.inputs[number],
@@ -120,7 +120,7 @@ class Samples:
                 "data_source": self.sources[number],
                 ROLLOUT: rollouts[number],
             }
-            for number in sorted(chosen)
+            for number in sorted(numbers)
         ]
 
     def rows(self, count: int) -> list[dict[str, Any]]:
@@ -141,24 +141,24 @@ def _tokens(batch: DataProto, row: int, texts: TokenTexts) -> dict[str, Any]:
     attended = fields["attention_mask"][row].bool()
     real = attended[-width:]
     ids = fields["responses"][row][real].tolist()
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "prompt_ids": fields["prompts"][row][attended[:-width]].tolist(),
         "ids": ids,
         "texts": texts(ids),
     }
     names = fields.keys()
     if "response_mask" in names:
-        found["mask"] = fields["response_mask"][row][real].tolist()
+        record["mask"] = fields["response_mask"][row][real].tolist()
     for field, name in _OF_TOKENS.items():
         if field in names:
-            found[name] = [_short(value) for value in fields[field][row][real].tolist()]
+            record[name] = [_short(value) for value in fields[field][row][real].tolist()]
     if "token_level_scores" in names:
         rewards = fields["token_level_scores"][row][real]
-        found["rewards"] = [(place, _short(float(rewards[place]))) for place in rewards.nonzero().flatten().tolist()]
+        record["rewards"] = [(place, _short(float(rewards[place]))) for place in rewards.nonzero().flatten().tolist()]
     if "weight_versions" in names:
         versions, counts = fields["weight_versions"][row][real].unique_consecutive(return_counts=True)
-        found["versions"] = list(zip(versions.tolist(), counts.tolist(), strict=True))
-    return found
+        record["versions"] = list(zip(versions.tolist(), counts.tolist(), strict=True))
+    return record
 
 
 def _short(value: float) -> float:

@@ -17,11 +17,12 @@ import torch
 from hybridrl.config.served import ServedModel, divide
 from hybridrl.config.teachers import LOG_PROBS, TEACHER_INDEX, TOP_IDS, TOP_LOG_PROBS
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import eos_token_ids, tokenizer_of
+from hybridrl.models.model_config import config_of
 from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
-from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
+from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class, missing_packages
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
 from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, PrefillRequest, PromptLogprobs, Request
 from hybridrl.rollout.start import replica_placements
@@ -154,14 +155,14 @@ class ServedRole:
                 self._give_back(pool)
 
         def collect() -> DataProto:
-            found = [
-                [_findings(model, future.result()) for future in mine]
+            logprobs = [
+                [_prompt_logprobs(model, future.result()) for future in mine]
                 for model, mine in zip(self.models, futures, strict=True)
             ]
             seconds = time.time() - started
             self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
             self._spans.append(TimedSpan(f"{self.role}/{method}", 0, started, seconds))
-            return answer(found)
+            return answer(logprobs)
 
         ready = OnceComputed(collect)
         if self.takes_turns:
@@ -207,12 +208,12 @@ class ServedRewardModel(ServedRole):
 
     def compute_rm_score(self, batch: DataProto) -> OnceComputed:
         """`rm_scores` [B, 1] of a batch of `Conversations`."""
-        kept = batch.batch["attention_mask"].bool()
-        rows = [ids[mask].tolist()[:-1] for ids, mask in zip(batch.batch["input_ids"], kept, strict=True)]
+        masks = batch.batch["attention_mask"].bool()
+        rows = [ids[mask].tolist()[:-1] for ids, mask in zip(batch.batch["input_ids"], masks, strict=True)]
         requests = [_request(row, PrefillRequest()) for row in rows]
 
-        def answer(found: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
-            scores = torch.tensor([[one.score] for one in found[0]], dtype=torch.float32)
+        def answer(logprobs: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
+            scores = torch.tensor([[text.score] for text in logprobs[0]], dtype=torch.float32)
             return DataProto.from_dict(tensors={"rm_scores": scores})
 
         return self.ask("compute_rm_score", [requests], answer)
@@ -222,7 +223,9 @@ class ServedTeachers(ServedRole):
     """Teachers; see `workers.teacher.TeacherWorker`."""
 
     def compute_teacher(self, batch: DataProto) -> OnceComputed:
-        """What the loss reads of each row's teacher, the one with the number `teacher_index` [B]; else the first.
+        """Compute the log-probabilities that the loss reads of each row's teacher.
+
+        The teacher is the one with the number `teacher_index` [B], and the first where there is no such field.
 
         Returns:
             `teacher_log_probs` [B, T] of the sampled tokens; for a loss over the teacher's most likely tokens also
@@ -245,21 +248,21 @@ class ServedTeachers(ServedRole):
 
         requests = [[request(row, top) for row in mine] for mine, top in zip(rows, tops, strict=True)]
 
-        def answer(found: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
-            kept = fields["response_mask"].bool()
-            log_probs = np.zeros(kept.shape, dtype=np.float32)
-            top_log_probs = np.zeros((*kept.shape, max(tops)), dtype=np.float32)
+        def answer(logprobs: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
+            trained = fields["response_mask"].bool()
+            log_probs = np.zeros(trained.shape, dtype=np.float32)
+            top_log_probs = np.zeros((*trained.shape, max(tops)), dtype=np.float32)
             top_ids = np.zeros(top_log_probs.shape, dtype=np.int64)
-            for mine, answers in zip(rows, found, strict=True):
-                for row, one in zip(mine, answers, strict=True):
+            for mine, answers in zip(rows, logprobs, strict=True):
+                for row, text in zip(mine, answers, strict=True):
                     length = lengths[row]
-                    log_probs[row, :length] = one.log_probs
-                    if one.top_log_probs is not None and one.top_ids is not None:
-                        top_log_probs[row, :length], top_ids[row, :length] = one.top_log_probs, one.top_ids
-            tensors = {LOG_PROBS: torch.from_numpy(log_probs) * kept}
+                    log_probs[row, :length] = text.log_probs
+                    if text.top_log_probs is not None and text.top_ids is not None:
+                        top_log_probs[row, :length], top_ids[row, :length] = text.top_log_probs, text.top_ids
+            tensors = {LOG_PROBS: torch.from_numpy(log_probs) * trained}
             if max(tops):
-                tensors[TOP_LOG_PROBS] = torch.from_numpy(top_log_probs) * kept[..., None]
-                tensors[TOP_IDS] = torch.from_numpy(top_ids) * kept[..., None]
+                tensors[TOP_LOG_PROBS] = torch.from_numpy(top_log_probs) * trained[..., None]
+                tensors[TOP_IDS] = torch.from_numpy(top_ids) * trained[..., None]
             return DataProto.from_dict(tensors=tensors)
 
         return self.ask("compute_teacher", requests, answer)
@@ -275,24 +278,24 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
         RolloutError: names the setting and what to change.
     """
     for model in models:
-        facts, asked = InferenceEngines.facts(model.engine), f"{model.where}.name={model.engine}"
+        metadata, setting = INFERENCE_ENGINES.metadata(model.engine), f"{model.where}.name={model.engine}"
         ability, what = _ABILITIES[model.task]
         otherwise = "" if model.task == "generate" else ", or leave it out, and a training engine computes the model"
-        if not getattr(facts, ability):
-            able = [name for name in INFERENCE_ENGINES.names() if getattr(InferenceEngines.facts(name), ability)]
-            raise RolloutError(f"{asked}: this engine serves no {what}; set it to {' or '.join(able)}{otherwise}")
-        if missing := InferenceEngines.missing_packages(model.engine):
+        if not getattr(metadata, ability):
+            able = [name for name in INFERENCE_ENGINES.names() if getattr(INFERENCE_ENGINES.metadata(name), ability)]
+            raise RolloutError(f"{setting}: this engine serves no {what}; set it to {' or '.join(able)}{otherwise}")
+        if missing := missing_packages(model.engine):
             raise RolloutError(
-                f"{asked}: {', '.join(missing)} is not installed. "
-                f"{facts.install or 'pip install ' + ' '.join(missing)}{otherwise}"
+                f"{setting}: {', '.join(missing)} is not installed. "
+                f"{metadata.install or 'pip install ' + ' '.join(missing)}{otherwise}"
             )
         if model.task == "score" and f"{HEAD_NAME}.bias" in head_shapes(model.model.path):
             raise RolloutError(
-                f"{asked}: the head of {model.model.path} has a bias, as a saved critic's, and engines serve heads "
+                f"{setting}: the head of {model.model.path} has a bias, as a saved critic's, and engines serve heads "
                 "without; leave it out, and a training engine computes the model"
             )
         try:
-            engine = InferenceEngines.get(model.engine)
+            engine = inference_engine_class(model.engine)
             engine.check(model.rollout, model.model, on_gpu)
             if model.task == "score":
                 engine.check_scoring(model.model)
@@ -304,15 +307,15 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
             raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
 
 
-def _request(prompt_ids: list[int], reading: PrefillRequest) -> Request:
-    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, reading=reading)
+def _request(prompt_ids: list[int], prefill: PrefillRequest) -> Request:
+    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, prefill=prefill)
 
 
-def _findings(model: ServedModel, completion: Completion) -> PromptLogprobs:
-    if completion.found is None:
+def _prompt_logprobs(model: ServedModel, completion: Completion) -> PromptLogprobs:
+    if completion.prompt_logprobs is None:
         why = completion.error or f"it ended with {completion.finish_reason}"
         raise RolloutError(
             f"{model.where}: {model.engine} did not read a text: {why}. The longest are to have {model.needs} tokens "
             f"({model.where}.max_model_len)"
         )
-    return completion.found
+    return completion.prompt_logprobs

@@ -9,8 +9,8 @@ from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.roles import ROLES, pool_of, pools_of
 from hybridrl.config.teachers import TEACHER_INDEX, teachers_of
 from hybridrl.errors import DataError, ModelError
-from hybridrl.models.info import check_files, check_same_tokenizer, config_of
-from hybridrl.models.loading import checked_source
+from hybridrl.models.info import check_files, check_same_tokenizer
+from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.vision import is_vision_model
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.startup import check_engine

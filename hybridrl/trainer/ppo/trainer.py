@@ -16,7 +16,7 @@ from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.observe.metrics import (
+from hybridrl.observe.step_metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
@@ -29,7 +29,7 @@ from hybridrl.reward import RewardManager
 from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.interrupt import StepAbandoned
-from hybridrl.trainer.memory import as_metrics
+from hybridrl.trainer.memory_peaks import as_metrics
 from hybridrl.trainer.ppo.forecast import check_before_loading
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.judge import judges_of
@@ -39,11 +39,11 @@ from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, active_roles, spawn_worker_groups
-from hybridrl.trainer.ppo.sampler import Sampled, Sampler
+from hybridrl.trainer.ppo.sampler import Sampler, ScoredBatch
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
-from hybridrl.trainer.profiling import ProfiledRole, StepProfiler
 from hybridrl.trainer.run import TrainingRun
+from hybridrl.trainer.run_profiler import ProfiledRole, StepProfiler
 from hybridrl.trainer.utilization import Utilization
 
 
@@ -107,8 +107,17 @@ class RayPPOTrainer:
             pad_token_id=tokenizer.pad_token_id,
         )
         steps = total_training_steps(config, prompts_per_epoch)
-        self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=memory_advice())
-        self.run.trace = config.actor_rollout_ref.rollout.trace
+        self.groups: dict[str, RayWorkerGroup] = {}
+        self.run = TrainingRun(
+            config,
+            config.trainer,
+            steps,
+            identity or {},
+            short_of_memory=memory_advice(),
+            trace=config.actor_rollout_ref.rollout.trace,
+            groups=lambda: self.groups.values(),
+            writers=lambda: self.learner.background_writers,
+        )
 
     def sizes(self) -> str:
         """Say how much data there is and how many steps."""
@@ -130,8 +139,6 @@ class RayPPOTrainer:
         self.utilization = self._measured_roles()
         self.profiler = StepProfiler(self.config.global_profiler, self._profiled_roles())
         self.peaks = phase_peaks(self.groups, forecast)
-        self.run.groups = list(self.groups.values())
-        self.run.writers = self.learner.background_writers
         self._start_rollout(self.groups[POLICY])
         self.scorer.connect(self.groups, self.rollout)
         for spec in self.learner.roles:
@@ -148,14 +155,14 @@ class RayPPOTrainer:
         )
 
     def _measured_roles(self) -> dict[str, Utilization]:
-        """What measures the updates of each role whose group can tell its device, by the role's name."""
-        found = {}
+        """Return the measure of the updates of each role whose group can tell its device, by the role's name."""
+        measures = {}
         for spec in self.learner.roles:
             group, model = self.groups[spec.name], getattr(spec.config_of(self.config), "model", None)
             if spec.update is not None and isinstance(model, ModelConfig) and hasattr(group, "device_name"):
                 name, peak = spec.update.phase.removeprefix("update_"), self.config.trainer.peak_tflops
-                found[spec.name] = Utilization(name, model, group, spec.update.method, spec.update.value_head, peak)
-        return found
+                measures[spec.name] = Utilization(name, model, group, spec.update.method, spec.update.value_head, peak)
+        return measures
 
     def _profiled_roles(self) -> Iterator[ProfiledRole]:
         for spec in active_roles(self.config):
@@ -187,7 +194,7 @@ class RayPPOTrainer:
 
         def check_memory(engine: str) -> None:
             on_gpu = getattr(policy.resource_pool, "use_gpu", False)
-            if learners and on_gpu and INFERENCE_ENGINES.facts(engine).reserves_of_total:
+            if learners and on_gpu and INFERENCE_ENGINES.metadata(engine).reserves_of_total:
                 share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization
                 self.memory.check_fits(loaded, states, share)
 
@@ -265,7 +272,7 @@ class RayPPOTrainer:
         """Return the seconds spent inside worker methods so far, by the slowest rank of each call."""
         return sum(sum(group.method_seconds.values()) for group in self.groups.values())
 
-    def report(self, sampled: Sampled, result: StepResult, further: Mapping[str, float]) -> dict[str, Any]:
+    def report(self, sampled: ScoredBatch, result: StepResult, further: Mapping[str, float]) -> dict[str, Any]:
         """Log the metrics of a step, and dump its samples if a dump is due.
 
         Args:
@@ -320,7 +327,7 @@ class RayPPOTrainer:
             "prompts that were answered beforehand are dropped",
             "warning",
         )
-        self.run.go_back(self.health.good, self.learner.load)
+        self.run.checkpoints.go_back(self.health.good, self.learner.load)
         self.reshard()
 
     def validate_if_due(self) -> None:
@@ -364,13 +371,13 @@ class RayPPOTrainer:
 
     def save_if_due(self) -> None:
         """Write a checkpoint of everything that the next step depends on, if one is due."""
-        self.run.store.protected = self.health.good
+        self.run.checkpoints.store.protected = self.health.good
         self.run.save_if_due(self._write)
 
     def _write(self, folder: Path) -> dict[str, Any]:
         """Write a checkpoint into `folder`, and return the controller's state."""
         state = self.learner.save(folder) | self.sampler.save(folder)
-        self.health.saved = self.run.store.folder(self.run.step)
+        self.health.saved = self.run.checkpoints.store.folder(self.run.step)
         return state | {"health": self.health.state_dict(), "validation_failed": self.validation_failed}
 
     @contextmanager
@@ -387,11 +394,12 @@ class RayPPOTrainer:
         try:
             yield
         except (RewardError, StepAbandoned) as error:
-            self.run.step, self.validation_failed = step, validating
+            self.run.abandon_step(step)
+            self.validation_failed = validating
             self.sampler.rewind(before)
             self.rollout.release()  # saving needs its memory
             self.run.save(self._write)
-            self.run.complete_save()
+            self.run.checkpoints.complete()
             if self.run.outcome.checkpoint is not None and isinstance(error, RewardError):
                 error.add_note(
                     f"step {step}, the last complete one, is kept in {self.run.outcome.checkpoint}; to go on from "

@@ -57,7 +57,7 @@ class CachedReference(Reference):
         super().__init__(compute)
         self._path = folder / FILE
         self._made_of = made_of
-        self._known: dict[str, dict[int, torch.Tensor]] = {}
+        self._log_probs: dict[str, dict[int, torch.Tensor]] = {}
 
     def prepare(self, parts: Mapping[str, tuple[Any, Callable[[], Iterable[tuple[DataProto, list[int]]]]]]) -> None:
         """Read the file of an earlier start of this run, or compute and write it.
@@ -67,27 +67,27 @@ class CachedReference(Reference):
                 pair of each row.
         """
         made_of = digest({**self._made_of, **{part: _digest_of(dataset) for part, (dataset, _) in parts.items()}})
-        found = self._read(made_of)
-        if found is None:
+        log_probs = self._read(made_of)
+        if log_probs is None:
             total = sum(len(dataset) for dataset, _ in parts.values())
             notify(f"computing the reference's log-probabilities of {total} pairs, kept in {self._path}")
-            found = {part: self._computed(batches()) for part, (_, batches) in parts.items()}
-            self._write(found, made_of)
-        for part, tensors in found.items():
-            self._known[part] = dict(zip(tensors["rows"].tolist(), tensors["log_probs"], strict=True))
+            log_probs = {part: self._computed(batches()) for part, (_, batches) in parts.items()}
+            self._write(log_probs, made_of)
+        for part, tensors in log_probs.items():
+            self._log_probs[part] = dict(zip(tensors["rows"].tolist(), tensors["log_probs"], strict=True))
 
     def add_to(self, batch: DataProto, part: str, rows: list[int]) -> DataProto:
-        known = self._known[part]
-        batch.batch[REF_LOG_PROBS] = torch.stack([known[row] for row in rows[::2]]).flatten()
+        log_probs = self._log_probs[part]
+        batch.batch[REF_LOG_PROBS] = torch.stack([log_probs[row] for row in rows[::2]]).flatten()
         return batch
 
     def _computed(self, batches: Iterable[tuple[DataProto, list[int]]]) -> dict[str, torch.Tensor]:
         rows: list[int] = []
-        found = []
+        log_probs = []
         for batch, numbers in batches:
             rows += numbers[::2]
-            found.append(self.compute(batch).batch[REF_LOG_PROBS].view(-1, 2))
-        return {"rows": torch.tensor(rows), "log_probs": torch.cat(found)}
+            log_probs.append(self.compute(batch).batch[REF_LOG_PROBS].view(-1, 2))
+        return {"rows": torch.tensor(rows), "log_probs": torch.cat(log_probs)}
 
     def _read(self, made_of: str) -> dict[str, dict[str, torch.Tensor]] | None:
         if not self._path.is_file():
@@ -97,17 +97,17 @@ class CachedReference(Reference):
                 if (stored.metadata() or {}).get(_DIGEST) != made_of:
                     notify(f"{self._path} is of another model or other data, and is computed again", "warning")
                     return None
-                found: dict[str, dict[str, torch.Tensor]] = {}
+                log_probs: dict[str, dict[str, torch.Tensor]] = {}
                 for name in stored.keys():
                     part, _, what = name.partition(".")
-                    found.setdefault(part, {})[what] = stored.get_tensor(name)
-                return found
+                    log_probs.setdefault(part, {})[what] = stored.get_tensor(name)
+                return log_probs
         except (SafetensorError, OSError) as error:
             notify(f"{self._path} cannot be read ({error}), and is computed again", "warning")
             return None
 
-    def _write(self, found: Mapping[str, Mapping[str, torch.Tensor]], made_of: str) -> None:
-        flat = {f"{part}.{name}": tensor for part, tensors in found.items() for name, tensor in tensors.items()}
+    def _write(self, log_probs: Mapping[str, Mapping[str, torch.Tensor]], made_of: str) -> None:
+        flat = {f"{part}.{name}": tensor for part, tensors in log_probs.items() for name, tensor in tensors.items()}
         with replacing(self._path) as temporary:
             save_file(flat, temporary, metadata={_DIGEST: made_of})
 

@@ -13,7 +13,7 @@ from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
 if TYPE_CHECKING:
-    from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+    from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 
 ROLE = "model"
 
@@ -62,8 +62,8 @@ def _started_trainer(config: SupervisedConfig) -> Iterator["SupervisedTrainer"]:
         )
 
     with workers_starting(config.ray_kwargs, manager, trainer_config.device, spawn) as started:
-        from hybridrl.trainer.supervised.build import prepare  # takes seconds, as Ray's start does
         from hybridrl.trainer.supervised.forecast import check_before_loading
+        from hybridrl.trainer.supervised.prepare_supervised import prepare  # takes seconds, as Ray's start does
 
         trainer = prepare(config)
         notify(f"{trainer.sizes()}; loading the model {config.model.path}")

@@ -1,5 +1,5 @@
 """`verl.interactions.base`."""
 
-from hybridrl.agents.interactions.base import BaseInteraction
+from hybridrl.agents.interactions.interaction import BaseInteraction
 
 __all__ = ["BaseInteraction"]

@@ -1,5 +1,5 @@
 """`verl.interactions.gsm8k_interaction`."""
 
-from hybridrl.agents.interactions.gsm8k import Gsm8kInteraction
+from hybridrl.agents.interactions.gsm8k_interaction import Gsm8kInteraction
 
 __all__ = ["Gsm8kInteraction"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.agents.tools.base import ToolResponse, checked_schema
+from hybridrl.agents.tools.tool import ToolResponse, checked_schema
 
 __all__ = ["OpenAIFunctionToolSchema", "ToolResponse"]
 

@@ -139,7 +139,7 @@ def outcome(episode: Any) -> dict[str, Any]:
     """The score of an episode, or why there is none.
 
     Returns:
-        `{"score", "extra"}`, or `{"failed", "detail"}` with a reason of hybridrl's verdicts.
+        `{"score", "extra"}`, or `{"failed", "detail"}` with a `hybridrl.scored.Reason`.
     """
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     late = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)

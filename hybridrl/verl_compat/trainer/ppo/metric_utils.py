@@ -1,6 +1,6 @@
 """`verl.trainer.ppo.metric_utils`."""
 
-from hybridrl.observe.metrics import (
+from hybridrl.observe.step_metrics import (
     bootstrap_metric,
     calc_maj_val,
     compute_data_metrics,

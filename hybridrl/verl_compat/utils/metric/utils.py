@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.observe import metrics as own
+from hybridrl.observe import step_metrics as own
 
 __all__ = ["AggregationType", "Metric", "reduce_metrics"]
 
@@ -95,7 +95,7 @@ class Metric:
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Reduce a `Metric` by its own aggregation, and lists as `hybridrl.observe.metrics.reduce_metrics` does."""
+    """Reduce a `Metric` by its own aggregation, and lists as `hybridrl.observe.step_metrics.reduce_metrics` does."""
     return {
         name: value.aggregate() if isinstance(value, Metric) else own.reduce_metrics({name: value})[name]
         for name, value in metrics.items()

@@ -1,0 +1,331 @@
+"""Reads data files, globs of them, and data sets of the Hugging Face hub as one table."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import functools
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.data_names import (
+    COMPRESSIONS,
+    FORMATS,
+    DatasetName,
+    dataset_name,
+    format_of,
+    is_saved_dataset,
+    local_files,
+)
+from hybridrl.data.table import ArrowPart, RowsPart, Table
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+_ALLOWED = f"{', '.join(FORMATS)}; text files may be compressed ({', '.join(COMPRESSIONS)})"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_MAX_FIELD = 2**31 - 1  # of CSV, in characters; the csv module's own limit is 131,072
+
+
+def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_files") -> Table:
+    """Read one or several sources.
+
+    Args:
+        files: files (.parquet, .json, .jsonl, .csv, .tsv; text files may be compressed), globs, or data sets of the hub
+            (`ORG/NAME@CONFIG:SPLIT`, see `hybridrl.config.data_names`); `~` is expanded.
+        key: the configuration key that named them, for messages.
+
+    Raises:
+        DataError: no file is named, or a file is missing, unreadable, of another kind, or empty.
+    """
+    entries = [files] if isinstance(files, (str, Path)) else list(files or [])
+    if not entries:
+        raise DataError(
+            f"{key} names no file. Set it to a .parquet, .json, .jsonl or .csv file, or to a list of them: {key}=[A,B]."
+        )
+    return Table([part for entry in entries for part in _read(str(entry), key)])
+
+
+def fingerprints(files: Sequence[str]) -> list[list[str]]:
+    """Return the name of each source with a digest that changes with its content."""
+    digests = []
+    for entry in files:
+        dataset = dataset_name(entry)
+        if dataset is not None:
+            (part,) = _read(entry, "data.path")
+            digests.append([entry, _digest_of_rows(part)])
+        for file in () if dataset is not None else local_files(entry):
+            with open(Path(file).expanduser(), "rb") as opened:
+                digests.append([Path(file).name, hashlib.file_digest(opened, "sha256").hexdigest()])
+    return digests
+
+
+def contents(sources: Sequence[str]) -> list[list[str]]:
+    """Return digests of what each source holds, in order, wherever it lies. Files that were read before are not again.
+
+    What cannot be read here, such as the name of what a dataset class of one's own makes, stands for itself.
+    """
+    digests = []
+    for entry in sources:
+        try:
+            if dataset_name(entry) is not None:
+                digests.append([_digest_of_rows(part) for part in _read(entry, "data.train_files")])
+                continue
+        except DataError:
+            digests.append([entry])
+            continue
+        files = [Path(file).expanduser() for file in local_files(entry)]
+        inner = [path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+        digests.append([_digest_of_file(path) for path in inner if path.is_file()] or [entry])
+    return digests
+
+
+def _digest_of_file(path: Path) -> str:
+    status = path.stat()
+    return _digest_of_state(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_state(path: Path, *_state: int) -> str:
+    with open(path, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _digest_of_rows(part: ArrowPart | RowsPart) -> str:
+    """The digest of the list of all rows, as Python writes it, without having all of it in memory."""
+    hashed = hashlib.sha256(b"[")
+    for number, batch in enumerate(part.arrow().to_batches(max_chunksize=1024)):
+        hashed.update((", " * (number > 0)).encode() + repr(batch.to_pylist())[1:-1].encode())
+    hashed.update(b"]")
+    return hashed.hexdigest()
+
+
+def _read(entry: str, key: str) -> list[ArrowPart] | list[RowsPart] | list[ArrowPart | RowsPart]:
+    if "://" in entry:
+        raise DataError(
+            f"{key}={entry}: only local files and data sets of the Hugging Face hub (ORG/NAME:SPLIT) can be read. Copy "
+            "it to a local disk first and name the copy."
+        )
+    dataset = dataset_name(entry)
+    if dataset is not None:
+        return [_read_dataset(dataset, entry, key)]
+    files = local_files(entry)
+    if not files:
+        raise DataError(
+            f"{key}={entry}: no such file (looked for {Path(entry).expanduser().absolute()}). Check the path, or make "
+            "it with hybridrl.data.preprocess. A data set of the hub is named ORG/NAME or ORG/NAME@CONFIG:SPLIT."
+        )
+    return [_read_file(file, key) for file in files]
+
+
+def _read_file(name: str, key: str) -> ArrowPart | RowsPart:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        inside = sorted(
+            {
+                f"*{''.join(f.suffixes[-2:] if f.suffix in COMPRESSIONS else f.suffixes[-1:])}"
+                for f in path.iterdir()
+                if format_of(f) in FORMATS
+            }
+        )
+        example = f" Name the files in it: {key}={path / inside[0]}" if inside else ""
+        raise DataError(f"{key}={name} is a directory.{example or f' Name a file: {key}=FILE'}")
+    kind = format_of(path)
+    if kind not in FORMATS or (kind == ".parquet" and path.suffix != kind):
+        raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {_ALLOWED}.")
+    if path.stat().st_size == 0:
+        raise DataError(f"{key}={name}: the file is empty (0 bytes). Write it again.")
+    part = _READERS[kind](path, key)
+    if len(part) == 0:
+        raise DataError(f"{key}={name}: the file has no rows. Write it again, or leave it out of {key}.")
+    return part
+
+
+def _read_parquet(path: Path, key: str) -> ArrowPart:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return ArrowPart(path, pyarrow.parquet.read_table(path))
+    except (pyarrow.ArrowException, OSError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{key}={path}: cannot be read as parquet ({first_line}). The file is damaged or of another kind; write it "
+            "again."
+        ) from error
+
+
+def _unpack_zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
+
+
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress,
+    ".bz2": bz2.decompress,
+    ".xz": lzma.decompress,
+    ".zst": _unpack_zstd,
+}
+
+
+def _text(path: Path, key: str) -> str:
+    """Return the text of a file, decompressed as its suffix says."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{key}={path}: cannot be read ({error.strerror or error}).") from error
+    if path.suffix in _UNPACK:
+        try:
+            content = _UNPACK[path.suffix](content)
+        except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(
+                f"{key}={path}: cannot be decompressed as {path.suffix} ({error}). The file is damaged or of another "
+                "kind; write it again."
+            ) from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}={path}: cannot be read as UTF-8 text ({error}).") from error
+
+
+def _read_json(path: Path, key: str) -> RowsPart:
+    """Read a JSON file. One that begins with `[` is a list of rows; any other holds one row per line."""
+    text = _text(path, key)
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{key}={path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{key}={path}: {_unreadable(error)}.") from None
+        lines = None
+    else:
+        rows, lines = _read_json_lines(path, text, key)
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            where = f"item {index}" if lines is None else f"line {lines[index]}"
+            raise DataError(f"{key}={path}, {where}: a row must be a JSON object, found {type(row).__name__}.")
+    return RowsPart(path, rows, lines)
+
+
+def _read_json_lines(path: Path, text: str, key: str) -> tuple[list[Any], list[int]]:
+    rows, lines = [], []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
+                "one list of them."
+            ) from error
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{key}={path}, line {number}: {_unreadable(error)}.") from None
+        lines.append(number)
+    return rows, lines
+
+
+def _unreadable(error: Exception) -> str:
+    """Return why valid JSON cannot be read."""
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deeply"
+    return f"a number cannot be read ({error}); write it as text"
+
+
+def _read_csv(path: Path, key: str) -> RowsPart:
+    """Read a CSV or TSV file with a line of column names. Values stay text, so that 007 is not 7; empty ones are None.
+
+    A row is named by its first line, because quoted text may contain line breaks. Where the first line has a space
+    after its commas, one after other commas is no part of a value either.
+    """
+    csv.field_size_limit(_MAX_FIELD)
+    text, delimiter = _text(path, key), _DELIMITERS[format_of(path)]
+    is_spaced = f"{delimiter} " in text.partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    names: list[str] = []
+    first = 1
+    try:
+        for fields in reader:
+            if not names:
+                names = _column_names(fields, path, key)
+            elif fields:
+                if len(fields) != len(names):
+                    raise DataError(
+                        f"{key}={path}, line {first}: {len(fields)} fields, but the first line names {len(names)} "
+                        f"columns ({', '.join(names)}). Text with commas or line breaks needs double quotes."
+                    )
+                rows.append({name: value or None for name, value in zip(names, fields, strict=True)})
+                lines.append(first)
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{key}={path}, line {first}: not valid CSV ({error}).") from error
+    return RowsPart(path, rows, lines)
+
+
+def _column_names(fields: list[str], path: Path, key: str) -> list[str]:
+    names = [field.strip() for field in fields]
+    if not all(names) or len(set(names)) < len(names):
+        raise DataError(f"{key}={path}, line 1: must name every column once, found {', '.join(map(repr, names))}.")
+    return names
+
+
+_READERS: dict[str, Callable[[Path, str], ArrowPart | RowsPart]] = {
+    ".parquet": _read_parquet,
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
+
+
+def _read_dataset(dataset: DatasetName, entry: str, key: str) -> ArrowPart:
+    """Load one split with the `datasets` library, from the hub, its cache, or a local folder."""
+    import datasets
+
+    try:
+        splits = _load(dataset)
+    except Exception as error:
+        # The library raises a dozen kinds of errors for the same failure: the data could not be loaded.
+        text = (str(error).splitlines() or [""])[0]
+        raise DataError(
+            f"{key}={entry}: no such file, and it cannot be loaded as a data set ({type(error).__name__}: {text}). "
+            "Check the spelling: ORG/NAME@CONFIG:SPLIT. Without a connection to the Hugging Face hub, download the "
+            f"data set elsewhere (`hf download --repo-type dataset {dataset.name}`) and name its files."
+        ) from error
+    if isinstance(splits, datasets.DatasetDict):
+        if len(splits) != 1 and dataset.split is None:
+            listed = ", ".join(splits)
+            raise DataError(
+                f"{key}={entry}: the data set has the splits {listed}. Name one: {key}={entry}:{next(iter(splits))}."
+            )
+        if dataset.split is not None and dataset.split not in splits:
+            raise DataError(f"{key}={entry}: no such split; choose from {', '.join(splits)}.")
+        splits = splits[dataset.split or next(iter(splits))]
+    if len(splits) == 0:
+        raise DataError(f"{key}={entry}: the data set has no rows.")
+    return ArrowPart(entry, splits.flatten_indices().data.table)
+
+
+def _load(dataset: DatasetName) -> datasets.Dataset | datasets.DatasetDict:
+    import datasets
+
+    if not is_saved_dataset(Path(dataset.name)):
+        return datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+    saved = datasets.load_from_disk(dataset.name)
+    if dataset.config is not None:
+        raise ValueError(f"a saved data set has no configurations, so @{dataset.config} cannot be one")
+    if isinstance(saved, datasets.Dataset) and dataset.split not in (None, str(saved.split)):
+        raise ValueError(f"the folder holds one split, {saved.split}, and not {dataset.split}")
+    return saved

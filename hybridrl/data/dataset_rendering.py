@@ -1,0 +1,128 @@
+"""Renders a dataset's conversations with the chat template, names the row of any error, and truncates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.errors import DataError
+from hybridrl.models.chat import Message
+from hybridrl.models.rendering import LostTextError, rendered, unread_fields
+from hybridrl.notify import notify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        DataError: there is no chat template; the error says how to supply one.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be "
+            "turned into a prompt. Use an instruction-tuned model, or give a Jinja template with "
+            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft, main_dpo and main_rm: "
+            "model.custom_chat_template)."
+        )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[Message]],
+    locate: Callable[[int], str],
+    *,
+    add_generation_prompt: bool,
+    continues: bool = True,
+    template_kwargs: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
+) -> list[str]:
+    """Render every conversation to text. No text of a message is lost (`hybridrl.models.rendering`).
+
+    A prompt that ends with a turn of the assistant is continued: the turn's text follows its opening as if the model
+    had generated it (`data.last_assistant_turn=continue`; otherwise such prompts are not rendered).
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        conversations: lists of messages.
+        locate: returns the file and row of the i-th conversation, for messages.
+        add_generation_prompt: whether to end with the opening of an assistant turn.
+        continues: whether a last turn of the assistant is continued; otherwise another one is opened after it.
+        template_kwargs: further variables of the template (`data.apply_chat_template_kwargs`), or a function that
+            returns those of the i-th conversation.
+
+    Raises:
+        DataError: the template refuses a conversation, or leaves out text of it; the error names its file, row, and
+            turn.
+    """
+    texts = []
+    for index, conversation in enumerate(conversations):
+        own = template_kwargs(index) if callable(template_kwargs) else template_kwargs
+        own = {name: value for name, value in own.items() if name not in ("tokenize", "add_generation_prompt")}
+        begun = ""
+        if add_generation_prompt and continues and conversation and conversation[-1].get("role") == "assistant":
+            conversation, begun = conversation[:-1], str(conversation[-1].get("content") or "")
+        try:
+            texts.append(rendered(tokenizer, conversation, add_generation_prompt=add_generation_prompt, **own) + begun)
+        except LostTextError as error:
+            raise DataError(
+                f"{locate(index)}: {error} (template of {tokenizer.name_or_path or 'the tokenizer'}). Change the "
+                "message to a form that the template writes, or give another template with "
+                "model.custom_chat_template or actor_rollout_ref.model.custom_chat_template."
+            ) from error
+        except Exception as error:
+            # A template is a program and may fail in any way. The row that it fails on is what helps the user.
+            raise DataError(
+                f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this "
+                f"conversation: {type(error).__name__}: {error}. Fix the row, or set data.apply_chat_template_kwargs "
+                "or model.custom_chat_template."
+            ) from error
+    return texts
+
+
+def truncate(ids: list[int], limit: int, side: str) -> list[int]:
+    """Cut a sequence to `limit` tokens.
+
+    `left` drops the beginning, `right` the end, `middle` keeps the first `limit // 2` and the last `limit -
+    limit // 2`.
+    """
+    if len(ids) <= limit:
+        return ids
+    if side == "left":
+        return ids[len(ids) - limit :]
+    if side == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+class FieldNotice:
+    """Counts the rows whose messages have fields that the chat template does not read, to say it once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+        self._tokenizer, self._key = tokenizer, key
+        self._rows: dict[str, int] = {}
+        self._unread: dict[tuple[str, str], bool] = {}
+
+    def add(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Count a row."""
+        names = set()
+        for message in messages:
+            role = str(message.get("role"))
+            for name in message:
+                if name in ("role", "content"):
+                    continue
+                if (role, name) not in self._unread:
+                    self._unread[role, name] = name in unread_fields(self._tokenizer, [message])
+                if self._unread[role, name]:
+                    names.add(name)
+        for name in names:
+            self._rows[name] = self._rows.get(name, 0) + 1
+
+    def warn(self, reason: str = "") -> None:
+        """Report which fields have no effect, and in how many rows."""
+        if not self._rows:
+            return
+        counts = ", ".join(f"{name!r} ({count} rows)" for name, count in sorted(self._rows.items()))
+        notify(f"{self._key}: fields of messages that the chat template does not read have no effect: {counts}{reason}")

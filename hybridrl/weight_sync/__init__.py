@@ -1,1 +1,0 @@
-"""Sends training weights to generation engines."""
