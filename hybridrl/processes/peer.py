@@ -44,6 +44,8 @@ def _encode_json(message: dict[str, Any]) -> bytes:
 
 
 def _decode_json(data: bytes) -> dict[str, Any]:
+    end = HEADER.size
+
     def with_bytes(value: dict[str, Any]) -> Any:
         nonlocal end
         if value.keys() != {_BYTES}:
@@ -55,7 +57,7 @@ def _decode_json(data: bytes) -> dict[str, Any]:
         return data[begin:end]
 
     try:
-        end = HEADER.size + HEADER.unpack_from(data)[0]
+        end += HEADER.unpack_from(data)[0]
         message = json.loads(data[HEADER.size : end], object_hook=with_bytes)
     except Exception as error:  # the process may send anything
         raise MalformedMessage(f"{type(error).__name__}: {error}") from None

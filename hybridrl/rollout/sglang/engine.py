@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,11 +202,12 @@ class _HostProcess:
         stream = await FrameStream.open(self._child.connection)
         stream.send(pickle.dumps(self.spec))
         started: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        methods = {"started": started.set_result, "status": self._take_status}
+        methods: dict[str, Callable[..., Any]] = {"started": started.set_result, "status": self._take_status}
         self._peer = Peer(stream, PICKLE, methods, lambda text: EngineBrokenError(f"SGLang: {text}"))
         self._tasks = [asyncio.create_task(self._pass_on_output()), asyncio.create_task(self._listen())]
-        done, _ = await asyncio.wait({started, self._tasks[1]}, return_when=asyncio.FIRST_COMPLETED)
-        if started not in done:
+        ends: list[asyncio.Future[Any]] = [started, self._tasks[1]]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
             await self.close()
             raise RolloutError(f"SGLang did not start: {self.failure}. {_memory_hint(self.spec)}")
         self._leftovers = started.result()
