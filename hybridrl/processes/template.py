@@ -49,7 +49,10 @@ def serve_forks(connection: int, load: Callable[[bytes], Callable[[int, int], No
         return
     control.send(_READY)
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control.socket, 1, 2)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(control.socket, 1, 2)
+        except ConnectionResetError:
+            return
         if not data:
             return
         job_connection, life = descriptors
