@@ -10,6 +10,7 @@ from hybridrl.agents.environments.load_environments import Environments, load_en
 from hybridrl.agents.gateway import Gateway, gateways_of
 from hybridrl.agents.interactions.load_interactions import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
+from hybridrl.agents.loop_settings import check_loop_settings, names_in
 from hybridrl.agents.tools.load_tools import close_tools, load_tools
 from hybridrl.agents.tools.tool import BaseTool
 from hybridrl.chat.parsers.tool_parser import ToolParser, tool_parser_of
@@ -70,7 +71,7 @@ class Agents:
     gateways: Mapping[str, Gateway] = field(default_factory=dict)
     reader: ImageReader | None = None
 
-    def seen(self) -> SeenImages | None:
+    def session_images(self) -> SeenImages | None:
         """Return a record of images for a new session; None: the model reads text alone."""
         return None if self.reader is None else SeenImages(self.reader)
 
@@ -140,7 +141,8 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     datasets = [data for data in datasets if data is not None]
     default = rollout.agent.default_agent_loop or (TOOLS if settings.enable else SINGLE_TURN)
     listed = listed_loops(rollout.agent.agent_loop_config_path)
-    names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
+    names = dict.fromkeys([default, *(name for data in datasets for name in names_in(data, default) or ())])
+    check_loop_settings(config, datasets, default, {name: entry.cls for name, entry in listed.items()})
     if names.keys() == {SINGLE_TURN} and not listed:
         return None
     if config.data.last_assistant_turn == "continue":
@@ -288,23 +290,13 @@ def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:
         )
 
 
-def _names_in(dataset: Any) -> list[str]:
-    """The loops that the rows of a dataset name."""
-    if "agent_name" not in getattr(dataset, "columns", ()):
-        return []
-    return [str(name) for name in dict.fromkeys(dataset.column("agent_name")) if name is not None]
-
-
 def _check_columns(loops: Mapping[str, LoopEntry], default: str, dataset: Any) -> None:
     """Refuse data without a column that the loop of some of its rows needs.
 
     Of a dataset of one's own that does not say its columns, only the rows can tell, when they are sampled.
     """
-    columns = getattr(dataset, "columns", None)
-    if columns is None:
-        return
-    named = dataset.column("agent_name") if "agent_name" in columns else [None]
-    for name in dict.fromkeys(default if loop_name is None else str(loop_name) for loop_name in named):
+    columns = getattr(dataset, "columns", ())
+    for name in names_in(dataset, default) or ():
         lacking = [column for column in loops[name].cls.needs_columns if column not in columns]
         if lacking:
             raise RolloutError(

@@ -1,11 +1,13 @@
 """Reads YAML files that list tools, loops, environments or simulated users, and finds the classes that they name."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from hybridrl.config.convert import nearest
 from hybridrl.errors import RolloutError
 from hybridrl.registry import Registry
 from hybridrl.utils.user_code import load_class
@@ -52,6 +54,42 @@ def class_of(name: str, where: str, registry: Registry[Any], base: type = object
     return load_class(path, short, where, f"{where}: class_name", base, RolloutError)
 
 
+def checked_config(config: Any, names: Iterable[str] | None, where: str) -> dict[str, Any]:
+    """The entry `config` of an entry, empty where there is none.
+
+    Args:
+        names: those that something reads; None: that is not known.
+
+    Raises:
+        RolloutError: it is no mapping, or has other entries.
+    """
+    if not isinstance(config, Mapping | None):
+        raise RolloutError(f"{where}: config is {config!r}, and must be a mapping")
+    values = {str(name): value for name, value in (config or {}).items()}
+    accepted = None if names is None else sorted(names)
+    if accepted is None:
+        return values
+    unread = [name for name in values if name not in (*accepted, "type")]  # entries of verl's tools have a type
+    if unread:
+        listed = f"; there are: {', '.join(accepted)}" if accepted else "; it takes none"
+        faults = [
+            f"config.{name}={values[name]}: nothing reads it{nearest(name, accepted) or listed}" for name in unread
+        ]
+        raise RolloutError(f"{where}: {'; '.join(faults)}; remove it, or correct its name")
+    return values
+
+
+def parameter_names(cls: Any) -> list[str] | None:
+    """The names of the arguments that a class takes; None: any, or that is not known."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY]
+
+
 def named_entries(path: str, key: str, group: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The entries `{name, class_name, config}` of a file, as name -> (class name, config).
 
@@ -68,5 +106,5 @@ def named_entries(path: str, key: str, group: str) -> dict[str, tuple[str, dict[
         name = str(entry.get("name") or entry["class_name"])
         if name in entries:
             raise RolloutError(f"{where}: an earlier entry is called {name}, too; rename one")
-        entries[name] = (entry["class_name"], {str(k): v for k, v in (entry.get("config") or {}).items()})
+        entries[name] = (entry["class_name"], checked_config(entry.get("config"), None, where))
     return entries

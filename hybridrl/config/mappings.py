@@ -12,6 +12,9 @@ from hybridrl.config.convert import nearest
 from hybridrl.config.schema.conditions import Lookup, read
 from hybridrl.registry import MAPPING_READERS, EntryMetadata
 
+#: the only entry of a setting that names a file: the file
+FILE = "file"
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -19,7 +22,7 @@ class Entries:
 
     Attributes:
         key: the mapping's name in the tree.
-        values: its entries.
+        values: its entries; `{FILE: name}` of a setting that names a file with mappings.
         lookup: reads other settings by their names.
     """
 

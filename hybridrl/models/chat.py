@@ -25,6 +25,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
+#: what data sets call the arguments of a call
+_ARGUMENTS = ("parameters", "args", "kwargs", "input", "params")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 _CHARACTERS = 64  # of a text that are tokenised at first per token of the limit; tokens have 3 to 5 on average
@@ -88,6 +90,12 @@ def _check_calls(calls: Any) -> None:
         name = function.get("name") if function is not None else None
         if not isinstance(name, str) or not name:
             raise ValueError(f"a tool call has no function with a name: {call!r:.200}")
+        assert function is not None
+        other = next((word for word in _ARGUMENTS if word in function), None)
+        if other is not None and function.get("arguments") is None:
+            raise ValueError(
+                f"the call of {name} has {other!r}, which no template reads; write 'arguments': {call!r:.200}"
+            )
 
 
 def _function_of(call: Any) -> Mapping[str, Any] | None:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from hybridrl.notify import notify
+
+STILL_S = 30.0  # without any movement, a start is given up
+_TELL_S = 30.0  # a start that takes this long is mentioned, and again each time it has taken as long
 _COMPUTED_S = 1.0  # processor time since the last movement that counts as one; idle servers take a little, too
 _WAITING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # for a core or a disk
 _LOGS = (".log", ".out", ".err")
@@ -24,6 +28,7 @@ class Movement:
         processes: returns those that run now.
         logs: returns the folder of their logs, which need not exist yet; None: there is none.
         chatty: beginnings of names of logs that grow while nothing gets on.
+        io: what the processes read and write counts, too; not for servers that report to each other.
     """
 
     def __init__(
@@ -31,10 +36,12 @@ class Movement:
         processes: Callable[[], Iterable[psutil.Process]],
         logs: Callable[[], Path | None] = lambda: None,
         chatty: Iterable[str] = (),
+        io: bool = False,
     ) -> None:
         self._processes = processes
         self._logs = logs
         self._chatty = tuple(chatty)
+        self._io = io
         self.began = self._moved = time.monotonic()
         self._ids: set[int] = set()
         self._computed = 0.0
@@ -43,7 +50,7 @@ class Movement:
 
     def still_s(self) -> float:
         """Look, and return for how many seconds nothing has moved."""
-        ids, computed, waits = set(), 0.0, False
+        ids, computed, waits, size = set(), 0.0, False, self._size()
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 times, status = process.cpu_times(), process.status()
@@ -51,8 +58,8 @@ class Movement:
                     continue
                 ids.add(process.pid)
                 computed += times.user + times.system
+                size += self._moved_bytes(process) if self._io else 0
                 waits = waits or status in _WAITING
-        size = self._size()
         moved = ids != self._ids or size != self._bytes or computed - self._computed >= _COMPUTED_S
         now = time.monotonic()
         if moved or (waits and self._waited):
@@ -64,6 +71,13 @@ class Movement:
     def count(self) -> int:
         """Number of processes at the last movement."""
         return len(self._ids)
+
+    def _moved_bytes(self, process: psutil.Process) -> int:
+        """The bytes that a process has read and written so far, in files, pipes and most sockets."""
+        with contextlib.suppress(psutil.Error, AttributeError):  # of another user, or not on Linux
+            counters = process.io_counters()
+            return int(counters.read_chars + counters.write_chars)
+        return 0
 
     def _size(self) -> int:
         total = 0
@@ -96,3 +110,51 @@ class Movement:
         newest = max(written, key=lambda file: (file.name.startswith(programs), written[file]))
         lines = newest.read_text(errors="replace").splitlines()[-count:]
         return f"\nThe end of {newest}:\n  " + "\n  ".join(lines)
+
+
+class StartWatch:
+    """Says whether to go on waiting for something that starts: as long as something moves. Long waits are mentioned.
+
+    Args:
+        what: what is waited for, as the end of a sentence.
+        movement: looks at its processes.
+        still_s: seconds without movement after which the start is given up; None: `STILL_S`.
+        limit_s: seconds after which it is given up in any case, as the user has set it; None: no such limit.
+    """
+
+    def __init__(
+        self, what: str, movement: Movement, still_s: float | None = None, limit_s: float | None = None
+    ) -> None:
+        self.movement = movement
+        self._what, self._limit_s = what, limit_s
+        self._still_s = STILL_S if still_s is None else still_s
+        self._tell_s = _TELL_S
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.movement.began
+
+    def why_given_up(self) -> str | None:
+        """Look, and return why nobody should wait any longer; None where the start goes on."""
+        still, waited = self.movement.still_s(), self.waited_s
+        if self._limit_s is not None and waited > self._limit_s:
+            return f"the limit of {self._limit_s:g} s has passed"
+        if still > self._still_s:
+            return f"nothing has moved for {still:.0f} s"
+        if waited > self._tell_s:
+            self._tell_s *= 2
+            notify(
+                f"still starting: waiting for {self._what} for {waited:.0f} s ({self.movement.count} processes; the "
+                f"last sign of progress {still:.0f} s ago). The run goes on waiting while something moves",
+                "warning",
+            )
+        return None
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and everything that it has started."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []

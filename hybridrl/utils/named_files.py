@@ -1,6 +1,7 @@
 """Finds what a Python file reads besides itself: modules that it imports, and files that it names in its source.
 
-Nothing is run. Expressions of literals, `__file__`, `os.path` and `pathlib` are computed, so that
+Those are also the files of folders that it lists, such as `Path(__file__).parent.glob("*.txt")`. Nothing is run.
+Expressions of literals, `__file__`, `os.path` and `pathlib` are computed, so that
 `open(os.path.join(os.path.dirname(__file__), "rubric.txt"))` names a file. Names that are made while the code runs are
 not known.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import glob
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +31,11 @@ PROBES = ("exists", "lexists", "is_file", "is_dir", "isfile", "isdir", "is_symli
 #: files that programs keep for themselves
 OF_PROGRAMS = (".log", ".lock", ".pid", ".tmp", ".out", ".err", ".db", ".sqlite", ".sqlite3", ".pyc")
 _MAX_NAME = 1024
+#: functions and methods that list a folder: its files, and those below it
+LISTERS = ("listdir", "scandir", "iterdir")
+LISTERS_BELOW = ("walk", "rglob", "glob", "iglob")
+#: a folder with more files is none of the code's own
+_MAX_LISTED = 20_000
 
 
 @dataclass
@@ -38,11 +46,14 @@ class NamedFiles:
         modules: modules that it may import: how many packages up a name begins (0: it is absolute), and the name.
         folders: folders that it may put on `sys.path`.
         files: files that exist and that it names, next to it or from the working directory, without those it writes.
+        listings: what it lists: a folder, the pattern and the files, without those that it writes. Not all files of
+            the working directory, or of a folder around it.
     """
 
     modules: list[tuple[int, str]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+    listings: list[tuple[Path, str, list[Path]]] = field(default_factory=list)
 
 
 def named_files(tree: ast.Module, file: Path) -> NamedFiles:
@@ -55,13 +66,19 @@ def named_files(tree: ast.Module, file: Path) -> NamedFiles:
     reader = _Reader(tree, file)
     names = NamedFiles(modules=list(dict.fromkeys(reader.modules())))
     written = {path for value in reader.written() for path in places(value, file.parent)}
-    changes_path = any(_last(node) in ("path", "addsitedir") for node in ast.walk(tree))
+    changes_path = reader.mentions("path", "addsitedir")
     for value in reader.values():
         for path in places(value, file.parent):
             if path.is_file() and path != file and path not in written and path.suffix not in OF_PROGRAMS:
                 names.files.append(path)
             elif changes_path and path.is_dir():
                 names.folders.append(path)
+    changed = {path for value in reader.changed_folders() for path in places(value, file.parent)}
+    for folder, pattern in dict.fromkeys(reader.listed()):
+        if pattern in ("*", "**/*") and Path.cwd().is_relative_to(folder):
+            continue  # where runs leave files of any kind
+        listed = [path for path in files_in(folder, pattern) if path.parent not in changed and path not in written]
+        names.listings.append((folder, pattern, [path for path in listed if path != file]))
     names.files, names.folders = list(dict.fromkeys(names.files)), list(dict.fromkeys(names.folders))
     return names
 
@@ -79,6 +96,19 @@ def places(value: str | Path, folder: Path) -> list[Path]:
         return []
 
 
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """Return the files below a folder that a pattern names, without those that programs keep for themselves.
+
+    None where there are so many that the folder is none of the code's own.
+    """
+    paths = list(itertools.islice(folder.glob(pattern), _MAX_LISTED + 1))
+    if len(paths) > _MAX_LISTED:
+        return []
+    hidden = [any(part[0] == "." or part == "__pycache__" for part in path.relative_to(folder).parts) for path in paths]
+    pairs = zip(paths, hidden, strict=True)
+    return sorted(path for path, skip in pairs if not skip and path.suffix not in OF_PROGRAMS and path.is_file())
+
+
 class _Reader:
     """Computes the expressions of a file that may be paths.
 
@@ -88,12 +118,15 @@ class _Reader:
     """
 
     def __init__(self, tree: ast.Module, file: Path) -> None:
-        self._tree = tree
         self._file = file
+        nodes = list(ast.walk(tree))
+        self._expressions = [node for node in nodes if isinstance(node, ast.expr)]
+        self._calls = [node for node in nodes if isinstance(node, ast.Call)]
+        self._imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self._cache: dict[int, str | Path | None] = {}
         self._assigned: dict[str, ast.expr] = {}
-        self._texts_alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        self._texts_alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     if isinstance(target, ast.Name):
@@ -101,15 +134,19 @@ class _Reader:
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
                 self._assigned.setdefault(node.target.id, node.value)
 
+    def mentions(self, *names: str) -> bool:
+        """Whether the last part of a dotted name is one of these."""
+        return any(_last(node) in names for node in self._expressions)
+
     def values(self) -> Iterator[str | Path]:
         """Yield every text and path of the file, without docstrings and paths that are only probed for a file."""
         probed = self._probed()
-        for node in ast.walk(self._tree):
+        for node in self._expressions:
             if isinstance(node, ast.Constant) and id(node) in self._texts_alone:
                 continue
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
                 continue
-            if isinstance(node, ast.expr) and id(node) not in probed:
+            if id(node) not in probed:
                 value = self.value(node)
                 if value is not None:
                     yield value
@@ -117,14 +154,14 @@ class _Reader:
     def _probed(self) -> set[int]:
         """Return the nodes of expressions, also of assigned ones, that nothing uses but `PROBES`."""
         probed: set[int] = set()
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.Call) and _last(node.func) in PROBES:
+        for node in self._calls:
+            if _last(node.func) in PROBES:
                 of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
                 probed.update(id(part) for root in (*of, *node.args) for part in ast.walk(root))
         loads: dict[str, list[int]] = {}
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                loads.setdefault(node.id, []).append(id(node))
+        for expression in self._expressions:
+            if isinstance(expression, ast.Name) and isinstance(expression.ctx, ast.Load):
+                loads.setdefault(expression.id, []).append(id(expression))
         for name, value in self._assigned.items():
             if name in loads and probed.issuperset(loads[name]):
                 probed.update(id(part) for part in ast.walk(value))
@@ -132,14 +169,15 @@ class _Reader:
 
     def modules(self) -> Iterator[tuple[int, str]]:
         """Yield the level and the name of each module that the file may import."""
-        for node in ast.walk(self._tree):
+        for node in self._imports:
             if isinstance(node, ast.Import):
                 yield from ((0, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 names = [alias.name for alias in node.names if alias.name != "*"] or [""]
                 yield from ((node.level, ".".join(filter(None, (node.module, name)))) for name in names)
-            elif isinstance(node, ast.Call) and _last(node.func) in _IMPORTERS:
-                yield from self._imported(node)
+        for call in self._calls:
+            if _last(call.func) in _IMPORTERS:
+                yield from self._imported(call)
 
     def _imported(self, node: ast.Call) -> Iterator[tuple[int, str]]:
         """Yield the module that `import_module(name, package)` or `__import__(name)` imports."""
@@ -157,9 +195,7 @@ class _Reader:
 
     def written(self) -> Iterator[str | Path]:
         """Yield the names of files that the code writes."""
-        for node in ast.walk(self._tree):
-            if not isinstance(node, ast.Call):
-                continue
+        for node in self._calls:
             name = _last(node.func)
             of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             if name == "open":
@@ -168,9 +204,56 @@ class _Reader:
                     "shelve",
                     "dbm",
                 ):
-                    yield from self._known([*of, *node.args[:1], *(word.value for word in node.keywords)])
+                    yield from self._values([*of, *node.args[:1], *(word.value for word in node.keywords)])
             elif name.startswith(WRITERS) or name.endswith(WRITING_CLASSES):
-                yield from self._known([*of, *node.args, *(word.value for word in node.keywords)])
+                yield from self._values([*of, *node.args, *(word.value for word in node.keywords)])
+
+    def changed_folders(self) -> Iterator[str | Path]:
+        """Yield the folders in which the code makes files whose names are not known."""
+        for call in self._calls:
+            name = _last(call.func)
+            of = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+            if name in ("mkdir", "makedirs"):
+                yield from self._values([*of, *call.args[:1]])
+            elif name.startswith(WRITERS) or name.endswith(WRITING_CLASSES):
+                yield from self._known_parts([*of, *call.args, *(word.value for word in call.keywords)])
+            elif name == "open" and self._writes([*call.args[: 1 if of else 2]][-1:], call.keywords):
+                yield from self._known_parts([*of, *call.args[:1]])
+
+    def _known_parts(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
+        """Yield the largest known parts of expressions whose values are not known."""
+        for node in nodes:
+            if self.value(node) is None:
+                for part in ast.iter_child_nodes(node):
+                    if isinstance(part, ast.expr):
+                        value = self.value(part)
+                        yield from self._known_parts([part]) if value is None else [value]
+
+    def listed(self) -> Iterator[tuple[Path, str]]:
+        """Yield the folders that the code lists, with the pattern of the files."""
+        for node in self._calls:
+            name, of = _last(node.func), None
+            if isinstance(node.func, ast.Attribute):
+                of = self.value(node.func.value)
+            values = [self.value(argument) for argument in node.args[:1]]
+            if isinstance(of, Path) and name in (*LISTERS, *LISTERS_BELOW):
+                pattern = str(values[0]) if values and values[0] is not None else "*"
+                names = f"**/{pattern}" if name in ("walk", "rglob") else pattern
+                yield from ((folder, names) for folder in places(of, self._file.parent) if folder.is_dir())
+            elif values and values[0] is not None and name in (*LISTERS, "walk"):
+                names = "**/*" if name == "walk" else "*"
+                yield from ((folder, names) for folder in places(values[0], self._file.parent) if folder.is_dir())
+            elif values and values[0] is not None and name in ("glob", "iglob"):
+                yield from self._of_pattern(str(values[0]), node.keywords)
+
+    def _of_pattern(self, pattern: str, keywords: list[ast.keyword]) -> Iterator[tuple[Path, str]]:
+        """What `glob.glob(pattern, root_dir=...)` lists."""
+        roots = [self.value(word.value) for word in keywords if word.arg == "root_dir"]
+        parts = Path(*(root for root in roots if root is not None), os.path.expanduser(pattern)).parts
+        magic = next((number for number, part in enumerate(parts) if glob.has_magic(part)), None)
+        if magic is not None:
+            folders = places(Path(*parts[:magic]), self._file.parent)
+            yield from ((folder, "/".join(parts[magic:])) for folder in folders if folder.is_dir())
 
     def _writes(self, others: list[ast.expr], keywords: list[ast.keyword]) -> bool:
         """Whether the mode of an `open` says so, which is the first of its other arguments."""
@@ -178,7 +261,7 @@ class _Reader:
         values = [self.value(mode) for mode in modes]
         return any(isinstance(value, str) and set(value) & set("wax+") for value in values)
 
-    def _known(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
+    def _values(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
         yield from (value for node in nodes if (value := self.value(node)) is not None)
 
     def value(self, node: ast.expr) -> str | Path | None:

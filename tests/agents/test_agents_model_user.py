@@ -111,7 +111,7 @@ def test_parts_of_a_message_are_text() -> None:
         ({}, r"config\.url must be set"),
         ({"url": "host"}, r"config\.url=host: give an address"),
         ({"url": "URL", "model": "other"}, r"config\.model=other: the endpoint .* has script"),
-        ({"url": "URL", "moodel": "x"}, r"config\.moodel: .*model"),
+        ({"url": "URL", "moodel": "x"}, r"config\.moodel=x: .*model"),
         ({"url": "URL", "timeout_s": "soon"}, r"config\.timeout_s"),
         ({"url": "URL", "template": "/nowhere.txt"}, r"config\.template=/nowhere\.txt"),
         ({"url": "http://127.0.0.1:9/v1"}, r"does not list its models"),

@@ -301,7 +301,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch) -> None:
     for config, reason in (
         ({}, "one of url"),
         ({"url": "http://x", "app": "y:app"}, "one of url"),
-        ({"url": "http://x", "colour": 1}, "config has colour"),
+        ({"url": "http://x", "colour": 1}, "config.colour=1"),
         ({**CONFIG, "app": "no_such_module:app"}, "no_such_module"),
     ):
         with pytest.raises(RolloutError, match=reason):

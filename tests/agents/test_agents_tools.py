@@ -495,3 +495,23 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     (tmp_path / "servers.json").write_text(json.dumps(servers))
     with pytest.raises(RolloutError, match=r"MCP server demo: (?!it did not answer)"):  # at once, and with the reason
         load_tools(path, None)
+
+
+def test_an_mcp_server_has_time_to_start_while_something_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcp")
+    monkeypatch.setattr("hybridrl.agents.tools.mcp._STILL_S", 2.0)
+    (tmp_path / "server.py").write_text(SERVER)
+    busy = "import time, runpy\nend = time.time() + 5\nwhile time.time() < end: pass\n"
+    busy += f"runpy.run_path({str(tmp_path / 'server.py')!r}, run_name='__main__')"
+    hangs = "import time; time.sleep(1000)"
+    for code, limit, fault in ((busy, None, None), (hangs, None, "nothing has moved"), (busy, 1, "limit of 1 s")):
+        servers = {"mcpServers": {"demo": {"command": sys.executable, "args": ["-c", code]}}}
+        (tmp_path / "servers.json").write_text(json.dumps(servers))
+        config = json.dumps({"mcp_servers_config_path": str(tmp_path / "servers.json"), "start_timeout": limit})
+        path = written(tmp_path, f"tools:\n- class_name: mcp\n  config: {config}\n")
+        if fault is None:
+            assert load_tools(path, None)
+            close_tools(path, None)
+        else:
+            with pytest.raises(RolloutError, match=fault):
+                load_tools(path, None)

@@ -84,6 +84,14 @@ def test_calls_from_parquet_and_from_text_are_those_of_json(write: Any, chatml: 
         assert [item["input_ids"] for item in sft(path, chatml)] == expected
 
 
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+def test_arguments_by_another_name_are_refused(write: Any, chatml: Any, name: str) -> None:
+    talk = called("add", {"a": 2})
+    talk[1]["tool_calls"][0]["function"][name] = talk[1]["tool_calls"][0]["function"].pop("arguments")
+    with pytest.raises(DataError, match=rf"line 1.*add.*'{name}'.*'arguments'"):
+        sft(write("a.jsonl", [{"messages": talk}]), chatml)
+
+
 def test_nulls_of_json_are_values(write: Any, chatml: Any) -> None:
     tokenizer = copy.deepcopy(chatml)
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML

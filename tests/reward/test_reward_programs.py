@@ -13,6 +13,7 @@ from sandbox_tools import started_server
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, default_compute_score
 from hybridrl.reward.score import SCORERS
+from hybridrl.reward.score.asserts import split_assert
 from hybridrl.reward.score.programs import compute_score, program_of, read_tests, same_output, same_value
 from hybridrl.scored import Reason
 
@@ -339,3 +340,65 @@ def test_a_program_that_equals_everything_or_reports_itself_passes_no_assert_of_
     """Objects that equal everything passed, and so did a program that wrote the runner's mark itself."""
     found = compute_score(block(code), {"assert_case": ["assert f(1) == 2", "assert (3, 4) == f(1)"]})
     assert found["score"] == 0.0
+
+
+#: programs that make checks of their own process pass, and whose answers are wrong
+CHEATS = (
+    "import builtins\nbuiltins.abs = builtins.len = lambda x: 0\nbuiltins.sorted = builtins.set = lambda x: EQUAL\n",
+    "import builtins, math\nmath.isclose = builtins.isinstance = lambda *a, **k: True\n",
+)
+EQUAL = "class Equal(list):\n    def __eq__(self, other): return True\n"
+EQUAL += "    __lt__ = __gt__ = __contains__ = __eq__\nEQUAL = Equal()\n"
+#: asserts, an answer with which they hold, and one with which they do not
+ASSERTS = [
+    ("assert abs(f(1) - 2.5) < 1e-6", "2.5", "9.0"),
+    ("assert math.isclose(f(1), 2.5)", "2.5", "9.0"),
+    ("assert sorted(f(1)) == [1, 2]", "[2, 1]", "[3]"),
+    ("assert set(f(1)) == set([1, 2])", "[2, 1]", "[3]"),
+    ("assert len(f(1)) == 2", "[2, 1]", "[3]"),
+    ("assert isinstance(f(1), int) and f(1) > 3", "4", "'a'"),
+    ("assert f(1) in (1, 2), 'neither'", "2", "3"),
+    ("assert 1 < f(1) < 3", "2", "EQUAL"),
+    ("assert f(1) != 3", "2", "3"),
+    ("assert not f(1)", "[]", "[1]"),
+    ("assert f(1) is None", "None", "0"),
+    ("assert f(1) is True", "True", "1"),
+    ("assert f(1) == 10**9 + 7", "10**9 + 7", "EQUAL"),
+    ("assert f(1) == 2 and f(2) == 2", "2", "EQUAL"),
+    ("assert str(f(1)) == '2'", "2", "3"),
+    ("assert f(1)[0] == 2", "[2]", "EQUAL"),
+]
+
+
+@pytest.mark.parametrize(("statement", "right", "wrong"), ASSERTS)
+def test_what_an_assert_does_with_values_of_the_program_happens_elsewhere(statement, right, wrong) -> None:
+    truth = {"assert_case": [statement]}
+    assert compute_score(block(f"def f(x): return {right}"), truth)["score"] == 1.0
+    for cheat in ("", *CHEATS):
+        code = f"{EQUAL}{cheat}def f(x): return {wrong}"
+        assert compute_score(block(code), truth)["score"] == 0.0, cheat
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("assert f(1) == f(2)", "def f(x): return 3"),
+        ("assert all(f(i) == i for i in range(9))", "def f(x): return x"),
+        (
+            "assert f(2) == Point(2)",
+            "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\nf = Point",
+        ),
+        ("x = f(1)\nassert x == 1", "def f(x): return x"),
+        ("assert f(1) is None or f(1).a", "def f(x): return None"),
+        ("assert f(2) * 2 == 4", "def f(x): return x"),
+        ("assert f'{f(1)}' == '1'", "def f(x): return x"),
+        ("assert Counter(f('aab')) == Counter('aba')", "from collections import Counter\ndef f(x): return x"),
+    ],
+)
+def test_asserts_that_cannot_be_taken_apart_still_work(statement: str, code: str) -> None:
+    assert compute_score(block(code), {"assert_case": [statement]})["score"] == 1.0
+
+
+@pytest.mark.parametrize("text", ["10**10**9", "[0] * 10**10", "'a' * 10**10", "2 << 10**10", "range(10**12)"])
+def test_what_takes_any_time_is_not_evaluated_here(text: str) -> None:
+    assert split_assert(f"assert f(1) == {text}") is None

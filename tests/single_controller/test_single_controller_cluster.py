@@ -226,6 +226,7 @@ import psutil, ray
 from ray._private import node, services
 from hybridrl.single_controller import PlacementError, init_ray, shutdown_ray
 from hybridrl.single_controller.ray import start
+from hybridrl.utils import movement
 
 tries = []
 
@@ -239,7 +240,7 @@ def late(*args, real=services.get_node):
     if (sys.argv[1], len(tries)) in (("killed", 2), ("agent", 1)):
         [child.kill() for child in psutil.Process().children() if child.name() == "raylet"]
     if sys.argv[1] == "stopped" and len(tries) == 2:
-        start._STILL_S = 5
+        movement.STILL_S = 5
         [child.suspend() for child in psutil.Process().children(recursive=True)]
     if len(tries) < {"agent": 2, "busy": 4}.get(sys.argv[1], 1000):
         raise RuntimeError("not registered")

@@ -180,6 +180,76 @@ def test_what_a_reward_writes_does_not(name: str) -> None:
     assert changed_keys(first, of_reward(WRITES[name])) == []
 
 
+#: code that lists a folder: files that change, come and go there are part of the experiment
+LISTS = {
+    "Path.glob": "for p in (Path(__file__).parent / 'rubrics').glob('*.txt'):\n    p.read_text()",
+    "Path.rglob": "HERE = Path(__file__).resolve().parent\nTEXTS = [p.read_text() for p in HERE.rglob('*.txt')]",
+    "Path.iterdir": "FOLDER = Path(__file__).with_name('rubrics')\ndef f():\n    return sorted(FOLDER.iterdir())",
+    "os.listdir": "FOLDER = os.path.join(os.path.dirname(__file__), 'rubrics')\nNAMES = os.listdir(FOLDER)",
+    "os.scandir": "def f():\n    return [entry.path for entry in os.scandir('own/rubrics')]",
+    "os.walk": "def f(folder='own'):\n    return list(os.walk('own'))",
+    "glob": "TEXTS = [open(path).read() for path in sorted(glob.glob('own/rubrics/*.txt'))]",
+    "glob, of a folder": "TEXTS = glob.glob(os.path.join(os.path.dirname(__file__), 'rubrics', '*'))",
+    "glob, below": "TEXTS = glob.glob('own/**/*.txt', recursive=True)",
+    "glob, with a root": "TEXTS = glob.glob('*.txt', root_dir='own/rubrics')",
+    "glob, folders by a pattern": "TEXTS = glob.iglob('own/rub*/?.txt')",
+    "next to what it writes": "HERE = Path(__file__).parent\n(HERE / 'o.log2').write_text('1')\n"
+    "TEXTS = [p.read_text() for p in (HERE / 'rubrics').iterdir()]",
+}
+IMPORTS = "import glob, os\nfrom pathlib import Path\n"
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_files_of_folders_that_a_reward_lists_belong_to_the_experiment(name: str) -> None:
+    code, folder = IMPORTS + LISTS[name], Path("own/rubrics")
+    folder.mkdir()
+    (folder / "a.txt").write_text("1")
+    (folder / ".hidden.txt").write_text("1")
+    first = of_reward(code)
+    (folder / ".hidden.txt").write_text("2")
+    (folder / "run.log").write_text("2")
+    assert changed_keys(first, of_reward(code)) == []
+    (folder / "a.txt").write_text("2")
+    changed = of_reward(code)
+    assert changed_keys(first, changed) == [KEY]
+    (folder / "b.txt").write_text("3")
+    assert changed_keys(changed, of_reward(code)) == [KEY]
+    (folder / "a.txt").unlink()
+    (folder / "b.txt").unlink()
+    assert changed_keys(changed, of_reward(code)) == [KEY]
+
+
+#: code that lists what it writes: a cache, which is no part of the experiment
+CACHES = {
+    "open": "FOLDER = 'own/rubrics'\ndef f(name):\n    open(os.path.join(FOLDER, name), 'w').write('1')\n"
+    "    return os.listdir(FOLDER)",
+    "pathlib": "FOLDER = Path('own/rubrics')\ndef f(name):\n    (FOLDER / name).write_text('1')\n"
+    "    return list(FOLDER.glob('*.txt'))",
+    "an f-string": "def f(name):\n    with open(f'own/rubrics/{name}.txt', 'a') as file:\n        file.write('1')\n"
+    "    return glob.glob('own/rubrics/*')",
+    "a folder that it makes": "FOLDER = Path('own/rubrics')\nFOLDER.mkdir(exist_ok=True)\nOLD = list(FOLDER.iterdir())",
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_folder_that_a_reward_lists_and_writes_does_not(name: str) -> None:
+    Path("own/rubrics").mkdir()
+    Path("own/rubrics/a.txt").write_text("1")
+    first = of_reward(IMPORTS + CACHES[name])
+    Path("own/rubrics/a.txt").write_text("2")
+    Path("own/rubrics/b.txt").write_text("2")
+    assert changed_keys(first, of_reward(IMPORTS + CACHES[name])) == []
+
+
+def test_modules_of_a_folder_that_a_reward_lists_count_as_code() -> None:
+    code = IMPORTS + "import runpy\nPARTS = [runpy.run_path(str(p)) for p in Path('own/pack').rglob('*.py')]"
+    first = of_reward(code)
+    Path("own/pack/side.py").write_text("# a limit\nLIMIT = 3\n")
+    assert changed_keys(first, of_reward(code)) == []
+    Path("own/pack/side.py").write_text("LIMIT = 4\n")
+    assert [name.removesuffix(".py") for name in changed_parts(KEY, first, of_reward(code))] == ["side"]
+
+
 PLAIN = """
 import near
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
-from hybridrl.utils.movement import Movement
+from hybridrl.utils.movement import Movement, StartWatch, family
 
 LOOKS, LOOK_S = 30, 0.1
 
@@ -62,3 +63,34 @@ def test_the_end_of_a_process_is_movement(tmp_path: Path) -> None:
             process.kill()
 
     assert looks("import time; time.sleep(1000)", tmp_path, end) < 0.5
+
+
+def test_reading_and_writing_is_movement_where_it_counts(tmp_path: Path) -> None:
+    program = "import time\nwhile True:\n    open('/dev/null', 'w').write('x' * 9999)\n    time.sleep(0.05)"
+    assert looks(program, tmp_path, io=True) < 0.5
+    assert looks(program, tmp_path) > 0.8
+
+
+def test_a_start_goes_on_while_something_moves_and_long_waits_are_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hybridrl.utils.movement._TELL_S", 0.1)
+    programs = {"busy": "while True: pass", "still": "import time; time.sleep(1000)"}
+    processes = {name: subprocess.Popen([sys.executable, "-S", "-c", text]) for name, text in programs.items()}
+    try:
+        watches = {
+            name: StartWatch(f"the {name} one", Movement(lambda pid=process.pid: family(pid)), still_s=3.0)
+            for name, process in processes.items()
+        }
+        while (why := watches["still"].why_given_up()) is None:
+            assert watches["busy"].why_given_up() is None
+            time.sleep(LOOK_S)
+        assert "nothing has moved" in why and watches["busy"].waited_s > 3.0
+        assert "waiting for the busy one" in capfd.readouterr().err
+        limited = StartWatch("it", Movement(lambda: family(processes["busy"].pid)), limit_s=0.0)
+        assert "limit of 0 s" in str(limited.why_given_up())  # what the user has set holds whatever moves
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    assert family(processes["busy"].pid) == []

@@ -17,9 +17,12 @@ from hybridrl.agents.environments.install import own_variables
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.utils import http_server
+from hybridrl.utils.movement import Movement, StartWatch, family
 
 _LAUNCHER = Path(__file__).with_name("server_launcher.py")
 _END_S = 5.0
+_ASK_S = 2.0
+_STILL_S = 120.0  # without any movement, the start is given up
 
 
 class EnvironmentServer:
@@ -32,7 +35,7 @@ class EnvironmentServer:
         python: of the server's environment.
         app: `MODULE:NAME`.
         folder: the folder that it runs in, from which MODULE can be imported.
-        start_timeout_s: seconds until it must answer.
+        start_timeout_s: seconds until it must answer; None: it has time as long as something moves.
         variables: further environment variables.
     """
 
@@ -41,7 +44,7 @@ class EnvironmentServer:
         python: Path,
         app: str,
         folder: Path,
-        start_timeout_s: float,
+        start_timeout_s: float | None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._python, self._app, self._folder = python, app, folder
@@ -110,16 +113,19 @@ class EnvironmentServer:
         with contextlib.suppress(BrokenPipeError):  # it has ended; below it is asked why
             self.process.stdin.write(f"{self._token}\n".encode())  # nobody sees it in the list of processes
             self.process.stdin.flush()
-        until = time.monotonic() + self._start_timeout_s
-        while not _answers(self._port, max(until - time.monotonic(), 0.1)):
-            late = time.monotonic() > until
+        pid = self.process.pid
+        watch = StartWatch(
+            f"the server {self._app}", Movement(lambda: family(pid), io=True), _STILL_S, self._start_timeout_s
+        )
+        while not _answers(self._port, _ASK_S):
+            late = watch.why_given_up()
             if late or self.process.poll() is not None:
                 self.process.kill()
                 self.process.wait()
                 self.process = None
                 log.seek(0)
                 output = log.read().decode(errors="replace").strip()[-2000:]
-                why = f"did not answer within {self._start_timeout_s:g} s" if late else "ended"
+                why = f"did not answer in {watch.waited_s:.0f} s: {late}" if late else "ended"
                 raise RolloutError(f"the server {self._app} {why}; it wrote: {output or 'nothing'}")
             time.sleep(0.1)
 

@@ -1,10 +1,10 @@
 """The environments of a run: from a YAML file, by registered name, or as `module:Class`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.agents.entries import class_of, named_entries
+from hybridrl.agents.entries import checked_config, class_of, named_entries, parameter_names
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.registry import ENVIRONMENTS
@@ -91,8 +91,7 @@ def load_environments(path: str | None, default: str | None, named: Iterable[str
     try:
         for name in names:
             where = f"{_KEY}.environment_config_path={path}: {name}" if name in listed else f"environment {name!r}"
-            class_name, config = listed.get(name, (name, {}))
-            entries[name] = _started(_class(class_name, where), config, where)
+            entries[name] = _started(*_checked(*listed.get(name, (name, {})), where), where)
     except BaseException:
         Environments(entries, None).close()
         raise
@@ -106,6 +105,23 @@ def _started(cls: Any, config: dict[str, Any], where: str) -> EnvironmentEntry:
         raise RolloutError(f"{where}: {error}") from error
     except Exception as error:  # the user's class may raise anything
         raise RolloutError(f"{where}: starting it failed: {type(error).__name__}: {error}") from error
+
+
+def check_file(path: str) -> Iterator[str]:
+    """Yield a sentence for each fault of a file of environments that shows without starting them."""
+    key = f"{_KEY}.environment_config_path"
+    for name, (class_name, config) in named_entries(path, key, "environments").items():
+        try:
+            _checked(class_name, config, f"{key}={path}: {name}")
+        except RolloutError as error:
+            yield str(error)
+
+
+def _checked(class_name: str, config: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """The class of an environment, and its config, whose entries the class takes."""
+    cls = _class(class_name, where)
+    names = vars(cls).get("config_names", parameter_names(cls))
+    return cls, checked_config(config, names, f"{where} ({class_name})")
 
 
 def _class(name: str, where: str) -> Any:

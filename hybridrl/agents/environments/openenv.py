@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hybridrl.agents.entries import checked_config
 from hybridrl.agents.environments.environment import Action, Environment, Step, register_environment
 from hybridrl.agents.environments.environment_server import EnvironmentServer
 from hybridrl.agents.environments.install import python_of
@@ -56,9 +57,14 @@ class OpenEnvEnvironment(Environment):
         max_sessions: episodes at once of each process that runs sessions; further sessions wait, which is no time of a
             call. Give what the server allows, divided by `agent.num_workers` where `url` names one for all.
             None: any number, and `reset` waits for a server that is full.
-        start_timeout_s: seconds until a server that is started must answer.
+        start_timeout_s: seconds until a server that is started must answer; None: it has time as long as something
+            moves.
     """
 
+    config_names = (
+        *("url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"),
+        "start_timeout_s",
+    )
     servers: ClassVar[dict[str, EnvironmentServer]] = {}
     _slots: ClassVar[dict[str, threading.Semaphore]] = {}
 
@@ -79,9 +85,7 @@ class OpenEnvEnvironment(Environment):
     @classmethod
     def start(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Start the server, or check that the URL has one."""
-        settings = {"url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"}
-        if unknown := config.keys() - settings - {"start_timeout_s"}:
-            raise RolloutError(f"config has {', '.join(sorted(unknown))}; choose from {', '.join(sorted(settings))}")
+        checked_config(config, cls.config_names, "openenv")
         if (config.get("url") is None) == (config.get("app") is None):
             raise RolloutError(f"config needs {_WHERE}")
         try:
@@ -93,8 +97,8 @@ class OpenEnvEnvironment(Environment):
             packages: Sequence[str] = config.get("packages") or ()
             python = Path(config["python"]) if config.get("python") else python_of("openenv", packages)
             folder = Path(config.get("folder") or ".").expanduser()
-            limit = float(config.get("start_timeout_s") or 120.0)
-            server = EnvironmentServer(python, str(config["app"]), folder, limit)
+            limit = config.get("start_timeout_s")
+            server = EnvironmentServer(python, str(config["app"]), folder, None if limit is None else float(limit))
             server.port()
             cls.servers[key] = server
         if config.get("max_sessions") is not None:

@@ -33,7 +33,7 @@ class VerifiersServer:
         packages: further packages of the environment, as pip takes them.
         python: the Python of an environment that is there already; None: one is made on first use.
         workers: processes that verifiers may start.
-        start_timeout_s: seconds until it must answer.
+        start_timeout_s: seconds until it must answer; None: it has time as long as something moves.
         serves: False: it is read for its tasks only.
 
     Raises:
@@ -48,7 +48,7 @@ class VerifiersServer:
         packages: Sequence[str] = (),
         python: str | None = None,
         workers: int = 1,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float | None = None,
         serves: bool = True,
     ) -> None:
         if env is None and address is None:
@@ -58,7 +58,7 @@ class VerifiersServer:
         self._server: EnvironmentServer | None = None
         self._settings = {"env": env, "address": address, "workers": int(workers), "serve": serves}
         self._folder, self._packages, self._python = Path(folder).expanduser(), packages, python
-        self._start_timeout_s = float(start_timeout_s)
+        self._start_timeout_s = None if start_timeout_s is None else float(start_timeout_s)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], serves: bool = True) -> "VerifiersServer":

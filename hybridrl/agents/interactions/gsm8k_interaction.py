@@ -16,6 +16,8 @@ class Gsm8kInteraction(BaseInteraction):
     `calculate_score` is that of the last turn.
     """
 
+    config_names = ()
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.sessions: dict[str, dict[str, Any]] = {}

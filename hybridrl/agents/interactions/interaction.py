@@ -1,8 +1,8 @@
 """The interface of a simulated user; its methods are verl's."""
 
 import uuid
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from hybridrl.registry import INTERACTIONS, EntryMetadata
 
@@ -19,8 +19,11 @@ class BaseInteraction:
         config: the entry `config`, with the entry's `name`.
 
     Attributes:
+        config_names: the entries that `config` may have; None: any, which the user reads as it likes.
         name: of the entry.
     """
+
+    config_names: ClassVar[Sequence[str] | None] = None
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config

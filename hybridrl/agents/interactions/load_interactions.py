@@ -1,9 +1,9 @@
 """The simulated users of a run, from a YAML file."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hybridrl.agents.entries import class_of, named_entries
+from hybridrl.agents.entries import checked_config, class_of, named_entries
 from hybridrl.agents.interactions.interaction import BaseInteraction
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.registry import INTERACTIONS
@@ -52,6 +52,21 @@ class Interactions:
             )
 
 
+def check_file(path: str) -> Iterator[str]:
+    """Yield a sentence for each fault of a file of simulated users that shows without making them."""
+    for name, (class_name, config) in named_entries(path, _KEY, "interaction").items():
+        try:
+            _class(class_name, config, f"{_KEY}={path}: {name}")
+        except RolloutError as error:
+            yield str(error)
+
+
+def _class(class_name: str, config: Mapping[str, Any], where: str) -> Any:
+    cls = class_of(class_name, where, INTERACTIONS, BaseInteraction)
+    checked_config(config, vars(cls).get("config_names"), f"{where} ({class_name})")
+    return cls
+
+
 def load_interactions(path: str) -> Interactions:
     """Load the users of a file.
 
@@ -64,7 +79,7 @@ def load_interactions(path: str) -> Interactions:
     users: dict[str, BaseInteraction] = {}
     for name, (class_name, config) in named_entries(path, _KEY, "interaction").items():
         where = f"{_KEY}={path}: {name}"
-        cls = class_of(class_name, where, INTERACTIONS, BaseInteraction)
+        cls = _class(class_name, config, where)
         try:
             users[name] = cls(config={**config, "name": name})
         except UserError as error:

@@ -71,6 +71,8 @@ class ModelUser(BaseInteraction):
         RolloutError: a setting is wrong, or the endpoint does not have the model.
     """
 
+    config_names = tuple(ModelUserConfig.__dataclass_fields__)
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         faults: dict[str, str] = {}

@@ -123,6 +123,8 @@ def _schema(name: str, description: str, **properties: Mapping[str, Any]) -> dic
 class Calculator(BaseTool):
     """Computes an arithmetic expression; see `evaluate`."""
 
+    config_names = ()
+
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
         what = {"type": "string", "description": "an arithmetic expression such as (3 + 4) * 2"}
@@ -147,6 +149,8 @@ class Gsm8kAnswer(BaseTool):
     The ground truth is `create_kwargs.ground_truth` of the row. A call that repeats an answer, or makes a right one
     wrong, costs `config.penalty` (0.05). `calc_reward` is the score of the last answer.
     """
+
+    config_names = ("penalty",)
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -200,6 +204,8 @@ class HttpSearch(BaseTool):
     session whose search fails has no score: that the server is down or busy is no answer to the model. That it
     refuses the queries (HTTP 400, 422) is one. The time of a search does not count against `tool_timeout_s`.
     """
+
+    config_names = ("retrieval_service_url", "topk", "timeout", "attempts")
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)

@@ -1,10 +1,10 @@
 """The tools of a run: from a YAML file, from Python files, and from MCP servers."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridrl.agents.entries import class_of, entries_of
+from hybridrl.agents.entries import checked_config, class_of, entries_of
 from hybridrl.agents.tools.tool import BaseTool, tool_of
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.registry import TOOLS
@@ -68,14 +68,33 @@ def _load(tool_config_path: str | None, function_tool_path: str | None) -> list[
     return tools
 
 
-def _of_entry(entry: Any, where: str) -> list[BaseTool]:
+def check_file(path: str) -> Iterator[str]:
+    """Yield a sentence for each fault of a file of tools that shows without making them."""
+    for number, entry in enumerate(entries_of(path, f"{_KEY}.tool_config_path", "tools", _ENTRY)):
+        try:
+            checked_class(entry, f"{_KEY}.tool_config_path={path}: tools[{number}]")
+        except RolloutError as error:
+            yield str(error)
+
+
+def checked_class(entry: Any, where: str) -> tuple[Any, dict[str, Any]]:
+    """The class of an entry of the YAML file, and its config.
+
+    Raises:
+        RolloutError: the entry has another form, there is no such class, or it does not read an entry of the config.
+    """
     name = entry.get("class_name") if isinstance(entry, Mapping) else None
     if not isinstance(name, str):
         raise RolloutError(f"{where}: it has no class_name; an entry is {_ENTRY}")
     if unknown := set(entry) - {"class_name", "config", "tool_schema"}:
         raise RolloutError(f"{where} ({name}): it has {', '.join(sorted(unknown))}, and an entry is {_ENTRY}")
     kind = class_of(name, where, TOOLS, BaseTool)
-    config = dict(entry.get("config") or {})
+    return kind, checked_config(entry.get("config"), vars(kind).get("config_names"), f"{where} ({name})")
+
+
+def _of_entry(entry: Any, where: str) -> list[BaseTool]:
+    kind, config = checked_class(entry, where)
+    name = entry["class_name"]
     try:
         if hasattr(kind, "from_config"):  # one entry may stand for several tools
             tools: list[BaseTool] = list(kind.from_config(config))

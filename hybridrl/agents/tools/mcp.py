@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import threading
@@ -12,14 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.chat.session_images import opened
 from hybridrl.errors import RolloutError
 from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils import clock
+from hybridrl.utils.movement import Movement, StartWatch, family
 
-_START_S = 60.0
+_STILL_S = 60.0  # without any movement, the start of a server is given up
+_LOOK_S = 0.5
+#: entries of a server that say what the others do
+_DESCRIPTIONS = ("type", "transport", "name", "description")
 
 
 @register_tool("mcp")
@@ -33,11 +40,13 @@ class McpTool(BaseTool):
             config:
               mcp_servers_config_path: servers.json   # {"mcpServers": {NAME: {"command": ..., "args": [...]}}}
               tool_selected_list: [add]               # null: all
-              start_timeout: 60
+              start_timeout: 60                       # null: a server has time as long as something moves
 
-    A server is a command, with `args` and `env`, or a `url`. There is one connection to it, which all sessions share.
-    Where it ends, the sessions that wait for an answer have no score, and the next call opens another one.
+    A server is a command, with `args`, `env` and `cwd`, or a `url`. There is one connection to it, which all sessions
+    share. Where it ends, the sessions that wait for an answer have no score, and the next call opens another one.
     """
+
+    config_names = ("mcp_servers_config_path", "tool_selected_list", "start_timeout")
 
     def __init__(self, config: dict[str, Any], tool_schema: Any, server: "_Server") -> None:
         super().__init__(config, tool_schema)
@@ -58,7 +67,8 @@ class McpTool(BaseTool):
         selection, selected_tools = config.get("tool_selected_list"), list[BaseTool]()
         try:
             for name, entry in _servers(config).items():
-                server = _Server(name, entry, float(config.get("start_timeout", _START_S)))
+                limit = config.get("start_timeout")
+                server = _Server(name, entry, None if limit is None else float(limit))
                 listed = server.tools()
                 tools = [cls(config, schema, server) for schema in listed if _is_selected(schema, selection)]
                 if not tools:
@@ -101,10 +111,10 @@ class _Server:
     Args:
         name: for messages.
         entry: of `mcpServers`.
-        limit: seconds until it must have listed its tools.
+        limit: seconds until it must have listed its tools; None: it has time as long as something moves.
     """
 
-    def __init__(self, name: str, entry: Mapping[str, Any], limit: float) -> None:
+    def __init__(self, name: str, entry: Mapping[str, Any], limit: float | None) -> None:
         self._name = name
         self._open = partial(_Connection, name, entry, limit)
         self._connection = self._open()
@@ -149,8 +159,9 @@ class _Server:
 class _Connection:
     """A connection, kept by an event loop in a thread of its own; see `_Server`."""
 
-    def __init__(self, name: str, entry: Mapping[str, Any], limit: float) -> None:
-        self._name, self._entry = name, entry
+    def __init__(self, name: str, entry: Mapping[str, Any], limit: float | None) -> None:
+        self._name, self._entry, self._limit = name, entry, limit
+        self._before = {process.pid for process in psutil.Process().children()}
         self._loop = asyncio.new_event_loop()
         self._ends = asyncio.Event()
         self._ready: Future[Any] = Future()  # of this thread: the loop ends with a server that does not start
@@ -158,11 +169,36 @@ class _Connection:
         self.has_ended = False
         self._thread.start()
         try:
-            self._client = self._ready.result(limit)
+            self._client = self._patient(self._ready)
         except Exception as error:
             self.close()
-            why = f"it did not answer within {limit:g} s" if isinstance(error, TimeoutError) else _reason(error)
-            raise RolloutError(f"MCP server {name}: {why}") from error
+            raise RolloutError(f"MCP server {name}: {_reason(error)}") from error
+
+    def _patient(self, answer: Future[Any]) -> Any:
+        """Wait for an answer of the server that starts, as long as something moves.
+
+        Raises:
+            RolloutError: nobody should wait any longer.
+        """
+        watch = StartWatch(f"the MCP server {self._name}", Movement(self._processes, io=True), _STILL_S, self._limit)
+        while True:
+            try:
+                return answer.result(_LOOK_S)
+            except TimeoutError:
+                if answer.done():
+                    raise  # it is the server's own
+                if (why := watch.why_given_up()) is not None:
+                    raise RolloutError(f"it did not answer in {watch.waited_s:.0f} s: {why}") from None
+
+    def _processes(self) -> list[psutil.Process]:
+        """The processes of a server that was started for this connection; empty for one at a URL."""
+        words = [Path(str(self._entry.get("command"))).name, *map(str, self._entry.get("args", ()))]
+        started = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.pid not in self._before and set(words) <= {*child.cmdline(), Path(child.cmdline()[0]).name}:
+                    started += family(child.pid)
+        return started
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -184,6 +220,7 @@ class _Connection:
                         command=self._entry["command"],
                         args=list(self._entry.get("args", ())),
                         env={**os.environ, **self._entry["env"]} if self._entry.get("env") else None,
+                        cwd=self._entry.get("cwd"),
                     )
                 self._ready.set_result(await stack.enter_async_context(Client(target)))
             except Exception as error:
@@ -204,7 +241,7 @@ class _Connection:
                     return listed_tools
 
         try:
-            listed = asyncio.run_coroutine_threadsafe(pages(), self._loop).result(_START_S)
+            listed = self._patient(asyncio.run_coroutine_threadsafe(pages(), self._loop))
         except Exception as error:
             self.close()
             raise RolloutError(f"MCP server {self._name}: it does not list its tools: {_reason(error)}") from error
@@ -266,6 +303,12 @@ def _servers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     for name, entry in servers.items():
         if not isinstance(entry, Mapping) or not ({"command", "url"} & entry.keys()):
             raise RolloutError(f"mcp_servers_config_path={path}: server {name} has neither 'command' nor 'url'")
+        entries = ("url",) if "url" in entry else ("command", "args", "env", "cwd")
+        if unread := sorted(set(entry) - {*entries, *_DESCRIPTIONS}):
+            raise RolloutError(
+                f"mcp_servers_config_path={path}: server {name} has {', '.join(unread)}, which nothing would read; an "
+                f"entry with {entries[0]!r} has {', '.join(entries)}"
+            )
     return dict(servers)
 
 
@@ -283,4 +326,6 @@ def _reason(error: BaseException) -> str:
     """The first error of a group that says something."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, RolloutError):
+        return str(error)
     return f"{type(error).__name__}: {error}"

@@ -24,6 +24,8 @@ class PythonTool(BaseTool):
     without a score.
     """
 
+    config_names = (*Limits.__dataclass_fields__, *_OWN)
+
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
         limits = {name: value for name, value in config.items() if name not in ("type", *_OWN)}

@@ -3,9 +3,9 @@
 import inspect
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 from hybridrl.agents.session_executor import in_thread
 from hybridrl.config.schema.rollout import MultiTurnConfig
@@ -52,11 +52,13 @@ class BaseTool:
             `get_openai_tool_schema`.
 
     Attributes:
+        config_names: the entries that `config` may have; None: any, which the tool reads as it likes.
         name: how the model calls it.
         tool_schema: the description, a plain dict.
         model_reads_images: whether images of a response can be shown to the policy; set before sessions begin.
     """
 
+    config_names: ClassVar[Sequence[str] | None] = None
     model_reads_images = False
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:

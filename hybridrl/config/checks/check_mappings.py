@@ -1,4 +1,7 @@
-"""Entries of mappings that nothing would read: each mapping's reader checks them (`key(..., read_by=...)`)."""
+"""Entries of mappings that nothing would read: each mapping's reader checks them (`key(..., read_by=...)`).
+
+So are those of files with mappings that a setting names.
+"""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -6,7 +9,7 @@ from typing import Any
 
 from hybridrl.config.checks.branches import branches, value_at
 from hybridrl.config.checks.idle import acts
-from hybridrl.config.mappings import Entries
+from hybridrl.config.mappings import FILE, Entries
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import RootConfig
 from hybridrl.registry import MAPPING_READERS
@@ -20,6 +23,8 @@ def check_mappings(config: RootConfig) -> Iterator[str]:
         lookup = functools.partial(branch.lookup, config)
         for path, reader in _read_mappings(branch.settings).items():
             key, values = f"{branch.prefix}{path}", value_at(branch.value, path)
+            if isinstance(values, str):
+                values = {FILE: values}
             if isinstance(values, Mapping) and values and acts(branch, config, key):
                 yield from MAPPING_READERS.get(reader)(Entries(key, values, lookup))
 

@@ -7,7 +7,7 @@ of training.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.registry import Registry
@@ -93,6 +93,10 @@ class FactNeed:
         fitting = " or ".join(filter(self._fits, self.registry.names()))
         return Unmet(_stated(name, value), f"set {name}={fitting}")
 
+    def met_by(self, entry_name: str) -> bool:
+        """Whether an entry of the registry has one of the values; a user's own entry may read everything."""
+        return not self.registry.is_builtin(entry_name) or self._fits(entry_name)
+
     def _fits(self, entry_name: str) -> bool:
         value = getattr(self.registry.metadata(entry_name), self.name)
         return any(member in value for member in self.values) if isinstance(value, tuple) else value in self.values
@@ -134,6 +138,17 @@ class Explained:
         """Return why the condition does not hold for a setting of `group`; None where it holds."""
         holds = all(need.unmet(group, lookup) is None for need in conditions(self.need))
         return None if holds else Unmet(self.because, self.remedy)
+
+
+@dataclass(frozen=True)
+class LoopNeed(Explained):
+    """A loop of sessions with a fact has to run. Rows may choose it, too: what this says is decided with the data.
+
+    Attributes:
+        fact: what the loop has.
+    """
+
+    fact: FactNeed = field(kw_only=True)
 
 
 Condition = Need | FactNeed | AnyNeed | PartNeed | Explained

@@ -11,6 +11,7 @@ from hybridrl.config.schema.conditions import (
     Condition,
     Explained,
     FactNeed,
+    LoopNeed,
     Need,
     above,
     any_of,
@@ -29,16 +30,17 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 _LOOP = f"{_AGENT}.default_agent_loop"
 
 
-def _loops(because: str, remedy: str, needs: FactNeed) -> Explained:
+def _loops(because: str, remedy: str, needs: FactNeed) -> LoopNeed:
     """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
     by_setting = Explained((is_set(_LOOP), needs), "")
     also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
     if "environments" not in needs.values and "gateway" not in needs.values:
         also = (*also, Explained((is_not_set(_LOOP), on("actor_rollout_ref.rollout.multi_turn.enable")), ""))
-    return Explained(
+    return LoopNeed(
         any_of(by_setting, also=also),
         f"{because}, unless rows name one in the column agent_name",
         f"set {_LOOP}={remedy}",
+        fact=needs,
     )
 
 
@@ -232,12 +234,15 @@ class MultiTurnConfig(ConfigNode):
         ),
     )
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS, needs=_MANY_TURNS)
-    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file")
+    tool_config_path: str | None = key(None, "YAML file with tools; null: none", place="file", read_by="tool-file")
     function_tool_path: str | None = key(
         None, "Python file or module with functions marked @function_tool; null: none", place="code"
     )
     interaction_config_path: str | None = key(
-        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none", place="file"
+        None,
+        "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none",
+        place="file",
+        read_by="user-file",
     )
     turn_rewards: bool = key(
         False,
@@ -295,6 +300,7 @@ class AgentConfig(ConfigNode):
         None,
         "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none",
         place="file",
+        read_by="loop-file",
     )
     num_workers: int | None = key(
         None,
@@ -321,6 +327,7 @@ class AgentConfig(ConfigNode):
         "YAML file with environments, {environments: [{name, class_name, config}]}; null: none",
         needs=_ENVIRONMENT,
         place="file",
+        read_by="environment-file",
     )
     environment_timeout_s: float = key(
         60.0,

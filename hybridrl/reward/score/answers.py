@@ -6,6 +6,7 @@ import math
 import re
 from decimal import Decimal
 
+from hybridrl.reward.score.relations import in_order_of_names, interval_of, is_interval
 from hybridrl.reward.score.work_limit import limited_work
 from hybridrl.reward.score.writing import SCALES, unify
 
@@ -226,6 +227,7 @@ def _is_astronomic(answer: str) -> bool:
 
 def _same_value(answer: str, reference: str) -> bool:
     """`same_answer` of unified texts, percentages aside."""
+    answer, reference = _same_writing(answer, reference)
     if _contradict(answer, reference):
         return False
     (answer, unit), (reference, other) = _with_unit(answer), _with_unit(reference)
@@ -248,6 +250,22 @@ def _same_value(answer: str, reference: str) -> bool:
     if _is_astronomic(answer):
         return False
     return _verify(_written_out(answer), _written_out(reference))
+
+
+def _same_writing(answer: str, reference: str) -> tuple[str, str]:
+    """Both texts, where one is an interval or an ordered list, and the other describes one by names, in one form."""
+    if _brackets(reference) == "ordered" and (values := in_order_of_names(answer)) is not None:
+        return values, reference
+    if _brackets(answer) == "ordered" and (values := in_order_of_names(reference)) is not None:
+        return answer, values
+    ours, theirs = interval_of(answer), interval_of(reference)
+    if ours is not None and theirs is not None and ours[0] == theirs[0]:
+        return ours[1], theirs[1]
+    if ours is not None and is_interval(reference):
+        return ours[1], reference
+    if theirs is not None and is_interval(answer):
+        return answer, theirs[1]
+    return answer, reference
 
 
 def _written_out(text: str) -> str:

@@ -3,7 +3,8 @@
 The ground truth is a dict, or the same as JSON: `{"inputs": [...], "outputs": [...]}` for programs that read the
 standard input; with `fn_name` for functions (or methods of `class Solution`), where an input is the list of arguments;
 or `{"assert_case": [...]}`, statements that the program is followed by. What is expected never enters the sandbox: the
-program's output is compared here. Of asserts, this holds for those that compare an expression with a literal by `==`.
+program's output is compared here. Of asserts, the parts that call the program are evaluated in its process, and the
+rest here; see `hybridrl.reward.score.asserts` for those that it evaluates as a whole.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.reward.score.asserts import ENCODER, decoded, split_assert
+from hybridrl.reward.score.asserts import ENCODER, AssertCase, decoded, split_assert
 from hybridrl.sandbox import EXPOSURE, Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox
 
 _CONSIDERED = 10  # test cases that partial credit looks at
@@ -85,17 +86,16 @@ class Tests:
 
     Attributes:
         inputs: text of the standard input, or the arguments of the function as a list in JSON.
-        outputs: what is expected, one per input; None for asserts.
+        outputs: what is expected, one per input; of asserts an `AssertCase`, or None where the program's process
+            evaluates the whole statement.
         function: the name of the function; None: the program reads and prints.
         asserts: statements, one per input.
-        expressions: of each assert that compares a literal with an expression, the latter; its output is the literal.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
     function: str | None = None
     asserts: tuple[str, ...] = ()
-    expressions: tuple[str | None, ...] = ()
 
 
 def compute_score(
@@ -254,7 +254,7 @@ def _run(
     """Run one test case; returns its fault and the seconds that it took."""
     expected, marked = tests.outputs[number], bool(tests.function or tests.asserts)
     mark = secrets.token_hex(16) if marked else None
-    expression = tests.expressions[number] if tests.asserts else None
+    expression = expected.expression if isinstance(expected, AssertCase) else None
     names = f"FUNCTION, EXPRESSION, MARK, NO_PROGRAM = {tests.function!r}, {expression!r}, {mark!r}, {_NO_PROGRAM}"
     source = f"{program}\n{tests.asserts[number]}\n" if tests.asserts and expression is None else program
     longest = 256 + 4 * _size(tests.asserts[number] if tests.asserts else expected) // 1024
@@ -278,7 +278,7 @@ def _fault(ended: Ended, tests: Tests, number: int, mark: str | None) -> str:
         return "error"
     try:
         if tests.asserts:
-            same = tests.expressions[number] is None or bool(decoded(_read_json(result)) == expected)
+            same = expected is None or expected.holds(decoded(_read_json(result)))
         else:
             same = same_value(_read_json(result), expected)
     except (ValueError, TypeError, RecursionError, MemoryError):  # what cannot be read is no answer

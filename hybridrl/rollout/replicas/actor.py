@@ -23,6 +23,7 @@ from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
+from hybridrl.rollout.request_images import ReceivedImages
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
 
@@ -70,7 +71,7 @@ class ReplicaHealth:
 
 
 class Replica:
-    """The actor's class; `ReplicaPool` starts it.
+    """The actor's class; `ReplicaHandle` starts it.
 
     Args:
         engine_name: `rollout.name`.

@@ -22,10 +22,8 @@ from ray._private import services
 
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
-from hybridrl.utils.movement import Movement
+from hybridrl.utils.movement import Movement, StartWatch
 
-_STILL_S = 30.0  # without any movement, the start is given up
-_TELL_S = 30.0  # a start that takes this long is mentioned, and again each time it has taken as long
 _LOOK_S = 0.5
 _END_S = 10.0
 _ASK_MS = 500
@@ -114,31 +112,23 @@ class _Patience:
 
     def _ask(self, question: Callable[[], Any], what: str) -> Any:
         movement = Movement(self._own, lambda: _logs_of(self._own()), chatty=_CHATTY)
-        told_s = _TELL_S
+        watch = StartWatch(f"Ray: {what}", movement)
         while True:
             try:
                 return question()
             except Exception as error:  # Ray raises RuntimeErrors and others for what is not there yet
-                still, waited_s = movement.still_s(), time.monotonic() - movement.began
-                ended = self._ended()
-                if still > _STILL_S or ended:
-                    why = f"{' and '.join(ended)} ended" if ended else f"nothing has moved for {still:.0f} s"
+                still, ended = watch.why_given_up(), self._ended()
+                if still or ended:
+                    why = f"{' and '.join(ended)} ended" if ended else str(still)
                     checks = _failed_checks(_logs_of(self._own())) if ended else ""
                     if checks:
                         why += f" by itself: {checks}"
                     raise _GivenUpError(
-                        f"Ray did not start here: after {waited_s:.0f} s of waiting for {what} {why} ({error}). Join a "
-                        "cluster that runs (`ray start --head`), or try again when the machine is less busy"
+                        f"Ray did not start here: after {watch.waited_s:.0f} s of waiting for {what} {why} ({error}). "
+                        "Join a cluster that runs (`ray start --head`), or try again when the machine is less busy"
                         f"{movement.last_lines(of=ended)}",
                         late_agent=_LATE_AGENT in checks,
                     ) from error
-                if waited_s > told_s:
-                    told_s *= 2
-                    notify(
-                        f"Ray is still starting: waiting for {what} for {waited_s:.0f} s ({movement.count} processes; "
-                        f"the last sign of progress {still:.0f} s ago). The run goes on waiting while something moves",
-                        "warning",
-                    )
             time.sleep(_LOOK_S)
 
     def _own(self) -> set[psutil.Process]:

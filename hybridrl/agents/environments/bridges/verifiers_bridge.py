@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 _NO_KEY = "HYBRIDRL_NO_KEY"  # a session is known by its address
 _FAULTS_OF_TASKS = ("TaskError",)
-_START_S = 120.0
+_START_S = 86400.0  # the run watches whether something moves, and ends this process otherwise
 
 
 class Bridge:
