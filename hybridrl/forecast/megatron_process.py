@@ -33,7 +33,7 @@ class ForecastProcess:
         return None if self._child is None or self._child.has_ended else self._child.pid
 
     def call(self, request: Any) -> Any:
-        """Return the result of `hybridrl.engine.megatron.forecast.compute` for a request, or raise its error.
+        """Return the result of `hybridrl.forecast.megatron_rank.compute` for a request, or raise its error.
 
         Raises:
             RuntimeError: the process failed with an error that is no `UserError`; the message has its traceback.
@@ -72,7 +72,7 @@ def main(connection_fd: int, life_fd: int) -> None:
     """Compute forecasts until the run ends, or needs none for some time."""
     end_with_run(life_fd)
     connection = FrameConnection(connection_fd)
-    from hybridrl.engine.megatron.forecast import compute
+    from hybridrl.forecast.megatron_rank import compute
 
     while connection.arrives_within(_IDLE_S):
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
-from hybridrl.protocol.bookkeeping import taken
+from hybridrl.protocol.bookkeeping import reserved
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.scorers import JudgeScorer, NoFunction, SampleScorer, WeightedSum
@@ -58,7 +58,7 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     weights: dict[str, float] = {}
     for name, values in parts.items():
         key = f"reward.functions.{name}"
-        if name == "score" or taken([name]):
+        if name == "score" or reserved([name]):
             raise RewardError(
                 f"{key}: each function's score is a column of its name, and the run itself uses a column {name!r}; "
                 "call the function otherwise"

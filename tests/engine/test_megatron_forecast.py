@@ -225,7 +225,7 @@ def test_another_process_computes_it(models: Path) -> None:
     assert only.states == only.gradients == only.activations == 0 < only.pass_activations
     with pytest.raises(ModelError, match="tensor_model_parallel_size=3 does not divide"):
         of(3, tensor_model_parallel_size=3)
-    pid = forecast_process.PROCESS.pid
+    pid = megatron_process.PROCESS.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     assert of() == one  # a new one is started

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-#: what a literal may stand in, as in `assert set(f(x)) == set([1, 2])`
-_BUILT_IN: Mapping[str, Callable[[Any], Any]] = {
-    kind.__name__: kind for kind in (set, frozenset, tuple, list, dict, sorted)
+#: functions that a statement may call here, on values of the program
+_FUNCTIONS: Mapping[str, Any] = {
+    function.__name__: function
+    for function in (
+        *(abs, all, any, bool, bytes, complex, dict, divmod, enumerate, filter, float, frozenset, int, isinstance, len),
+        *(list, map, max, min, reversed, round, set, sorted, str, sum, tuple, type, zip),
+    )
 }
 _MATHEMATICS = ("isclose", "fabs", "floor", "ceil", "sqrt", "isnan", "isinf", "isfinite", "pi", "e", "inf", "nan")
 _NAMES: Mapping[str, Any] = {

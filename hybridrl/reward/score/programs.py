@@ -184,9 +184,7 @@ def read_tests(ground_truth: Any) -> Tests:
     asserts = _items(truth.get("assert_case"))
     if asserts:
         texts = tuple(map(str, asserts))
-        parts = [split_assert(text) or (None, None) for text in texts]
-        outputs = tuple(expected for _, expected in parts)
-        return Tests(("",) * len(texts), outputs, None, texts, tuple(expression for expression, _ in parts))
+        return Tests(("",) * len(texts), tuple(map(split_assert, texts)), None, texts)
     inputs, results = _items(truth.get("inputs")), _items(truth.get("outputs"))
     if not inputs or len(inputs) != len(results):
         raise RewardError(f"the ground truth has {len(inputs)} inputs and {len(results)} outputs; it must be {form}")

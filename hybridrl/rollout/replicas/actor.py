@@ -19,7 +19,6 @@ from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, S
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.processes.inherited import keep_exit_codes
-from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
