@@ -159,6 +159,8 @@ async def _until_closed(loop: BackgroundLoop, work: Coroutine[Any, Any, T]) -> T
         return await work
     except asyncio.CancelledError:
         if loop.is_closing:
+            if (task := asyncio.current_task()) is not None:  # nobody may wait for it any more
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise RewardError("the reward pool was closed") from None
         raise
 
