@@ -48,7 +48,9 @@ esac
 """
 #: children of the library that import Ray:
 OF_SERVERS = """case "$*" in
-    "-m hybridrl.serve.child"*) {settings} exec {python} -I -S {client} --program "$@" ;;
+    *hybridrl.serve.child*)
+        [ "$1" = -u ] && shift
+        {settings} exec {python} -I -S {client} --program "$@" ;;
 esac
 """
 #: its other children, and those of multiprocessing and pytest-xdist:
@@ -60,7 +62,8 @@ esac
 """
 #: and processes of inference engines.
 OF_ENGINES = """[ -e {started} ] || case "$*" in
-    *spawn_main* | "-m hybridrl.rollout.sglang.host"*)
+    *spawn_main* | *hybridrl.rollout.sglang.host*)
+        [ "$1" = -u ] && shift
         {settings} exec {python} -I -S {client} --program "$@" ;;
 esac
 """

@@ -1,15 +1,10 @@
-"""The user's own agents behind the run's server: their processes, their sessions, and what is kept of them."""
+"""The user's own agents behind the run's server: their processes and their sessions."""
 
 import asyncio
 import contextlib
 import json
-import os
 import pickle
 import shlex
-import socket
-import subprocess
-import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,21 +18,21 @@ from hybridrl.config import RolloutConfig
 from hybridrl.config.checks.check_agents import check_connections
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
-from hybridrl.notify import notify
+from hybridrl.processes.frames import MalformedMessage
+from hybridrl.processes.results import LARGEST_RESULT, decode_result
+from hybridrl.processes.template import Template
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.serve import RunServer
-from hybridrl.utils.agent_host import KEY, AgentJob, AgentProgram, Result, agent_result, framed
+from hybridrl.utils.agent_host import KEY, AgentJob, AgentProgram, Result, agent_result
 from hybridrl.utils.files import check_writable
-from hybridrl.utils.plain_results import HEADER, LARGEST_RESULT, MalformedMessage, decode_result
 
-_START_S = 300.0
 _CALL_S = 60.0
 _PAUSE_S = 1.0
 _SETTINGS = ("function", "command", "timeout_s", "sampling", "match", "trace_dir")
 _THREADS = 16  # that open and close sessions
-_FAILED = "failed "  # what the process says of a program that it cannot load
-_MOST_LOSSES = 3  # of the process of agents in a row, without an agent that answered in between
+_HOST = "hybridrl.utils.agent_host"
+_VARIABLES = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class AgentFailed(Exception):
@@ -306,9 +301,7 @@ def program_of(config: RolloutConfig) -> AgentProgram:
 
 
 class AgentHost:
-    """The process that has loaded the user's code, and forks agents; see `hybridrl.utils.agent_host`.
-
-    Where it dies, another one is started. Agents that run then go on: each has a supervisor of its own.
+    """Runs agents in processes that are forked from one with the user's code; see `hybridrl.utils.agent_host`.
 
     Args:
         program: what it runs.
@@ -318,38 +311,12 @@ class AgentHost:
     """
 
     def __init__(self, program: AgentProgram) -> None:
-        self._program = program
-        self._lock = threading.Lock()
-        self._losses = 0
-        self._closed = False
-        if fault := self._start():
-            raise RolloutError(fault.removeprefix(_FAILED))
+        self._template = Template(_HOST, pickle.dumps(program), "agents", _VARIABLES, RolloutError)
 
-    def _start(self) -> str:
-        """Start the process; returns why it does not run, which begins with `_FAILED` where its program says so."""
-        self._control, theirs = socket.socketpair()
-        start = f"from hybridrl.utils.agent_host import main; main({theirs.fileno()})"
-        code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # Ctrl-C does not reach it
-            )
-        self._control.settimeout(_START_S)
-        try:
-            self._control.sendall(framed(pickle.dumps(self._program)))
-            answer = self._control.recv(2**16).decode(errors="replace")
-        except OSError as error:
-            answer = f"the process of agents does not start: {error}"
-        self._control.settimeout(None)
-        if answer == "ready":
-            return ""
-        self._end()
-        return answer or "the process of agents ended while it started"
+    @property
+    def pid(self) -> int:
+        """The id of the process that starts agents."""
+        return self._template.pid
 
     async def run(self, job: AgentJob) -> Result:
         """Run an agent in a process of its own; ended with this call, whatever becomes of it.
@@ -358,105 +325,18 @@ class AgentHost:
             AgentFailed: it raised, or its process ended.
             RolloutError: the process that starts agents dies again and again.
         """
-        ours, theirs = socket.socketpair()
-        life_theirs, life = os.pipe()
-        try:
+        async with self._template.job() as stream:
+            stream.send(pickle.dumps(job))
             try:
-                await self._fork(theirs.fileno(), life_theirs)
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
-                os.close(life_theirs)
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-            answer = b""
-            try:
-                writer.write(framed(pickle.dumps(job)))
-                with contextlib.suppress(ConnectionError):
-                    await writer.drain()
-                    answer = await _message(reader)
-            finally:
-                writer.close()
-            return self._result(answer)
-        finally:
-            os.close(life)  # whatever is left of the agent ends
-
-    def _result(self, answer: bytes) -> Result:
-        """Decode the answer of an agent.
-
-        Raises:
-            AgentFailed: it failed.
-        """
-        if not answer:
-            raise AgentFailed("the agent's process ended without an answer")
-        try:
-            message = decode_result(answer)
-        except MalformedMessage as error:
-            raise AgentFailed(f"the agent's process sent something else than its result: {error}") from None
-        self._losses = 0
+                message = decode_result(await stream.receive(LARGEST_RESULT))
+            except EOFError:
+                raise AgentFailed("the agent's process ended without an answer") from None
+            except MalformedMessage as error:
+                raise AgentFailed(f"the agent's process sent something else than its result: {error}") from None
+        self._template.note_answer()
         if message.kind not in ("score", "missing"):
             raise AgentFailed(message.text, by_itself=message.kind == "raised")
         return agent_result(message)
 
-    async def _fork(self, connection: int, life: int) -> None:
-        """Have an agent started that has these descriptors, by another process where this one has died."""
-        while True:
-            control = self._control
-            with contextlib.suppress(OSError):
-                if self._process.poll() is None:
-                    socket.send_fds(control, [b"a"], [connection, life])
-                    return
-            await asyncio.to_thread(self._start_again, control)
-
-    def _start_again(self, control: socket.socket) -> None:
-        """Start another process in place of one that has ended.
-
-        Raises:
-            RolloutError: it does not start, or ended too often.
-        """
-        with self._lock:
-            if self._closed:
-                raise RolloutError("the process that starts agents was closed with the run")
-            if self._control is not control:  # another session has started it
-                return
-            status, fault = self._end(), "it died"
-            while fault:
-                self._losses += 1
-                if self._losses > _MOST_LOSSES or fault.startswith(_FAILED):
-                    raise RolloutError(
-                        f"the process that starts agents ended {self._losses} times without an agent that answered in "
-                        f"between; the last time: {fault.removeprefix(_FAILED)} (status {status})"
-                    )
-                notify(f"the process that starts agents ended with status {status}, and another one starts", "warning")
-                fault = self._start()
-                status = self._process.poll() or 0
-
-    def _end(self) -> int:
-        """End the process; returns its status."""
-        self._control.close()
-        try:
-            return self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._end()
-
-
-async def _message(reader: asyncio.StreamReader) -> bytes:
-    """Read the message of an agent, without its length; empty if the agent ended before.
-
-    Raises:
-        AgentFailed: it is longer than any result.
-    """
-    try:
-        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        if length > LARGEST_RESULT:
-            raise AgentFailed(f"the agent's process sent a message of {length} bytes")
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError:
-        return b""
+        self._template.close()

@@ -420,7 +420,7 @@ register_role(
             "reward_model",
             "compute_rm_score",
             column="rm_scores",
-            reader=_imported("hybridrl.reward.conversations", "reader_of"),
+            reader=_imported("hybridrl.reward.step_conversations", "reader_of"),
             weight=lambda config: config.reward.reward_model.weight,
             advice="lower reward.reward_model.micro_batch_size_per_gpu (or forward_max_token_len_per_gpu with "
             "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",

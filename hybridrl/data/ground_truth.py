@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.data.table import REWARD_MODEL
 from hybridrl.notify import notify
-from hybridrl.reward.factory import ground_truths
+from hybridrl.reward.column_checks import ground_truths
 
 
 def report_missing(dataset: Any, key: str) -> None:

@@ -7,85 +7,76 @@ layout.
 from __future__ import annotations
 
 import atexit
-import os
 import pickle
-import select
-import subprocess
-import sys
 import threading
 import traceback
-from typing import IO, Any
+from typing import Any
 
 from hybridrl.errors import UserError
+from hybridrl.processes.frames import FrameConnection
+from hybridrl.processes.start import Child, end_with_run
 
 # A process that has imported Megatron-core answers at once; the keys that make a run fit take many answers.
 _IDLE_S = 60.0
 
 
-class _Process:
+class ForecastProcess:
     """The process, which starts with the first call and again when it has ended."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._lock = threading.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        """Its id; None where it does not run."""
+        return None if self._child is None or self._child.has_ended else self._child.pid
+
     def call(self, request: Any) -> Any:
+        """Return the result of `hybridrl.forecast.megatron_rank.compute` for a request, or raise its error.
+
+        Raises:
+            RuntimeError: the process failed with an error that is no `UserError`; the message has its traceback.
+        """
         with self._lock:
-            for last in (False, True):
-                if self._process is None:
-                    self._process = _start()
+            for is_last in (False, True):
+                if self._child is None:
+                    self._child = Child(__name__, variables={"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"})
+                connection = FrameConnection(self._child.connection)
                 try:
-                    return self._answer(self._process, request)
-                except (BrokenPipeError, EOFError) as error:  # it ended, perhaps because it was idle
-                    status = self._process.wait()
-                    self._process = None
-                    if last:
-                        raise RuntimeError(f"the process that forecasts memory ended with status {status}") from error
+                    connection.send(pickle.dumps(request))
+                    forecast, error = pickle.loads(connection.receive())
+                except (OSError, EOFError) as caught:  # it ended, perhaps because it was idle
+                    status = self._child.end()
+                    self._child = None
+                    if is_last:
+                        raise RuntimeError(f"the process that forecasts memory ended with status {status}") from caught
+                    continue
+                if error is not None:
+                    raise error
+                return forecast
         raise AssertionError
 
-    def _answer(self, process: subprocess.Popen[bytes], request: Any) -> Any:
-        assert process.stdin is not None and process.stdout is not None
-        pickle.dump(request, process.stdin)
-        process.stdin.flush()
-        forecast, error = pickle.load(process.stdout)
-        if error is not None:
-            raise error
-        return forecast
-
     def close(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process = None
+        """End it."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
 
-_process = _Process()
-atexit.register(_process.close)
+PROCESS = ForecastProcess()
+atexit.register(PROCESS.close)
 
 
-def call(request: Any) -> Any:
-    """Return the result of `hybridrl.forecast.megatron_rank.compute` for a request, or raise its error.
-
-    Raises:
-        RuntimeError: the process failed with an error that is no `UserError`; the message has its traceback.
-    """
-    return _process.call(request)
-
-
-def _start() -> subprocess.Popen[bytes]:
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", "-m", __name__]
-    # Ctrl-C does not reach it; it ends with its standard input.
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, start_new_session=True
-    )
-
-
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def main(connection_fd: int, life_fd: int) -> None:
+    """Compute forecasts until the run ends, or needs none for some time."""
+    end_with_run(life_fd)
+    connection = FrameConnection(connection_fd)
     from hybridrl.forecast.megatron_rank import compute
 
-    while select.select([requests], [], [], _IDLE_S)[0]:
+    while connection.arrives_within(_IDLE_S):
         try:
-            request = pickle.load(requests)
+            request = pickle.loads(connection.receive())
         except EOFError:
             return
         forecast: Any = None
@@ -96,15 +87,4 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             problem = error
         except Exception:
             problem = RuntimeError(traceback.format_exc())
-        pickle.dump((forecast, problem), answers)
-        answers.flush()
-
-
-def _main() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what is printed is no answer
-    _serve(os.fdopen(sys.stdin.fileno(), "rb", buffering=0), answers)
-
-
-if __name__ == "__main__":
-    _main()
+        connection.send(pickle.dumps((forecast, problem)))

@@ -69,7 +69,9 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     Raises:
         ModelError: the model, its layout or a setting cannot be used.
     """
-    largest_stage: Forecast | None = megatron_process.call(request_for(model_type, model, engine, optim, ranks, work))
+    largest_stage: Forecast | None = megatron_process.PROCESS.call(
+        request_for(model_type, model, engine, optim, ranks, work)
+    )
     return largest_stage
 
 

@@ -47,7 +47,7 @@ class Item:
 
 @dataclass
 class Measured:
-    """What a function did.
+    """The outcomes of a function.
 
     Attributes:
         name: of the function.
@@ -62,7 +62,7 @@ class Measured:
     @property
     def scores(self) -> list[float | None]:
         """The scores of the first run; None without a score."""
-        return [None if one.unscored is not None else one.score for one in self.outcomes[0]]
+        return [None if outcome.unscored is not None else outcome.score for outcome in self.outcomes[0]]
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,24 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def changed(measured: Measured, tolerance: float) -> list[tuple[int, list[float | None]]]:
     """The samples whose score differs between runs by more than the tolerance, or that have none in some run only."""
-    runs = [[None if one.unscored is not None else one.score for one in run] for run in measured.outcomes]
-    found = []
+    runs = [[None if outcome.unscored is not None else outcome.score for outcome in run] for run in measured.outcomes]
+    differing = []
     for number, scores in enumerate(zip(*runs, strict=True)):
-        known = [score for score in scores if score is not None]
-        if (known and len(known) < len(scores)) or (known and max(known) - min(known) > tolerance):
-            found.append((number, list(scores)))
-    return found
+        present = [score for score in scores if score is not None]
+        if (present and len(present) < len(scores)) or (present and max(present) - min(present) > tolerance):
+            differing.append((number, list(scores)))
+    return differing
 
 
-def disagreements(one: Sequence[float | None], other: Sequence[float | None], tolerance: float) -> list[int]:
+def disagreements(
+    first_scores: Sequence[float | None], second_scores: Sequence[float | None], tolerance: float
+) -> list[int]:
     """The samples on which two functions disagree, the clearest first.
 
     Scores are compared on the scale from each function's lowest to its highest score, so that 1 and 0 agree with 1 and
     -1. A sample that one of them has no score of counts as well, last.
     """
-    first, second = _scaled(one), _scaled(other)
+    first, second = _scaled(first_scores), _scaled(second_scores)
     apart: list[tuple[float, int]] = []
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         if (a is None) != (b is None):
@@ -132,9 +134,9 @@ def disagreements(one: Sequence[float | None], other: Sequence[float | None], to
     return [number for _, number in sorted(apart, key=lambda pair: (-pair[0], pair[1]))]
 
 
-def correlation(one: Sequence[float | None], other: Sequence[float | None]) -> float | None:
+def correlation(first_scores: Sequence[float | None], second_scores: Sequence[float | None]) -> float | None:
     """Pearson's correlation over the samples that both scored; None where one of them does not vary."""
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    pairs = [(a, b) for a, b in zip(first_scores, second_scores, strict=True) if a is not None and b is not None]
     if len(pairs) < 2:
         return None
     first, second = zip(*pairs, strict=True)
@@ -144,8 +146,8 @@ def correlation(one: Sequence[float | None], other: Sequence[float | None]) -> f
 
 
 def _scaled(scores: Sequence[float | None]) -> list[float | None]:
-    known = [score for score in scores if score is not None]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
+    present = [score for score in scores if score is not None]
+    low, high = (min(present), max(present)) if present else (0.0, 0.0)
     width = high - low or 1.0
     return [None if score is None else (score - low) / width for score in scores]
 
@@ -180,9 +182,9 @@ def _items_of(line: str, place: str) -> list[Item]:
         raise DataError(f"{place}: it is no JSON: {error}") from None
     name = next((name for name in _RESPONSES if isinstance(row, dict) and name in row), None)
     if name is None:
-        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"{place}: a line is an object with a response, in one of {', '.join(_RESPONSES)}; found {found}"
+            f"{place}: a line is an object with a response, in one of {', '.join(_RESPONSES)}; found {keys}"
         )
     texts = row[name] if isinstance(row[name], list) else [row[name]]
     if not all(isinstance(text, str) for text in texts):
@@ -225,8 +227,8 @@ def measure(
 
 def report(items: Sequence[Item], measured: Sequence[Measured], tolerance: float, examples: int) -> dict[str, Any]:
     """Everything that is printed, as JSON can hold it."""
-    functions = {one.name: _of_function(items, one, tolerance, examples) for one in measured}
-    scores: dict[str, Sequence[float | None]] = {one.name: one.scores for one in measured}
+    functions = {function.name: _of_function(items, function, tolerance, examples) for function in measured}
+    scores: dict[str, Sequence[float | None]] = {function.name: function.scores for function in measured}
     if any(item.score is not None for item in items):
         scores[_IN_FILE] = [item.score for item in items]
     pairs = []
@@ -250,17 +252,17 @@ def report(items: Sequence[Item], measured: Sequence[Measured], tolerance: float
 
 def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, examples: int) -> dict[str, Any]:
     outcomes = measured.outcomes[0]
-    seconds = [one.seconds for run in measured.outcomes for one in run]
-    missing = Counter(one.unscored.reason.value for one in outcomes if one.unscored is not None)
-    why = Counter(_last_line(one) for one in outcomes if one.unscored is not None)
+    seconds = [outcome.seconds for run in measured.outcomes for outcome in run]
+    missing = Counter(outcome.unscored.reason.value for outcome in outcomes if outcome.unscored is not None)
+    why = Counter(_last_line(outcome) for outcome in outcomes if outcome.unscored is not None)
     apart = changed(measured, tolerance)
-    known = distribution([score for score in measured.scores if score is not None])
+    scores = distribution([score for score in measured.scores if score is not None])
     return {
-        "scores": None if known is None else asdict(known),
+        "scores": None if scores is None else asdict(scores),
         "latency_s": {"mean": statistics.fmean(seconds), "p95": quantile(seconds, 0.95), "max": max(seconds)},
         "samples_per_s": len(outcomes) / max(min(measured.seconds), 1e-9),
-        "exceptions": sum(one.error is not None for one in outcomes),
-        "timeouts": sum(one.timed_out for one in outcomes),
+        "exceptions": sum(outcome.error is not None for outcome in outcomes),
+        "timeouts": sum(outcome.timed_out for outcome in outcomes),
         "unscored": dict(missing),
         "reasons": [{"count": count, "what": what} for what, count in why.most_common(examples)],
         "runs": len(measured.outcomes),
@@ -279,11 +281,11 @@ def _shown(item: Item) -> dict[str, Any]:
     return {"place": item.place, "response": text[-_SHOWN:], "ground_truth": truth[:_SHOWN]}
 
 
-def text_of(found: Mapping[str, Any]) -> str:
+def text_of(report: Mapping[str, Any]) -> str:
     """A report as text."""
-    lines = [f"{found['samples']} samples"]
-    for name, one in found["functions"].items():
-        scores, latency = one["scores"], one["latency_s"]
+    lines = [f"{report['samples']} samples"]
+    for name, function in report["functions"].items():
+        scores, latency = function["scores"], function["latency_s"]
         lines.append(f"\n{name}")
         if scores is None:
             lines.append("  scores      none: no sample has a score")
@@ -294,13 +296,13 @@ def text_of(found: Mapping[str, Any]) -> str:
             for value, count in scores["counts"].items():
                 lines.append(f"    {value:>20}  {count:>7}  {'#' * math.ceil(40 * count / most)}")
         lines.append("  seconds     " + "  ".join(f"{part} {latency[part]:.4g}" for part in ("mean", "p95", "max")))
-        lines.append(f"  speed       {one['samples_per_s']:.1f} samples/s")
-        lost = ", ".join(f"{count} {reason}" for reason, count in one["unscored"].items()) or "none"
-        lines.append(f"  no score  {lost}; {one['exceptions']} exceptions, {one['timeouts']} time-outs")
-        lines += [f"    {reason['count']} x {reason['what']}" for reason in one["reasons"]]
-        lines.append(f"  {one['runs']} runs      {one['runs_disagree']} samples with another score")
-        lines += [f"    {row['place']}: {row['scores']}: ...{row['response']!r}" for row in one["changed"]]
-    for pair in found["pairs"]:
+        lines.append(f"  speed       {function['samples_per_s']:.1f} samples/s")
+        missing = ", ".join(f"{count} {reason}" for reason, count in function["unscored"].items()) or "none"
+        lines.append(f"  no score  {missing}; {function['exceptions']} exceptions, {function['timeouts']} time-outs")
+        lines += [f"    {reason['count']} x {reason['what']}" for reason in function["reasons"]]
+        lines.append(f"  {function['runs']} runs      {function['runs_disagree']} samples with another score")
+        lines += [f"    {row['place']}: {row['scores']}: ...{row['response']!r}" for row in function["changed"]]
+    for pair in report["pairs"]:
         first, second = pair["functions"]
         alike = "" if pair["correlation"] is None else f", correlation {pair['correlation']:.3f}"
         lines.append(f"\n{first} and {second} disagree on {pair['disagree']} samples{alike}")
@@ -332,10 +334,10 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.r
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = report(items, measured, args.tolerance, args.examples)
+    result = report(items, measured, args.tolerance, args.examples)
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print(text_of(found))
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(text_of(result))
     return 0
 
 

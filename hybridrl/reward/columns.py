@@ -72,13 +72,13 @@ class ExtraColumns:
         return {name: [extra.get(name) for extra in extras] for name in names}
 
     def _named(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-        numbers = [one.extra is None and not _without_result(one) for one in outcomes]
-        if any(is_number and one.score not in (0, 1) for is_number, one in zip(numbers, outcomes, strict=True)):
+        numbers = [outcome.extra is None and not _without_result(outcome) for outcome in outcomes]
+        if any(is_number and outcome.score not in (0, 1) for is_number, outcome in zip(numbers, outcomes, strict=True)):
             self._is_accuracy = False
         if self._returns_dicts:
             return [
-                self._beside_dicts(extra, one.score) if is_number else dict(extra)
-                for extra, one, is_number in zip(extras, outcomes, numbers, strict=True)
+                self._beside_dicts(extra, outcome.score) if is_number else dict(extra)
+                for extra, outcome, is_number in zip(extras, outcomes, numbers, strict=True)
             ]
         if self._is_accuracy:
             return [dict(extra) for extra in extras]

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 KEY = "reward.reward_model.model"
 
 
-def reader_of(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return what makes the batches that the reward model scores: of conversations, or of their steps."""
-    if config.reward.reward_model.steps.enable:
-        from hybridrl.reward.step_conversations import StepConversations
-
-        return StepConversations(config, tokenizer)
-    return Conversations(config, tokenizer)
-
-
 def own_tokenizer(model: ModelConfig, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """Return the reward model's tokenizer.
 
@@ -56,7 +47,7 @@ def refuse_images(batch: DataProto) -> None:
     Raises:
         RewardError: there are some.
     """
-    if any(len(given) for given in batch.non_tensor_batch.get(MULTI_MODAL_INPUTS, ())):
+    if any(len(images) for images in batch.non_tensor_batch.get(MULTI_MODAL_INPUTS, ())):
         raise RewardError(
             "reward.reward_model.enable=True: the reward model reads text, and prompts of this batch have images; "
             "score them with a reward function"
@@ -153,7 +144,7 @@ class Conversations:
         return [row + self._closing[self._closed(row) :] for row in rows]
 
     def _closed(self, row: list[int]) -> int:
-        """How many of the closing tokens a row already ends with."""
+        """Count the closing tokens that a row already ends with."""
         counts = range(len(self._closing), 0, -1)
         return next((count for count in counts if row[-count:] == self._closing[:count]), 0)
 

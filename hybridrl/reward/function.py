@@ -1,4 +1,4 @@
-"""A reward function: which one it is, how a process loads it, and how it is called.
+"""A reward function: its place, its loading in a process, and its calls.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -10,10 +10,9 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.signature import SAMPLE_NAMES, Form, RewardCall, Sample, understand
-from hybridrl.utils.user_code import defined_in, load_module
+from hybridrl.utils.user_code import OBJECT_SUFFIX, defined_in, load_module, load_pickled
 
 KEY = "reward.custom_reward_function"
-OBJECT_SUFFIX = ".pkl"
 #: what a file may define to refuse `reward_kwargs` before a run, by a `RewardError`; it is called with them
 CHECK = "check_reward_kwargs"
 
@@ -41,7 +40,7 @@ class RewardFunction:
 
     @property
     def label(self) -> str:
-        """How messages refer to it."""
+        """The name that messages use."""
         named = f"{self.name or self.part or 'the reward function'} in {self.path}" if self.path else None
         return named or "the built-in scorers"
 
@@ -92,9 +91,11 @@ def load(function: RewardFunction) -> LoadedFunction:
             default_compute_score, RewardCall("sample", SAMPLE_NAMES), function.label, function.kwargs
         )
     if function.path.endswith(OBJECT_SUFFIX):
-        from hybridrl.reward.objects import load_object
-
-        call = load_object(function.path, f"{function.key}.path")
+        call = load_pickled(function.path, f"{function.key}.path", RewardError)
+        if not callable(call):
+            raise RewardError(
+                f"{function.key}.path={function.path}: holds {type(call).__name__}, which cannot be called."
+            )
         name = getattr(call, "__name__", type(call).__name__)
     else:
         module = load_module(function.path, f"{function.key}.path", RewardError)

@@ -47,7 +47,7 @@ where N is a number from 0 (useless) to 10 (could not be better)."""
 
 @dataclass(frozen=True)
 class Questions:
-    """What a judge is asked, and how its answers are read.
+    """The questions to a judge, and the reading of its answers.
 
     Attributes:
         render: makes the question, from `prompt`, `messages`, `response`, `ground_truth`, `data_source`, `extra_info`.
@@ -80,7 +80,7 @@ class Questions:
         return [*system, {"role": "user", "content": question}]
 
     def score(self, text: str, sample: Mapping[str, Any]) -> Any:
-        """What an answer says: a dict with `score` and `judgement`, or an `Unscored`."""
+        """Read an answer: a dict with `score` and `judgement`, or an `Unscored`."""
         if not text:
             return Unscored(Reason.GRADING, "the judge answered nothing")
         return _read(self.parse, text, sample)
@@ -107,7 +107,7 @@ class Judge:
     slots: asyncio.Semaphore
 
     async def score(self, sample: Mapping[str, Any]) -> Any:
-        """What the judge says of a sample: a dict with `score` and `judgement`, or an `Unscored`."""
+        """Ask the judge about a sample: a dict with `score` and `judgement`, or an `Unscored`."""
         loop = asyncio.get_running_loop()
         with clock.stopped():
             await self.slots.acquire()
@@ -130,27 +130,27 @@ class Judge:
 def _read(parse: Callable[[str, Mapping[str, Any]], Any], text: str, sample: Mapping[str, Any]) -> Any:
     """The score in a judge's answer."""
     try:
-        found = parse(text, sample)
+        parsed = parse(text, sample)
     except UnscoredError as error:
         return error.unscored
     except Exception as error:  # the function is a user's
         return Unscored(Reason.GRADING, f"{type(error).__name__}: {error}; the judge wrote {text[-200:]!r}")
-    if isinstance(found, Scored):
-        found = {**found.extra, "score": found.reward}
-    if found is None:
+    if isinstance(parsed, Scored):
+        parsed = {**parsed.extra, "score": parsed.reward}
+    if parsed is None:
         return Unscored(Reason.GRADING, f"the judge's answer has no score: {text[-200:]!r}")
-    if isinstance(found, Unscored):
-        return found
-    score = found.get("score") if isinstance(found, Mapping) else found
+    if isinstance(parsed, Unscored):
+        return parsed
+    score = parsed.get("score") if isinstance(parsed, Mapping) else parsed
     if not isinstance(score, (bool, int, float)) or not math.isfinite(score):
         return Unscored(Reason.GRADING, f"the score is {score!r}; the judge wrote {text[-200:]!r}")
-    return {"judgement": text, **(found if isinstance(found, Mapping) else {}), "score": score}
+    return {"judgement": text, **(parsed if isinstance(parsed, Mapping) else {}), "score": score}
 
 
 def last_score(text: str, sample: Mapping[str, Any]) -> float | None:
     """The number after the last `Score:` of a text."""
-    found = _SCORE.findall(text)
-    return float(found[-1]) if found else None
+    numbers = _SCORE.findall(text)
+    return float(numbers[-1]) if numbers else None
 
 
 def make_judge(
@@ -194,15 +194,15 @@ def _template(path: str | None) -> Callable[..., str]:
 def _parser(path: str | None, name: str | None) -> Callable[[str, Mapping[str, Any]], Any]:
     if path is None:
         return last_score
-    found = load_object(path, name or "parse", f"{_KEY}.parse.path", f"{_KEY}.parse.name", RewardError)
+    function = load_object(path, name or "parse", f"{_KEY}.parse.path", f"{_KEY}.parse.name", RewardError)
     try:
-        count = len(inspect.signature(found).parameters)
+        count = len(inspect.signature(function).parameters)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{_KEY}.parse.path={path}: {name or 'parse'} is no function: {error}") from None
     if count not in (1, 2):
         what = f"{name or 'parse'} takes {count} arguments; it gets (text) or (text, sample)"
         raise RewardError(f"{_KEY}.parse.path={path}: {what}")
-    return found if count == 2 else lambda text, sample: found(text)
+    return function if count == 2 else lambda text, sample: function(text)
 
 
 _judges: dict[str, Judge] = {}
@@ -227,7 +227,7 @@ async def compute_score(
     prompt: Any,
     **settings: Any,
 ) -> Any:
-    """What the judge says of a response; `settings` are those of `make_judge`."""
+    """Ask the judge about a response; `settings` are those of `make_judge`."""
     name = json.dumps(settings, sort_keys=True, default=str)
     return await _judges[name].score(_asked_about(data_source, solution_str, ground_truth, extra_info, prompt))
 

@@ -16,12 +16,14 @@ from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import for_rewards
 from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerMetadata
+from hybridrl.reward.column_checks import check_columns, check_read_columns, check_rows, ground_truths
 from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
+from hybridrl.reward.pools import create_pool
 from hybridrl.reward.positions import last_generated, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.response_rows import ResponseRow, batch_responses, own_rewards
+from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
-from hybridrl.reward.weighted import Pool
 from hybridrl.scored import Unscored
 
 if TYPE_CHECKING:
@@ -73,8 +75,8 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
     Raises:
         RewardError: there is none; lists the known ones.
     """
-    found: type[RewardManager] = REWARD_MANAGERS.get(name)
-    return found
+    cls: type[RewardManager] = REWARD_MANAGERS.get(name)
+    return cls
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class RewardManager:
     form: ClassVar[Form] = "sample"
     settings_class: ClassVar[type | None] = None
 
-    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: Pool) -> None:
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: SampleScorer) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.pool = pool
@@ -134,8 +136,8 @@ class RewardManager:
         return settings
 
     @classmethod
-    def create_pool(cls, config: PPOTrainerConfig, num_workers: int | None = None) -> Pool:
-        """What a manager of this class scores with, not started yet: the functions that the configuration names.
+    def create_pool(cls, config: PPOTrainerConfig, num_workers: int | None = None) -> SampleScorer:
+        """Return the scorer of a manager of this class, not started yet: the functions that the configuration names.
 
         Args:
             num_workers: processes per function; None: as the settings say.
@@ -143,8 +145,6 @@ class RewardManager:
         Raises:
             RewardError: the settings contradict each other.
         """
-        from hybridrl.reward.factory import create_pool
-
         return create_pool(config.reward, cls.form, num_workers)
 
     def start(self) -> None:
@@ -162,12 +162,11 @@ class RewardManager:
         Raises:
             RewardError: the function cannot be loaded, or a row has an unknown data source or no ground truth.
         """
-        from hybridrl.reward.factory import check_columns, check_dataset, check_read_columns, ground_truths
-
         self.pool.start(wait_for_one=True)
         for dataset in datasets:
             if dataset is not None:
-                check_dataset(self.config, dataset)
+                if self.pool.built_in:
+                    check_rows(self.config, dataset)
                 if hasattr(dataset, "table"):
                     columns = list(getattr(dataset, "columns", dataset.table.columns))
                     has_truth = any(truth is not None for truth in ground_truths(dataset))
@@ -272,7 +271,7 @@ class RewardManager:
         return self._scored(outcome, sample, len(response.token_ids))
 
     def collect(self, batch: DataProto, scored: Sequence[RowScore]) -> dict[str, Any]:
-        """What `__call__` returns with `return_dict`, of rows that are scored.
+        """Make of scored rows what `__call__` returns with `return_dict`.
 
         Args:
             batch: the rows.
@@ -280,19 +279,19 @@ class RewardManager:
         """
         outcomes = [score.outcome for score in scored]
         rewards = own_rewards(batch.non_tensor_batch, len(batch))
-        asked = [outcome for outcome, reward in zip(outcomes, rewards, strict=True) if reward is None]
-        self.metrics = _metrics(asked)
-        failed = [one.error is not None for one in outcomes]
-        self._report_failures([one.error for one in asked], batch.meta_info.get(ATTEMPT, 0) == 0)
+        by_function = [outcome for outcome, reward in zip(outcomes, rewards, strict=True) if reward is None]
+        self.metrics = _metrics(by_function)
+        failed = [outcome.error is not None for outcome in outcomes]
+        self._report_failures([outcome.error for outcome in by_function], batch.meta_info.get(ATTEMPT, 0) == 0)
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
-        scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
+        scores = torch.tensor([outcome.score for outcome in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
-        extras, told = [dict(one.extra) for one in scored], outcomes
+        extras, whole = [dict(outcome.extra) for outcome in scored], outcomes
         if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
             tensor += of_turns
-            told = _whole_scores(extras, outcomes, rewards, of_turns.sum(-1).tolist())
-        info = _with_given(self._columns(extras, told), batch)
-        missing = [one.unscored for one in outcomes]
+            whole = _whole_scores(extras, outcomes, rewards, of_turns.sum(-1).tolist())
+        info = _with_given(self._columns(extras, whole), batch)
+        missing = [outcome.unscored for outcome in outcomes]
         metrics = self.metrics
         return {
             "reward_tensor": tensor,
@@ -319,8 +318,8 @@ class RewardManager:
         if first and reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
             raise RewardError(f"{what}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
         key = "reward.on_error" if reward.on_error is not None else "algorithm.missing.infra"
-        chosen = reward.on_error or self.config.algorithm.missing.infra
-        notify(f"{what}; {_THEN[chosen]} ({key}={chosen}). The first: {failures[0]}", "warning")
+        setting = reward.on_error or self.config.algorithm.missing.infra
+        notify(f"{what}; {_THEN[setting]} ({key}={setting}). The first: {failures[0]}", "warning")
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
         if outcome.unscored is not None:
@@ -369,10 +368,10 @@ class RewardManager:
         return score, extra
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
-        found = self._make_columns(extras, outcomes)
+        columns = self._make_columns(extras, outcomes)
         read = [self.config.data.reward_fn_key, self.config.distillation.teacher_key]
-        check_keys(found, f"the reward function ({self.pool.label})", [name for name in read if name])
-        return found
+        check_keys(columns, f"the reward function ({self.pool.label})", [name for name in read if name])
+        return columns
 
 
 @register_reward_manager("batch")
@@ -411,7 +410,7 @@ class DAPORewardManager(RewardManager):
     extra information.
     """
 
-    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: Pool) -> None:
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: SampleScorer) -> None:
         super().__init__(config, tokenizer, pool)
         buffer = self.settings.overlong_buffer_cfg
         self.max_length = self.settings.max_resp_len or config.data.max_response_length
@@ -432,15 +431,15 @@ def _given(reward: float | Unscored | None) -> Outcome:
     """The outcome of a row that is not asked for."""
     if isinstance(reward, Unscored):
         return without_score(reward, 0.0)
-    return Outcome(0.0 if reward is None else reward, None, 0.0, given=True)
+    return Outcome(0.0 if reward is None else reward, None, 0.0, brought_along=True)
 
 
 def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, list[Any]]:
     """Columns of extra information with the values that rows brought along with their rewards (`Scored.extra`)."""
-    given, of_data = own_rewards(batch.non_tensor_batch, len(batch)), batch.meta_info.get(DATA_COLUMNS, ())
+    brought, of_data = own_rewards(batch.non_tensor_batch, len(batch)), batch.meta_info.get(DATA_COLUMNS, ())
     for name in (columns.keys() & batch.non_tensor_batch.keys()) - set(of_data):
         own = batch.non_tensor_batch[name]
-        for row, reward in enumerate(given):
+        for row, reward in enumerate(brought):
             if reward is not None and columns[name][row] is None:
                 columns[name][row] = own[row]
     return columns
@@ -449,12 +448,12 @@ def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, li
 def _whole_scores(
     extras: list[dict[str, Any]],
     outcomes: Sequence[Outcome],
-    given: Sequence[float | Unscored | None],
+    brought: Sequence[float | Unscored | None],
     of_turns: Sequence[float],
 ) -> list[Outcome]:
     """The outcomes of rows that brought a score along with the rewards of their turns in it, and `acc` likewise."""
     whole = []
-    for extra, outcome, reward, more in zip(extras, outcomes, given, of_turns, strict=True):
+    for extra, outcome, reward, more in zip(extras, outcomes, brought, of_turns, strict=True):
         if isinstance(reward, float):
             outcome = replace(outcome, score=outcome.score + more)
             if "acc" in extra:
@@ -502,7 +501,7 @@ def _prompt_of(row: Mapping[str, Any], is_text: bool) -> Any:
 
 
 def _of_rollout(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What verl adds to `extra_info`: the number of turns, and the rewards that tools or users gave during them."""
+    """Entries that verl adds to `extra_info`: the number of turns, and rewards that tools or users gave in them."""
     turns, scores = row.get("__num_turns__"), row.get("reward_scores")
     if turns is None and "session_id" not in row:
         turns = 2  # verl counts the prompt and the response

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.function import OBJECT_SUFFIX
 from hybridrl.utils.files import write_bytes
+from hybridrl.utils.user_code import OBJECT_SUFFIX
 
 #: a function, or the path of a Python file, `FILE.py` or `FILE.py:NAME`
 Reward = Callable[..., Any] | str | Path
@@ -44,36 +44,12 @@ def reward_settings(
             raise RewardError("reward weights are given for a single function; weights need a list of functions")
         return {"custom_reward_function": _entry(_name_of(reward, 0), reward, Path(folder))}
     named = _named(reward)
-    found = _weights(list(named), weights)
+    factors = _weights(list(named), weights)
     return {
         "functions": {
-            name: {**_entry(name, function, Path(folder)), "weight": found[name]} for name, function in named.items()
+            name: {**_entry(name, function, Path(folder)), "weight": factors[name]} for name, function in named.items()
         }
     }
-
-
-def load_object(path: str, key: str) -> Callable[..., Any]:
-    """Read a function that `reward_settings` wrote.
-
-    Raises:
-        RewardError: the file does not exist, or what it holds cannot be loaded here or called.
-    """
-    import pickle
-
-    try:
-        with open(path, "rb") as file:
-            found = pickle.load(file)
-    except FileNotFoundError:
-        raise RewardError(f"{key}={path}: no such file.") from None
-    except Exception as error:  # the function's modules are imported, which may raise anything
-        raise RewardError(
-            f"{key}={path}: the function in it cannot be loaded ({type(error).__name__}: {error}). Write it again with "
-            "hybridrl.reward.reward_settings, and keep the modules that it uses importable."
-        ) from error
-    if not callable(found):
-        raise RewardError(f"{key}={path}: holds {type(found).__name__}, which cannot be called.")
-    function: Callable[..., Any] = found
-    return function
 
 
 def _entry(name: str, reward: Any, folder: Path) -> dict[str, Any]:
@@ -127,10 +103,10 @@ def _name_of(reward: Any, number: int) -> str:
     """Return a function's own name, as far as a setting can be called so."""
     if isinstance(reward, str | Path):
         path, _, function = str(reward).partition(":")
-        found = function or Path(path).stem
+        name = function or Path(path).stem
     else:
-        found = getattr(reward, "__name__", type(reward).__name__)
-    return re.sub(r"\W+", "_", found.replace("<lambda>", f"reward_{number + 1}")).strip("_") or f"reward_{number + 1}"
+        name = getattr(reward, "__name__", type(reward).__name__)
+    return re.sub(r"\W+", "_", name.replace("<lambda>", f"reward_{number + 1}")).strip("_") or f"reward_{number + 1}"
 
 
 def _weights(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:

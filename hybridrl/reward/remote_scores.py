@@ -72,15 +72,15 @@ class Service:
         while self._waiting and self._free:
             part, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
             self._free -= 1
-            samples = [one.sample for one in part]
-            asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, samples)
-            asked.add_done_callback(partial(self._receive, part))
-            _set_results([None] * len(part), [one.sent for one in part])
+            samples = [waiting.sample for waiting in part]
+            answers = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, samples)
+            answers.add_done_callback(partial(self._receive, part))
+            _set_results([None] * len(part), [waiting.sent for waiting in part])
 
-    def _receive(self, part: "list[_Waiting]", asked: "asyncio.Future[list[Any]]") -> None:
+    def _receive(self, part: "list[_Waiting]", answers: "asyncio.Future[list[Any]]") -> None:
         self._free += 1
         self._send()
-        _set_results(asked.result(), [one.score for one in part])
+        _set_results(answers.result(), [waiting.score for waiting in part])
 
     def _ask(self, samples: list[dict[str, Any]]) -> list[Any]:
         def fault(answer: Mapping[str, Any]) -> str | None:
@@ -95,7 +95,7 @@ class Service:
             return [Unscored(error.reason, str(error))] * len(samples)
         except Exception as error:  # for example a sample that JSON has no form for
             return [Unscored(Reason.GRADING, f"{type(error).__name__}: {error}")] * len(samples)
-        return [_score(one) for one in answer["scores"]]
+        return [_score(score) for score in answer["scores"]]
 
 
 _services: dict[tuple[Any, ...], Service] = {}
@@ -132,21 +132,21 @@ async def compute_score(
 def plain(value: Any) -> Any:
     """A value as JSON has it: arrays as lists, keys as text."""
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     for method in ("tolist", "item"):
         if hasattr(value, method):
             return plain(getattr(value, method)())
     return value
 
 
-def _score(found: Any) -> Any:
-    if isinstance(found, Mapping) and "unscored" in found:
-        reason = str(found["unscored"])
-        known = reason in list(Reason)
-        return Unscored(Reason(reason) if known else Reason.GRADING, str(found.get("detail") or found))
-    return found
+def _score(answer: Any) -> Any:
+    if isinstance(answer, Mapping) and "unscored" in answer:
+        reason = str(answer["unscored"])
+        is_reason = reason in list(Reason)
+        return Unscored(Reason(reason) if is_reason else Reason.GRADING, str(answer.get("detail") or answer))
+    return answer
 
 
 def _set_results(results: list[Any], futures: list["asyncio.Future[Any]"]) -> None:

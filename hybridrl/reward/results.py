@@ -1,4 +1,4 @@
-"""What a reward function may return, and what is made of it: numbers, text, lists and dicts only.
+"""Results of reward functions: what they may return, and its plain form of numbers, text, lists and dicts.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -106,9 +106,9 @@ def _number(value: Any) -> float:
         except Exception as error:
             raise BadScore(f"returned {type(value).__name__} that is not a single number ({error})") from None
     if not isinstance(value, (bool, int, float)):
-        shown = repr(value)
+        text = repr(value)
         raise BadScore(
-            f"returned {type(value).__name__} {shown[:60]}; a score must be a number, or a dict with a number 'score'"
+            f"returned {type(value).__name__} {text[:60]}; a score must be a number, or a dict with a number 'score'"
         )
     try:
         number = float(value)

@@ -1,4 +1,4 @@
-"""How a reward function is called, by the names of its parameters.
+"""The call of a reward function, by the names of its parameters.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -91,7 +91,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RewardCall:
-    """How a function is called.
+    """The way in which a function is called.
 
     Attributes:
         form: once per sample or once per batch.
@@ -119,8 +119,8 @@ class RewardCall:
 
     @property
     def wanted(self) -> tuple[str, ...] | None:
-        """What a sample has to hold besides verl's four arguments: names of columns, and `prompt`, `prompts` or
-        `completion_ids`; None: everything.
+        """The parts that a sample has to hold besides verl's four arguments: names of columns, and `prompt`, `prompts`
+        or `completion_ids`; None: everything.
         """
         if self.all_columns:
             return None
@@ -140,15 +140,15 @@ class RewardCall:
         """
         samples = [value] if isinstance(value, Sample) else value
         self._columns_of(samples)
-        wanted = self.wanted
-        if wanted is None:
+        names = self.wanted
+        if names is None:
             return value
         reduced = [
             replace(
                 sample,
-                prompt=sample.prompt if {PROMPT, "prompts", "completions"} & set(wanted) else None,
-                token_ids=sample.token_ids if "completion_ids" in wanted else None,
-                columns={name: sample.columns[name] for name in wanted if name in sample.columns},
+                prompt=sample.prompt if {PROMPT, "prompts", "completions"} & set(names) else None,
+                token_ids=sample.token_ids if "completion_ids" in names else None,
+                columns={name: sample.columns[name] for name in names if name in sample.columns},
             )
             for sample in samples
         ]
@@ -160,13 +160,13 @@ class RewardCall:
         Raises:
             RewardError: the data lack a column.
         """
-        known = _of_sample(samples[0]) if self.form == "sample" else _of_batch(samples)
+        provided = _of_sample(samples[0]) if self.form == "sample" else _of_batch(samples)
         names = dict(self.renamed)
-        found = {names.get(name, name): known[name] for name in self.arguments}
+        arguments = {names.get(name, name): provided[name] for name in self.arguments}
         for name in self._columns_of(samples):
             column = [self._column(sample, name) for sample in samples]
-            found[name] = column[0] if self.form == "sample" else column
-        return found
+            arguments[name] = column[0] if self.form == "sample" else column
+        return arguments
 
     def _columns_of(self, samples: Sequence[Sample]) -> list[str]:
         present = dict.fromkeys(name for sample in samples for name in sample.columns)
@@ -280,12 +280,12 @@ def understand(
     empty = [key for key in others if named[key].default is None]
     by_name = all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required)
     free = Free(required, others, empty, takes_any, by_name)
-    found = _as_in_trl(free) or _as_batch(free) or _as_sample(free) or _as_in_verl(free, by_position, form)
-    if found is None:
+    how = _as_in_trl(free) or _as_batch(free) or _as_sample(free) or _as_in_verl(free, by_position, form)
+    if how is None:
         raise RewardError(f"{source}: {_not_understood(name, parameters, required)}")
-    found = replace(found, positional=tuple(key for key in by_position if key in required))
-    _check_call(call, name, found, kwargs, source, kwargs_key)
-    return found
+    how = replace(how, positional=tuple(key for key in by_position if key in required))
+    _check_call(call, name, how, kwargs, source, kwargs_key)
+    return how
 
 
 @dataclass(frozen=True)
@@ -320,10 +320,10 @@ class Free:
 
         A default other than None says that it is something else, such as the length that is aimed at.
         """
-        found = tuple(name for name in _TRUTHS[form] if name in self.required)
-        found = found or tuple(name for name in _TRUTHS[form] if name in self.empty)
+        candidates = tuple(name for name in _TRUTHS[form] if name in self.required)
+        candidates = candidates or tuple(name for name in _TRUTHS[form] if name in self.empty)
         proper = "ground_truth" if form == "sample" else "ground_truths"
-        return () if len(found) != 1 or {proper, "ground_truth"} & set(self.names) else found
+        return () if len(candidates) != 1 or {proper, "ground_truth"} & set(self.names) else candidates
 
     def besides(self, names: Sequence[str]) -> dict[str, Any]:
         """The fields of a `RewardCall` for parameters that are columns of the data: all but these."""
@@ -335,11 +335,11 @@ class Free:
 
 def _bound(call: Callable[..., Any]) -> set[str]:
     """Names of parameters that `functools.partial` has given a value."""
-    found: set[str] = set()
+    names: set[str] = set()
     while isinstance(call, partial):
-        found |= set(call.keywords)
+        names |= set(call.keywords)
         call = call.func
-    return found
+    return names
 
 
 def _as_in_trl(free: Free) -> RewardCall | None:
@@ -360,35 +360,40 @@ def _as_batch(free: Free) -> RewardCall | None:
     """A function whose response is a list by its name."""
     fill = free.takes_any and "solution_strs" in free.names
     if "responses" in free.names or "solution_strs" in free.names:
-        chosen = tuple(n for n in _BATCH_KNOWN if n in free.names or (fill and n in BATCH_NAMES))
-        return RewardCall("batch", chosen, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
+        arguments = tuple(n for n in _BATCH_KNOWN if n in free.names or (fill and n in BATCH_NAMES))
+        return RewardCall("batch", arguments, truths=free.truths("batch"), **free.besides(_BATCH_KNOWN))
     text = free.texts("batch")
     if len(text) != 1:
         return None
-    chosen = ("solution_strs", *(name for name in BATCH_NAMES if name in free.names))
-    renamed, known = (("solution_strs", text[0]),), (*BATCH_NAMES, text[0])
+    arguments = ("solution_strs", *(name for name in BATCH_NAMES if name in free.names))
+    renamed, taken_names = (("solution_strs", text[0]),), (*BATCH_NAMES, text[0])
     return RewardCall(
-        "batch", chosen, renamed=renamed, guessed=(text[0],), truths=free.truths("batch"), **free.besides(known)
+        "batch",
+        arguments,
+        renamed=renamed,
+        guessed=(text[0],),
+        truths=free.truths("batch"),
+        **free.besides(taken_names),
     )
 
 
 def _as_sample(free: Free) -> RewardCall | None:
     """A function whose response is one text by its name, or that takes every name."""
     text = free.texts("sample")
-    known = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
+    usual = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
     if "solution_str" in free.names or (free.takes_any and free.by_name):
-        chosen = tuple(name for name in known if name in free.names or free.takes_any)
-        return RewardCall("sample", chosen, truths=free.truths("sample"), **free.besides(known))
+        arguments = tuple(name for name in usual if name in free.names or free.takes_any)
+        return RewardCall("sample", arguments, truths=free.truths("sample"), **free.besides(usual))
     if len(text) != 1 or set(_BATCH_KNOWN) & set(free.names):
         return None
-    chosen = ("solution_str", *(name for name in known if name in free.names))
+    arguments = ("solution_str", *(name for name in usual if name in free.names))
     return RewardCall(
         "sample",
-        chosen,
+        arguments,
         renamed=(("solution_str", text[0]),),
         guessed=(text[0],),
         truths=free.truths("sample"),
-        **free.besides((*known, text[0])),
+        **free.besides((*usual, text[0])),
     )
 
 
@@ -405,30 +410,30 @@ def _as_in_verl(free: Free, by_position: Sequence[str], form: Form) -> RewardCal
 
 
 def _not_understood(name: str, parameters: Mapping[str, Any], required: Sequence[str]) -> str:
-    given = ", ".join(parameters) or "nothing"
-    foreign = next((f"{one} is {_FOREIGN[one]}. " for one in required if one in _FOREIGN), "")
-    text = [one for one in _TEXTS["sample"] if one in required]
+    listed = ", ".join(parameters) or "nothing"
+    foreign = next((f"{key} is {_FOREIGN[key]}. " for key in required if key in _FOREIGN), "")
+    text = [key for key in _TEXTS["sample"] if key in required]
     if len(text) > 1:
         return (
-            f"{name} takes ({given}), and {' and '.join(text)} may each be the response; call the response "
+            f"{name} takes ({listed}), and {' and '.join(text)} may each be the response; call the response "
             f"solution_str. {EXPECTED}."
         )
     return (
-        f"{name} takes ({given}), and no name tells which parameter is the response. {foreign}Call the response "
+        f"{name} takes ({listed}), and no name tells which parameter is the response. {foreign}Call the response "
         f"solution_str and the ground truth ground_truth; other parameters are columns of the data. {EXPECTED}."
     )
 
 
 def _check_call(
-    call: Callable[..., Any], name: str, found: RewardCall, kwargs: Mapping[str, Any], source: str, kwargs_key: str
+    call: Callable[..., Any], name: str, how: RewardCall, kwargs: Mapping[str, Any], source: str, kwargs_key: str
 ) -> None:
-    names = dict(found.renamed)
-    values = dict.fromkeys((*(names.get(one, one) for one in found.arguments), *found.columns))
+    names = dict(how.renamed)
+    values = dict.fromkeys((*(names.get(argument, argument) for argument in how.arguments), *how.columns))
     try:
-        first = [values.pop(one) for one in found.positional]
+        first = [values.pop(argument) for argument in how.positional]
         inspect.signature(call).bind(*first, **values, **kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{source}: {name} cannot be called with ({', '.join((*found.arguments, *found.columns, *kwargs))}): "
+            f"{source}: {name} cannot be called with ({', '.join((*how.arguments, *how.columns, *kwargs))}): "
             f"{error}. {EXPECTED}; pass further arguments with {kwargs_key}."
         ) from error

@@ -17,7 +17,7 @@ from hybridrl.models.classifier import check_step_model
 from hybridrl.models.model_config import config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.protocol import DataProto
-from hybridrl.reward.conversations import KEY, generated_tokens, own_tokenizer, refuse_images
+from hybridrl.reward.conversations import KEY, Conversations, generated_tokens, own_tokenizer, refuse_images
 from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
 from hybridrl.reward.steps import StepPlaces, steps_of
 
@@ -32,6 +32,12 @@ _OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {
     "product": math.prod,
     "last": lambda scores: scores[-1],
 }
+
+
+def reader_of(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> Conversations | StepConversations:
+    """Return what makes the batches that the reward model scores: of conversations, or of their steps."""
+    kind = StepConversations if config.reward.reward_model.steps.enable else Conversations
+    return kind(config, tokenizer)
 
 
 class StepConversations:
@@ -82,12 +88,12 @@ class StepConversations:
         answers = self._policy.batch_decode(generated_tokens(batch, reason), skip_special_tokens=True)
         prompts = [self._prompt(list(messages)) for messages in batch.non_tensor_batch["raw_prompt"]]
         read = [self._read(answer) for answer in answers]
-        left, right = max(map(len, prompts)), max(len(ids) for ids, _ in read) + 1
-        ids = torch.zeros(len(read), left + right, dtype=torch.int64)
-        mask, marks = torch.zeros_like(ids), torch.zeros(len(read), right, dtype=torch.int64)
+        prompt_width, answer_width = max(map(len, prompts)), max(len(ids) for ids, _ in read) + 1
+        ids = torch.zeros(len(read), prompt_width + answer_width, dtype=torch.int64)
+        mask, marks = torch.zeros_like(ids), torch.zeros(len(read), answer_width, dtype=torch.int64)
         for row, (prompt, (answer, ends)) in enumerate(zip(prompts, read, strict=True)):
-            ids[row, left - len(prompt) : left + len(answer)] = torch.tensor([*prompt, *answer])
-            mask[row, left - len(prompt) : left + len(answer) + 1] = 1
+            ids[row, prompt_width - len(prompt) : prompt_width + len(answer)] = torch.tensor([*prompt, *answer])
+            mask[row, prompt_width - len(prompt) : prompt_width + len(answer) + 1] = 1
             marks[row, ends] = 1
         return DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "response_mask": marks})
 
@@ -107,20 +113,20 @@ class StepConversations:
         rewards = torch.zeros(tensors["responses"].shape, dtype=torch.float32)
         if (number := _OF_ALL.get(self._steps.reward)) is not None:
             rows = torch.arange(len(rewards))
-            rewards[rows, last_generated(batch)] = torch.tensor([number(one) for one in of_steps])
+            rewards[rows, last_generated(batch)] = torch.tensor([number(step_scores) for step_scores in of_steps])
         else:
-            for row, (place, one) in enumerate(zip(self._ends(batch), of_steps, strict=True)):
-                rewards[row].index_add_(0, torch.tensor(place), torch.tensor(one))
+            for row, (place, step_scores) in enumerate(zip(self._ends(batch), of_steps, strict=True)):
+                rewards[row].index_add_(0, torch.tensor(place), torch.tensor(step_scores))
         return rewards, {"rm_scores": rewards.sum(-1).tolist(), "rm_step_scores": of_steps}
 
     def _ends(self, batch: DataProto) -> list[list[int]]:
         """The last generated token of each step of each response."""
         tensors, lengths = tensors_of(batch), response_lengths(batch).tolist()
-        own, found = tensors.get("response_mask", None), []
+        own, ends = tensors.get("response_mask", None), []
         for row, length in enumerate(lengths):
             tokens = tensors["responses"][row, :length].tolist()
-            found.append(self._places(tokens, [1] * length if own is None else own[row, :length].tolist()))
-        return found
+            ends.append(self._places(tokens, [1] * length if own is None else own[row, :length].tolist()))
+        return ends
 
     def _read(self, answer: str) -> tuple[list[int], list[int]]:
         """The tokens of steps and marks, and the places after the marks."""

@@ -55,8 +55,8 @@ class StepPlaces:
         a tokenizer changes the text that it joins, for example removes spaces, first tokens are decoded one by one.
         """
         special = {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
-        shown = iter(self._texts([token for token in tokens if token not in special]))
-        texts = ["" if token in special else next(shown) for token in tokens]
+        shown_texts = iter(self._texts([token for token in tokens if token not in special]))
+        texts = ["" if token in special else next(shown_texts) for token in tokens]
         joined = "".join(texts)
         dropped = len(joined) - len(text)
         if joined[dropped:] == text and not joined[:dropped].strip():

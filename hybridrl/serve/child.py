@@ -1,8 +1,8 @@
-"""The process that serves a run over HTTP: `python -m hybridrl.serve.child SOCKET LISTENER`.
+"""The process that serves a run over HTTP: `main` in a process of its own.
 
-`ServerProcess` starts it. Both arguments are descriptors: a socket to the run, and the socket that listens. Standard
-input carries the `ServerSetup`. Clients are not trusted: whatever they exhaust (memory, descriptors, the interpreter's
-time) is exhausted here, and not in the run. The process ends when the run does.
+`ServerProcess` starts it, with the socket that listens, and sends the `ServerSetup`. Clients are not trusted: whatever
+they exhaust (memory, descriptors, the interpreter's time) is exhausted here, and not in the run. The process ends when
+the run does.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import os
 import pickle
 import resource
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hybridrl.errors import RolloutError
+from hybridrl.processes.frames import FrameConnection
+from hybridrl.processes.peer import JSON, Peer
+from hybridrl.processes.start import end_with_run
+from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire
 from hybridrl.serve.app import create_app
@@ -38,47 +41,33 @@ class RunClient:
     """A `GenerationClient` that calls the run, where the gate is.
 
     Args:
-        reader, writer: of the socket to the run.
+        stream: the connection to the run.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._count = 0
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+    def __init__(self, stream: FrameStream) -> None:
+        self._close = asyncio.Event()
+        self._run = Peer(stream, JSON, {"close": self._close.set}, RolloutError)
+        self._serving: asyncio.Future[None] | None = None
         self._sent: weakref.WeakSet[ClientImage] = weakref.WeakSet()
-        self._stats = _Recent(lambda: self._call("stats"))
-        self._health = _Recent(lambda: self._call("health"))
+        self._stats = _Recent(lambda: self._run.call("stats"))
+        self._health = _Recent(lambda: self._run.call("health"))
 
     async def listen(self) -> None:
-        """Pass the run's answers on, until it ends the server."""
-        while True:
-            message = await wire.receive(self._reader)
-            if message.get("close"):
-                return
-            call = self._calls.pop(message["call"])
-            if call.done():
-                continue
-            if message["error"] is None:
-                call.set_result((message["value"], message["data"]))
-            else:
-                call.set_exception(RolloutError(message["error"]))
+        """Take the run's answers, until it ends the server.
+
+        Raises:
+            EOFError: the run has ended.
+        """
+        closing = asyncio.ensure_future(self._close.wait())
+        serving = asyncio.ensure_future(self._run.serve())
+        await asyncio.wait({closing, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        self._serving = serving  # calls in progress are answered until the process ends
 
     def report_ready(self) -> None:
         """Report to the run that clients are served."""
-        wire.send(self._writer, {"method": "ready"})
-
-    async def _call(self, method: str, argument: Any = None) -> Any:
-        return (await self._answered(method, argument))[0]
-
-    async def _answered(self, method: str, argument: Any = None) -> tuple[Any, bytes]:
-        """The answer to a call, and the bytes after it."""
-        self._count += 1
-        number = self._count
-        self._calls[number] = asyncio.get_running_loop().create_future()
-        wire.send(self._writer, {"call": number, "method": method, "argument": argument})
-        answer: tuple[Any, bytes] = await self._calls[number]
-        return answer
+        self._run.tell("ready")
 
     async def generate(self, request: Request) -> Completion:
         plain, images = wire.request_to_plain(request), request.images
@@ -86,28 +75,28 @@ class RunClient:
             for picture in images.pictures:
                 self._send_once(picture)
             plain["images"] = {"numbers": [image.number for image in images.pictures], "places": images.places}
-        return wire.completion_from_plain(*await self._answered("generate", plain))
+        return wire.completion_from_plain(await self._run.call("generate", plain))
 
     def _send_once(self, picture: ClientImage) -> None:
         """Send an image to the run, which keeps it until nothing here has it any more."""
         if picture in self._sent:
             return
         self._sent.add(picture)
-        wire.send(self._writer, *wire.image_to_plain(picture.number, picture.tensors))
-        loop, message = asyncio.get_running_loop(), {"method": "forget", "number": picture.number}
-        weakref.finalize(picture, _in_loop, loop, wire.send, self._writer, message)  # it may go in any thread
+        self._run.tell("image", picture.number, wire.image_to_plain(picture.tensors))
+        loop, number = asyncio.get_running_loop(), picture.number
+        weakref.finalize(picture, _in_loop, loop, self._run.tell, "forget", number)  # it may go in any thread
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._call("abort", list(ids))
+        await self._run.call("abort", list(ids))
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._call("pause", mode)
+        await self._run.call("pause", mode)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._run.call("resume")
 
     async def is_paused(self) -> bool:
-        return bool(await self._call("is_paused"))
+        return bool(await self._run.call("is_paused"))
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         stats: Mapping[str, Mapping[str, float]] = await self._stats.get()
@@ -141,8 +130,7 @@ class _Recent:
 
 
 async def _serve(setup: ServerSetup, connection: socket.socket, listening: socket.socket, max_connections: int) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
-    client = RunClient(reader, writer)
+    client = RunClient(await FrameStream.open(connection))
     served = served_model(setup)
     limits = setup.rollout.server
     app = create_app(
@@ -160,7 +148,7 @@ async def _serve(setup: ServerSetup, connection: socket.socket, listening: socke
     client.report_ready()
     try:
         await client.listen()
-    except (asyncio.IncompleteReadError, ConnectionError):  # the run has ended, and nobody waits for this process
+    except EOFError:  # the run has ended, and nobody waits for this process
         os._exit(0)
     await server.stop()
 
@@ -177,13 +165,10 @@ def _be_modest(max_connections: int) -> int:
     return max(1, limit - _OWN_DESCRIPTORS)
 
 
-def main() -> None:
+def main(connection_fd: int, life_fd: int, listening_fd: int) -> None:
     """Serve until the run ends."""
-    connection, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    setup: ServerSetup = pickle.load(sys.stdin.buffer)
+    end_with_run(life_fd)
+    connection = FrameConnection(connection_fd)
+    setup: ServerSetup = pickle.loads(connection.receive())
     max_connections = _be_modest(setup.rollout.server.max_connections)
-    asyncio.run(_serve(setup, connection, listening, max_connections))
-
-
-if __name__ == "__main__":
-    main()
+    asyncio.run(_serve(setup, connection.socket, socket.socket(fileno=listening_fd), max_connections))

@@ -3,12 +3,7 @@
 import asyncio
 import contextlib
 import functools
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +17,10 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
+from hybridrl.processes.frames import MalformedMessage
+from hybridrl.processes.peer import JSON, Peer
+from hybridrl.processes.start import Child, ending
+from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire
@@ -74,7 +73,7 @@ class ServerProcess:
     ) -> None:
         self.client = client
         self.listener = listener
-        self.process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._setup = setup
         self._log_file = log_file
         self._ready = threading.Event()
@@ -82,12 +81,16 @@ class ServerProcess:
         self._stopping = False
         self._loop = asyncio.new_event_loop()
         self._gate = GuestGate(client, functools.cache(lambda: tokenizer_of(setup.model)))
-        self._writer: asyncio.StreamWriter | None = None
+        self._peer: Peer | None = None
         self._in_flight: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
-        self._tasks: set[asyncio.Task[None]] = set()
         self.images: dict[int, ImageTensors] = {}  # by the number that the process calls them
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before it was started."""
+        return None if self._child is None else self._child.pid
 
     def start(self) -> None:
         """Start the process, without waiting for it."""
@@ -161,86 +164,54 @@ class ServerProcess:
 
     async def _one_process(self) -> str:
         """Start a process and answer its calls until it ends; returns how it ended."""
-        ours, theirs = socket.socketpair()
-        package_root = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
-        descriptors = [theirs.fileno(), self.listener.socket.fileno()]
-        log = None if self._log_file is None else open(self._log_file, "ab")  # noqa: SIM115 (closed below)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hybridrl.serve.child", *map(str, descriptors)],
-                pass_fds=descriptors,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C does not reach it
-            )
-        if log is not None:
-            log.close()
-        assert self.process.stdin is not None
-        with self.process.stdin as pipe:
-            pipe.write(pickle.dumps(self._setup))
+        with contextlib.nullcontext() if self._log_file is None else open(self._log_file, "ab") as log:
+            child = self._child = Child("hybridrl.serve.child", [self.listener.socket.fileno()], output=log)
         self.images = {}  # the numbers are those of another process
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        stream = await FrameStream.open(child.connection)
+        stream.send(pickle.dumps(self._setup))
+        peer = self._peer = Peer(stream, JSON, self._methods, RolloutError)
         if self._stopping:
             self._request_close()
         try:
-            while True:
-                self._take(await wire.receive(reader))
-        except (asyncio.IncompleteReadError, ConnectionError):
+            await peer.serve()
+        except EOFError:
             pass
-        except (ValueError, TypeError, KeyError) as error:
-            notify(f"the OpenAI server's process sent something else than a message: {error!r}", "warning")
+        except MalformedMessage as error:
+            notify(f"the OpenAI server's process sent something else than a message: {error}", "warning")
         finally:
-            self._writer.close()
-            self._writer = None
-            code = await asyncio.to_thread(_end, self.process)
-            await self._abort_in_flight()
-        return _ended(code)
+            self._peer = None
+            peer.close()
+            code = await asyncio.to_thread(child.wait, STOP_S)
+            code = await asyncio.to_thread(child.end) if code is None else code
+            child.leave()
+            await self._abort_in_flight(peer)
+        return ending(code)
 
-    def _take(self, message: dict[str, Any]) -> None:
-        """Start the call that a message asks for."""
-        method = message["method"]
-        if method == "ready":
-            self._ready.set()
-            return
-        if method == "image":
-            self.images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
-            return
-        if method == "forget":
-            self.images.pop(int(message["number"]), None)
-            return
-        answers: dict[str, Callable[[Any], Any]] = {
+    @property
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        """The methods that the process may call."""
+        return {
+            "ready": self._ready.set,
+            "image": self._take_image,
+            "forget": lambda number: self.images.pop(int(number), None),
             "generate": self._generate,
             "abort": self._abort,
-            "stats": lambda _: self.client.stats(),
-            "health": lambda _: self.client.health(),
+            "stats": self.client.stats,
+            "health": self.client.health,
             "pause": self._pause,
-            "resume": lambda _: self._gate.resume(),
-            "is_paused": lambda _: self._gate.is_paused(),
+            "resume": self._gate.resume,
+            "is_paused": self._gate.is_paused,
         }
-        task = self._loop.create_task(self._answer(int(message["call"]), answers[method], message["argument"]))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int, answer: Callable[[Any], Any], argument: Any) -> None:
-        data = b""
-        try:
-            value, error = await answer(argument), None
-            if isinstance(value, tuple):
-                value, data = value
-        except Exception as caught:
-            value, error = None, f"{type(caught).__name__}: {caught}"
-        if self._writer is not None:
-            wire.send(self._writer, {"call": number, "value": value, "error": error}, data)
+    def _take_image(self, number: Any, image: Any) -> None:
+        self.images[int(number)] = wire.image_from_plain(image, config_of(self._setup.model))
 
-    async def _generate(self, argument: Any) -> tuple[dict[str, Any], bytes]:
+    async def _generate(self, plain: Any) -> dict[str, Any]:
         images = None
-        if argument.get("images") is not None:
-            config, ids = config_of(self._setup.model), argument["prompt_ids"]
-            images = wire.images_from_plain(argument["images"], ids, self.images, config)
-        request = wire.request_from_plain(argument, images)
+        if plain.get("images") is not None:
+            config, ids = config_of(self._setup.model), plain["prompt_ids"]
+            images = wire.images_from_plain(plain["images"], ids, self.images, config)
+        request = wire.request_from_plain(plain, images)
         self._in_flight.add(request.id)
         try:
             completion = await self._own.get(request.session, self._gate.generate)(request)
@@ -256,40 +227,20 @@ class ServerProcess:
             raise ValueError(f"mode={mode!r}")
         await self._gate.pause(mode)
 
-    async def _abort_in_flight(self) -> None:
+    async def _abort_in_flight(self, peer: Peer) -> None:
         """End the requests of a process that has ended; nobody waits for them."""
         if self._in_flight:
             await self._gate.abort(sorted(self._in_flight))
-        tasks = list(self._tasks)
-        if tasks:
-            await asyncio.wait(tasks, timeout=STOP_S)
+        await peer.finish(STOP_S)
 
     def _request_close(self) -> None:
-        if self._writer is not None and self._ready.is_set():
-            wire.send(self._writer, {"close": True})
-        elif self.process is not None:
-            self.process.kill()
+        if self._peer is not None and self._ready.is_set():
+            self._peer.tell("close")
+        elif self._child is not None:
+            self._child.process.kill()
 
     def _end_of_log(self) -> str:
         if self._log_file is None or not self._log_file.is_file():
             return ""
         lines = self._log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return f"\nThe end of {self._log_file}:\n  " + "\n  ".join(lines) if lines else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process that has closed its socket; returns its exit code."""
-    try:
-        return process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

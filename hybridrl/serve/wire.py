@@ -1,11 +1,8 @@
-"""Messages between the run and its server process: JSON with its length in front, because clients' data is in them.
+"""Requests, completions and images as the run and its server process send them: JSON, because clients' data is in them.
 
-A message may have bytes after it: the patches of an image, or the experts of a request's tokens.
+Patches of an image, and experts of a request's tokens, are bytes (`hybridrl.processes.peer.JSON`).
 """
 
-import asyncio
-import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,33 +16,6 @@ from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
 from hybridrl.rollout.request_images import PromptImages, join_images
 from hybridrl.rollout.sampling import SamplingParams
 
-_LENGTHS = struct.Struct("<QQ")
-_LIMIT = 2**30
-
-
-def send(writer: asyncio.StreamWriter, message: dict[str, Any], data: bytes = b"") -> None:
-    """Send a message, with `data` after it."""
-    body = json.dumps(message).encode()
-    writer.write(_LENGTHS.pack(len(body), len(data)) + body)
-    if data:
-        writer.write(data)
-
-
-async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message; its entry `data` has the bytes after it.
-
-    Raises:
-        asyncio.IncompleteReadError: the other process has ended.
-        ValueError: it is no message.
-    """
-    lengths = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
-    if sum(lengths) > _LIMIT:
-        raise ValueError(f"a message of {sum(lengths)} bytes; the limit is {_LIMIT}")
-    message = json.loads(await reader.readexactly(lengths[0]))
-    if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
-    return {**message, "data": await reader.readexactly(lengths[1])}
-
 
 def request_to_plain(request: Request) -> dict[str, Any]:
     """A request as JSON can hold it."""
@@ -58,11 +28,10 @@ def request_to_plain(request: Request) -> dict[str, Any]:
     }
 
 
-def image_to_plain(number: int, tensors: ImageTensors) -> tuple[dict[str, Any], bytes]:
-    """An image that requests name by its number, and its patches."""
+def image_to_plain(tensors: ImageTensors) -> dict[str, Any]:
+    """An image: the numbers of its patches, and the patches."""
     patches = tensors["pixel_values"].float().contiguous()
-    plain = {"method": "image", "number": number, "grid": tensors["image_grid_thw"][0].tolist()}
-    return plain, patches.numpy().tobytes()
+    return {"grid": tensors["image_grid_thw"][0].tolist(), "patches": patches.numpy().tobytes()}
 
 
 def image_from_plain(data: Mapping[str, Any], config: PreTrainedConfig) -> ImageTensors:
@@ -80,7 +49,7 @@ def image_from_plain(data: Mapping[str, Any], config: PreTrainedConfig) -> Image
     grid = [int(side) for side in data["grid"]]
     if len(grid) != 3 or min(grid) < 1 or any(side % vision.spatial_merge_size for side in grid[1:]):
         raise ValueError(f"an image of {grid} patches")
-    patches = torch.frombuffer(bytearray(data["data"]), dtype=torch.float32)
+    patches = torch.frombuffer(bytearray(data["patches"]), dtype=torch.float32)
     image_grid = torch.tensor([grid])
     return {"pixel_values": patches.reshape(int(image_grid.prod()), size), "image_grid_thw": image_grid}
 
@@ -136,8 +105,8 @@ def request_from_plain(data: dict[str, Any], images: PromptImages | None = None)
     )
 
 
-def completion_to_plain(completion: Completion, routing: bool) -> tuple[dict[str, Any], bytes]:
-    """A completion as JSON can hold it, and its experts.
+def completion_to_plain(completion: Completion, routing: bool) -> dict[str, Any]:
+    """A completion as JSON can hold it, with its experts as bytes.
 
     Args:
         routing: they were asked for.
@@ -145,16 +114,16 @@ def completion_to_plain(completion: Completion, routing: bool) -> tuple[dict[str
     experts = completion.routed_experts if routing else None
     plain = asdict(replace(completion, routed_experts=None))
     if experts is None:
-        return plain, b""
-    return plain | {"experts": [str(experts.dtype), list(experts.shape)]}, experts.tobytes()
+        return plain
+    return plain | {"experts": [str(experts.dtype), list(experts.shape), experts.tobytes()]}
 
 
-def completion_from_plain(plain: Mapping[str, Any], data: bytes) -> Completion:
+def completion_from_plain(plain: Mapping[str, Any]) -> Completion:
     """The completion that `completion_to_plain` made plain."""
     fields = dict(plain)
     experts = fields.pop("experts", None)
     fields["versions"] = [(version, tokens) for version, tokens in fields["versions"]]
     if experts is not None:
-        kind, shape = experts
+        kind, shape, data = experts
         fields["routed_experts"] = np.frombuffer(data, dtype=kind).reshape(shape)
     return Completion(**fields)

@@ -21,12 +21,13 @@ from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.observe.validation_metrics import validation_metrics
 from hybridrl.reward import RewardError
+from hybridrl.reward.column_checks import check_columns
 from hybridrl.reward.columns import ExtraColumns, extra_of
-from hybridrl.reward.factory import check_columns, create_pool
+from hybridrl.reward.pools import create_pool
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.score import check_data_source, check_ground_truth
+from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import Sample, ground_truth_of
-from hybridrl.reward.weighted import Pool
 from hybridrl.utils.files import write_text
 
 _NAMED = 5  # how many faulty rows a message names
@@ -178,7 +179,7 @@ def _check_reference(source: Any, truth: Any, source_key: str, truth_key: str, c
     check_ground_truth(truth, source)
 
 
-def _scored(pool: Pool, answers: Answers) -> Iterator[Outcome]:
+def _scored(pool: SampleScorer, answers: Answers) -> Iterator[Outcome]:
     """Yield outcomes in order. A function that takes a batch is called once, with all samples."""
     samples, places = answers.samples, answers.places
     if any(how.form == "batch" for _, how in pool.calls):

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from hybridrl.notify import keeping_output, notify, redirect_lost_output
-from hybridrl.utils.forked import default_in_children, inherited_by_children
+from hybridrl.processes.forked import default_in_children, inherited_by_children
 from hybridrl.utils.termination import COPY_S, is_ours, listening, settle
 
 _HANGUP_LOG = "after_hangup.log"

@@ -15,9 +15,9 @@ from hybridrl.config.schema.node import ConfigNode
 from hybridrl.errors import ModelError, UserError
 from hybridrl.notify import notify
 from hybridrl.observe.events import beginning
+from hybridrl.processes.inherited import block_stop_signals
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.single_controller.ray import ResourcePoolManager, init_ray, shutdown_ray
-from hybridrl.utils.child_processes import block_stop_signals
 from hybridrl.utils.files import check_writable
 
 Groups = TypeVar("Groups")

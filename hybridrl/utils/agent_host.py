@@ -15,7 +15,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,14 +23,17 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import RolloutError
+from hybridrl.processes import results as plain_results
+from hybridrl.processes.forked import default_in_children, restore_defaults
+from hybridrl.processes.frames import FrameConnection
+from hybridrl.processes.supervisor import split_off
+from hybridrl.processes.template import serve_forks
 from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
-from hybridrl.utils import plain_results
-from hybridrl.utils.forked import default_in_children, restore_defaults
-from hybridrl.utils.supervisor import split_off
 from hybridrl.utils.user_code import load_object
 
 KEY = "actor_rollout_ref.rollout.agent"
@@ -97,32 +99,18 @@ def _without_proxy(host: str) -> str:
     return "*" if "*" in names else ",".join(dict.fromkeys([*names, host]))  # next to other names, * means nothing
 
 
-def main(control_fd: int) -> None:
-    """Load the program, and start an agent for each pair of descriptors that arrives, until the run ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run decides when agents end
-        signal.signal(number, lambda *_: None)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that have ended go by themselves
-    control = socket.socket(fileno=control_fd)
-    control.set_inheritable(False)  # what the user's code starts must not keep it open when this process has ended
-    program: AgentProgram = pickle.loads(_received(control))
-    try:
-        run = _loaded(program)
-    except Exception as error:
-        control.sendall(f"failed {error}".encode())
-        return
+def main(connection_fd: int, life_fd: int) -> None:
+    """Load the program, and start agents until the run ends."""
+    os.close(life_fd)  # it ends with its connection, and each agent has a supervisor of its own
+    serve_forks(connection_fd, _load)
+
+
+def _load(setup: bytes) -> Callable[[int, int], None]:
+    program: AgentProgram = pickle.loads(setup)
+    run = _loaded(program)
     _prepare_clients()
     gc.freeze()  # agents need not look at what they share, which would also copy it
-    control.sendall(b"ready")
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-        if not data:
-            return
-        connection_fd, life_fd = descriptors
-        if os.fork() == 0:
-            control.close()
-            _run_agent(run, connection_fd, life_fd)
-        os.close(connection_fd)
-        os.close(life_fd)
+    return partial(_run_agent, run)
 
 
 def _prepare_clients() -> None:
@@ -137,37 +125,23 @@ def _prepare_clients() -> None:
             _ = anthropic.Anthropic(base_url="http://localhost", api_key="none").messages
 
 
-def _received(connection: socket.socket) -> bytes:
-    """A message with its length in front."""
-    (length,) = plain_results.HEADER.unpack(connection.recv(plain_results.HEADER.size, socket.MSG_WAITALL))
-    return connection.recv(length, socket.MSG_WAITALL)
-
-
-def framed(data: bytes) -> bytes:
-    """A message to the host or an agent."""
-    return plain_results.HEADER.pack(len(data)) + data
-
-
 def _run_agent(run: Callable[[AgentJob, Path], Result], connection_fd: int, life_fd: int) -> None:
     """The life of one agent's process."""
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        folder = Path(tempfile.gettempdir(), f"hybridrl-agent-{uuid.uuid4().hex}")
-        # the agent's process may be ended at any moment, and the supervisor is not
-        split_off(life_fd, close=(connection_fd,), after=lambda: shutil.rmtree(folder, ignore_errors=True))
-        restore_defaults((signal.SIGTERM, signal.SIGHUP))
-        default_in_children((signal.SIGINT,))
-        connection = socket.socket(fileno=connection_fd)
-        job: AgentJob = pickle.loads(_received(connection))
-        os.environ.update(job.variables())
-        answer = _answer(run, job, folder)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the agent may have closed it
-                stream.flush()
-        with contextlib.suppress(OSError):  # the run waits for it no longer
-            connection.sendall(answer)
-    finally:
-        os._exit(0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    folder = Path(tempfile.gettempdir(), f"hybridrl-agent-{uuid.uuid4().hex}")
+    # the agent's process may be ended at any moment, and the supervisor is not
+    split_off(life_fd, close=(connection_fd,), after=lambda: shutil.rmtree(folder, ignore_errors=True))
+    restore_defaults((signal.SIGTERM, signal.SIGHUP))
+    default_in_children((signal.SIGINT,))
+    connection = FrameConnection(connection_fd)
+    job: AgentJob = pickle.loads(connection.receive())
+    os.environ.update(job.variables())
+    answer = _answer(run, job, folder)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the agent may have closed it
+            stream.flush()
+    with contextlib.suppress(OSError):  # the run waits for it no longer
+        connection.send(answer)
 
 
 def _answer(run: Callable[[AgentJob, Path], Result], job: AgentJob, folder: Path) -> bytes:

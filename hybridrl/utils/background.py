@@ -1,7 +1,14 @@
-"""A call in a thread of its own, whose error is raised where its end is awaited."""
+"""Work in threads of its own: a call whose error is raised where its end is awaited, and an event loop."""
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_END_S = 10.0
 
 
 class BackgroundCall:
@@ -37,3 +44,43 @@ class BackgroundCall:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, which does not keep the process from ending.
+
+    Args:
+        name: of the thread.
+
+    Attributes:
+        is_closing: `close` was called, so that what still runs is cancelled.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.is_closing = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread."""
+        self.is_closing = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)  # a coroutine may go on in spite of its cancellation
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
+        finally:
+            self._loop.close()

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hybridrl.notify import notify
-from hybridrl.utils.forked import default_in_children, inherited_by_children
+from hybridrl.processes.forked import default_in_children, inherited_by_children
 
 #: copies of one request: `timeout` and launchers send the signal to the program and to its group, one after the other
 COPY_S = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}

@@ -5,7 +5,11 @@ A path is one of
 - `path/to/file.py`: a Python file. Its folder is put on `sys.path`, so that it can import the files next to it.
 - `package.module` or `pkg://package.module`: a module that can be imported.
 
-If an object is needed, `:name` may follow either form. Before code is loaded, the entry points of the group
+If an object is needed, `:name` may follow either form, or the path is
+
+- `path/to/file.pkl`: a file that holds one object, pickled (`hybridrl.reward.reward_settings` writes functions so).
+
+Before code is loaded, the entry points of the group
 `hybridrl.import_hooks` are called: hybridrl's own one lets `import verl` find `hybridrl.verl_compat` where no verl is
 installed. Processes that score rewards import this module, so it must stay light.
 """
@@ -15,6 +19,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pickle
 import sys
 import traceback
 import zlib
@@ -27,6 +32,7 @@ from hybridrl.errors import UserError
 
 IMPORT_HOOKS = "hybridrl.import_hooks"  # the group of entry points: functions without arguments
 
+OBJECT_SUFFIX = ".pkl"  # of files that hold one object
 _PREFIX = "hybridrl_user_"  # of the names of modules that are loaded from files
 
 
@@ -104,6 +110,28 @@ def load_object(path: str, name: str | None, key: str, name_key: str, error: typ
     if not hasattr(module, name):
         raise error(f"{where}: {path} defines no {name}. It defines {', '.join(defined_in(module)) or 'nothing'}.")
     return getattr(module, name)
+
+
+def load_pickled(path: str, key: str, error: type[UserError] = UserError) -> Any:
+    """Load the object that a file with `OBJECT_SUFFIX` holds.
+
+    Args:
+        path: of the file.
+        key: the setting that holds it.
+        error: the class of the errors that are raised.
+
+    Raises:
+        UserError: there is no such file, or its content cannot be loaded here.
+    """
+    try:
+        return pickle.loads(_file(path).read_bytes())
+    except FileNotFoundError:
+        raise error(f"{key}={path}: no such file.") from None
+    except Exception as cause:  # the modules of the object are imported, which may raise anything
+        raise error(
+            f"{key}={path}: the object in it cannot be loaded ({type(cause).__name__}: {cause}). Write it again (a "
+            "reward function with hybridrl.reward.reward_settings), and keep the modules that it uses importable."
+        ) from cause
 
 
 def load_class(

@@ -1,7 +1,6 @@
 """Images of agents behind the server: the trainer sees the very patches that the sampler saw, in every dialect."""
 
 import base64
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import digest, tokens_per_image
+from hybridrl.processes.peer import JSON
 from hybridrl.protocol import object_array
 from hybridrl.rollout.request_images import split_images
 from hybridrl.rollout.trace import read_trace, trajectories_of
@@ -281,8 +281,8 @@ def test_patches_pass_between_the_processes_bit_by_bit(model: Path) -> None:
     tensors = {name: torch.cat([one[name] for one in images]) for name in ("pixel_values", "image_grid_thw")}
     known = {}
     for number, one in enumerate(split_images(tensors)):
-        plain, data = wire.image_to_plain(number, one)
-        known[number] = wire.image_from_plain({**json.loads(json.dumps(plain)), "data": data}, config)
+        passed = JSON.decode(JSON.encode({"image": wire.image_to_plain(one)}))["image"]
+        known[number] = wire.image_from_plain(passed, config)
     counts = tokens_per_image(config, tensors["image_grid_thw"]).tolist()
     ids = [5, *[token] * counts[0], 6, *[token] * sum(counts[1:])]
     places = [[1, counts[0]], [2 + counts[0], counts[1]], [2 + counts[0] + counts[1], counts[2]]]
@@ -299,4 +299,4 @@ def test_patches_pass_between_the_processes_bit_by_bit(model: Path) -> None:
             wire.images_from_plain(wrong, ids, known, config)
     for grid in ([1, 3, 2], [1, 2], [1, 0, 2], [1, 2, 4]):
         with pytest.raises((ValueError, RuntimeError)):
-            wire.image_from_plain({"grid": grid, "data": b"\0" * 4}, config)
+            wire.image_from_plain({"grid": grid, "patches": b"\0" * 4}, config)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
+from hybridrl.processes.results import MalformedMessage, Result, decode_result
+from hybridrl.processes.supervisor import descendants
 from hybridrl.scored import Scored
 from hybridrl.utils.agent_host import AgentJob, AgentProgram
-from hybridrl.utils.plain_results import MalformedMessage, Result, decode_result
-from hybridrl.utils.supervisor import descendants
 
 AGENT = """
 import os, pickle, signal, sys, time
@@ -101,6 +101,14 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentHost]:
 
 def job(kind: str, **row: Any) -> AgentJob:
     return AgentJob("http://x/sessions/i/v1", "i", "tiny", {"kind": kind, **row})
+
+
+def kill_host(host: AgentHost) -> None:
+    """Kill the process that starts agents, and wait until it has ended."""
+    pid = host.pid
+    os.kill(pid, signal.SIGKILL)
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
 
 
 def run(host: AgentHost, kind: str, **row: Any) -> Any:
@@ -194,22 +202,25 @@ def test_a_number_that_no_float_holds_is_malformed() -> None:
 def test_sessions_are_scored_truly_or_not_at_all_whoever_is_killed(host: AgentHost) -> None:
     """Agents and the process that starts them are killed at random; nothing is scored wrongly, and all goes on."""
     dice, count = random.Random(28), 40
+    answers: list[Any] = []
 
     async def session(number: int) -> Any:
         await asyncio.sleep(number * 0.05)
         try:
-            return await host.run(job("waits", seconds=0.3, number=number + 0.5))
+            answers.append(await host.run(job("waits", seconds=0.3, number=number + 0.5)))
+            return answers[-1]
         except AgentFailed as error:
             assert not error.by_itself
             return None
 
     async def killer(done: asyncio.Event) -> int:
-        killed = 0
+        killed, had_answers = 0, 0
         while not done.is_set():
             await asyncio.sleep(dice.uniform(0.05, 0.2))
-            agents = descendants(host._process.pid)  # this process may have others, such as those of its Ray
-            kills_host = dice.random() < 0.3 and not host._losses  # it gives up where no agent answers in between
-            target = host._process.pid if kills_host else (dice.choice(agents) if agents else None)
+            agents = descendants(host.pid)  # this process may have others, such as those of its Ray
+            kills_host = dice.random() < 0.3 and len(answers) > had_answers  # it gives up where none answers in between
+            had_answers = len(answers) if kills_host else had_answers
+            target = host.pid if kills_host else (dice.choice(agents) if agents else None)
             if target is not None:
                 os.kill(target, signal.SIGKILL)
                 killed += 1
@@ -226,8 +237,7 @@ def test_sessions_are_scored_truly_or_not_at_all_whoever_is_killed(host: AgentHo
     assert killed > 3
     scored = {number: value for number, value in enumerate(found) if value is not None}
     assert scored and all(value == number + 0.5 for number, value in scored.items())
-    os.kill(host._process.pid, signal.SIGKILL)
-    host._process.wait()
+    kill_host(host)
     assert run(host, "waits", seconds=0, number=1.5) == 1.5
 
 
@@ -235,7 +245,7 @@ def test_agents_in_flight_outlive_the_process_that_started_them(host: AgentHost)
     async def one() -> Any:
         running = asyncio.ensure_future(host.run(job("waits", seconds=1.0, number=7.5)))
         await asyncio.sleep(0.3)
-        os.kill(host._process.pid, signal.SIGKILL)
+        os.kill(host.pid, signal.SIGKILL)
         return await running
 
     assert asyncio.run(one()) == 7.5
@@ -251,8 +261,7 @@ def test_a_process_that_dies_again_and_again_is_an_error(tmp_path: Path, capfd: 
     host = AgentHost(AgentProgram(function=f"{tmp_path / 'agent.py'}:act"))
     try:
         (tmp_path / "agent.py").write_text("import os\nos._exit(7)\n")
-        os.kill(host._process.pid, signal.SIGKILL)
-        host._process.wait()
+        kill_host(host)
         for _ in range(2):
             with pytest.raises(RolloutError) as caught:
                 run(host, "any")
@@ -261,7 +270,7 @@ def test_a_process_that_dies_again_and_again_is_an_error(tmp_path: Path, capfd: 
         host.close()
     assert "another one starts" in capfd.readouterr().err
     deadline = time.monotonic() + 60
-    while psutil.pid_exists(host._process.pid) and time.monotonic() < deadline:
+    while psutil.pid_exists(host.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     with pytest.raises(RolloutError, match="closed"):
         run(host, "any")

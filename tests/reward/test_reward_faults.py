@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ import pytest
 from reward_tools import alive, gone_within, scores
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample
-from hybridrl.reward.processes.handle import ChildProcess
+from hybridrl.reward.processes.handle import RewardProcess
 
 
 def samples(count: int, **extra) -> list[Sample]:
@@ -43,12 +45,19 @@ LOADING = """
 
 def test_a_run_that_ends_while_a_function_is_loaded_ends_without_a_traceback(user_file, tmp_path, capfd):
     marker = tmp_path / "loading"
-    process = ChildProcess(RewardFunction(user_file(LOADING.format(marker=str(marker)))), timeout_s=10.0)
-    while not marker.exists():
-        time.sleep(0.01)
-    process.channel.close()
-    assert process.death() == "ended with exit code 0"
-    process.end()
+
+    async def end_while_it_loads() -> str:
+        function = RewardFunction(user_file(LOADING.format(marker=str(marker))))
+        process = RewardProcess(function, 10.0, lambda process, message: None)
+        await process.connect()
+        while not marker.exists():
+            await asyncio.sleep(0.01)
+        process.child.connection.shutdown(socket.SHUT_RDWR)
+        death = process.death()
+        process.end()
+        return death
+
+    assert asyncio.run(end_while_it_loads()) == "ended with exit code 0"
     assert capfd.readouterr().err == ""
 
 

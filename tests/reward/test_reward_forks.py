@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from reward_tools import gone_within
 
+from hybridrl.processes.supervisor import descendants
 from hybridrl.reward import RewardFunction, RewardPool
 from hybridrl.reward.signature import Sample
 from hybridrl.trainer.interrupt import StopRequest
-from hybridrl.utils.supervisor import descendants
 
 FUNCTIONS = {
     "process that is terminated": """

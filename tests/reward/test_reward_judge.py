@@ -9,7 +9,6 @@ import contextlib
 import json
 import threading
 import time
-from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -18,7 +17,7 @@ from hybridrl.config import load_config
 from hybridrl.reward import RewardError, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.judge import last_score
-from hybridrl.reward.judge_pool import judges_in
+from hybridrl.reward.scorers import judges_in
 from hybridrl.scored import Reason, UnscoredError
 from hybridrl.trainer.ppo.role_groups import active_roles
 
@@ -295,7 +294,7 @@ def test_what_a_served_judge_has_not_answered_is_given_up_with_the_run(served_by
     assert asked.wait(60) and not future.done()
     manager.close()
     assert given_up.wait(60)
-    with pytest.raises(CancelledError):
+    with pytest.raises(RewardError, match="closed"):
         future.result(60)
 
 

@@ -20,8 +20,8 @@ from hybridrl.algorithms.algorithm_registry import estimate_advantages
 from hybridrl.errors import AlgorithmError
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, create_reward_manager
 from hybridrl.reward.factory import check_reward
-from hybridrl.reward.limited import LimitedPool, Rate
 from hybridrl.reward.managers.steps import steps_of
+from hybridrl.reward.scorers import Rate, RateLimited
 from hybridrl.scored import Reason
 
 
@@ -187,7 +187,7 @@ def test_never_more_at_once_than_allowed(manager_for, make_batch, user_file):
 
 def test_requests_wait_for_the_next_minute_and_those_that_wait_can_be_given_up(user_file):
     path = user_file("def compute_score(solution_str, ground_truth): return 1.0")
-    pool = LimitedPool(RewardPool(RewardFunction(path), 1), Rate(2, None, Clock()), 8)
+    pool = RateLimited(RewardPool(RewardFunction(path), 1), Rate(2, None, Clock()), 8)
     try:
         futures = [pool.submit(Sample("", "x", "", {})) for _ in range(4)]
         assert [future.result(120).score for future in futures[:2]] == [1.0, 1.0]

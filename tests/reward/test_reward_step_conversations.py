@@ -15,8 +15,8 @@ from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.reward.conversations import Conversations, reader_of
-from hybridrl.reward.step_conversations import StepConversations
+from hybridrl.reward.conversations import Conversations
+from hybridrl.reward.step_conversations import StepConversations, reader_of
 
 PROMPTS = [
     [{"role": "user", "content": "Sort: 31524"}],

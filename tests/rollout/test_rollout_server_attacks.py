@@ -151,15 +151,15 @@ def test_idle_connections_use_no_descriptors_of_the_run_and_end_by_themselves(ru
     with crowd(run, 600, ""), crowd(run, 600, "POST /v1/completions HTTP/1.1\r\nContent-Length: 9"):
         run.trains()
         assert descriptors() <= before + 8, "connections are the other process's"
-        assert run.server.process is not None
+        assert run.server.pid is not None
         eventually(lambda: _connections(run) <= CONNECTIONS, pause=1)
         eventually(lambda: _connections(run) == 0, pause=1)  # none sends a whole request
         served(run)
 
 
 def _connections(run: Run) -> int:
-    assert run.server.process is not None
-    found = psutil.Process(run.server.process.pid).net_connections("tcp")
+    assert run.server.pid is not None
+    found = psutil.Process(run.server.pid).net_connections("tcp")
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in found)
 
 
@@ -177,8 +177,8 @@ def test_connections_beyond_the_limit_are_told_so(run: Run) -> None:
 
 def test_a_body_without_token_is_not_read(run: Run) -> None:
     served(run)
-    assert run.server.process is not None
-    here, there = resident(os.getpid()), resident(run.server.process.pid)
+    assert run.server.pid is not None
+    here, there = resident(os.getpid()), resident(run.server.pid)
     sent = 0
     with socket.create_connection(("127.0.0.1", run.server.listener.port), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
@@ -187,7 +187,7 @@ def test_a_body_without_token_is_not_read(run: Run) -> None:
                 sent += connection.send(b" " * 2**16)
     assert sent < 10**8, "the server has closed the connection"
     run.trains()
-    assert resident(run.server.process.pid) - there < 64 * 2**20
+    assert resident(run.server.pid) - there < 64 * 2**20
     assert resident(os.getpid()) - here < 64 * 2**20
     served(run)
 
@@ -310,15 +310,15 @@ def test_the_process_is_restarted_at_its_address_and_the_run_is_told(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
     served(run)
-    first = run.server.process
+    first = run.server.pid
     assert first is not None
     calls = threading.Thread(target=_call_slowly, args=[run])
     calls.start()
     eventually(lambda: any(name.startswith("cmpl") for name in run.engine.running))
-    os.kill(first.pid, signal.SIGSEGV)
+    os.kill(first, signal.SIGSEGV)
     calls.join(60)
     eventually(lambda: not any(name.startswith("cmpl") for name in run.engine.running))  # they were aborted
-    eventually(lambda: run.server.process is not first and _answers(run))
+    eventually(lambda: run.server.pid != first and _answers(run))
     run.trains()
     served(run)
     told = capfd.readouterr().err
@@ -355,7 +355,7 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!
 from pathlib import Path
 from test_rollout_server_attacks import Run
 run = Run(Path({str(micro_model)!r}), Path({str(tmp_path / "log")!r}))
-print(run.server.process.pid, flush=True)
+print(run.server.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
     output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True).stdout

@@ -268,7 +268,7 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
 
 
 def test_processes_of_sglang_import_nothing_of_a_trainer() -> None:
-    """Each of them imports the host's module, because it is the main module of the process that starts them."""
+    """The host imports SGLang and what a request needs, and nothing of the process that has started it."""
     heavy = "{'torch', 'ray', 'transformers', 'tensordict'}"
     code = f"import sys, hybridrl.rollout.sglang.host; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from sandbox_tools import started_server
 
+from hybridrl.processes.supervisor import descendants
 from hybridrl.reward.score.programs import compute_score
 from hybridrl.sandbox import Limits, LocalSandbox, Program, RemoteSandbox, SandboxError, local
-from hybridrl.utils.supervisor import descendants
 
 RIGHT = "import time\ntime.sleep(0.4)\nprint(sum(map(int, input().split())))"
 WRONG = "import time\ntime.sleep(0.4)\nprint(sum(map(int, input().split())) + 1)"

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from test_sandbox_killed import command_of
 
+from hybridrl.processes.supervisor import descendants
 from hybridrl.sandbox import Ended, Limits, LocalSandbox, Program, SandboxError
-from hybridrl.utils.supervisor import descendants
 
 WAYS = ["root", "user"]
 USUAL = {

@@ -26,7 +26,7 @@ from hybridrl.errors import RewardError, RolloutError
 from hybridrl.models.tiny import build_tokenizer
 from hybridrl.protocol import DataProto, bookkeeping, fields
 from hybridrl.protocol.bookkeeping import Writer
-from hybridrl.reward.factory import check_columns, check_read_columns
+from hybridrl.reward.column_checks import check_columns, check_read_columns
 from hybridrl.reward.signature import understand
 from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.request import Completion

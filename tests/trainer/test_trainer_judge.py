@@ -169,7 +169,7 @@ def test_models_and_engines_that_cannot_judge_are_refused(words, micro_model, mi
 
 def test_a_manager_that_would_not_ask_the_judge_is_refused(words, micro_model, tmp_path) -> None:
     (tmp_path / "manager.py").write_text(
-        "from hybridrl.reward import RewardManager\nfrom hybridrl.reward.no_function import NoFunction\n"
+        "from hybridrl.reward import RewardManager\nfrom hybridrl.reward.scorers import NoFunction\n"
         "class Mine(RewardManager):\n"
         "    @classmethod\n    def create_pool(cls, config, num_workers=None):\n        return NoFunction()\n"
     )

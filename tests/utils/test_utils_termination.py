@@ -80,7 +80,7 @@ def test_it_ends_with_its_own_status_where_all_is_done(program, tmp_path: Path) 
 BLOCKED = """
 import subprocess, threading
 from pathlib import Path
-from hybridrl.utils.child_processes import STOP_SIGNALS, block_stop_signals
+from hybridrl.processes.inherited import STOP_SIGNALS, block_stop_signals
 from hybridrl.utils.termination import ending_in_order
 
 def blocked(pid):

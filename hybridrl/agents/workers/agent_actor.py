@@ -14,10 +14,10 @@ from ray import cloudpickle
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.session import SessionResult, Task, run_attempt
 from hybridrl.agents.workers.setup import SessionWorkerSetup, agents_of
+from hybridrl.processes.inherited import ignore_stop_signals, keep_exit_codes
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
-from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
 
 #: (what, key of the session, value). To a worker: "run" with a pickled `Task`, "completion", "cancel". From a worker:
 #: "request", "done" with a pickled `SessionResult`.

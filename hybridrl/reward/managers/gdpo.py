@@ -20,7 +20,7 @@ class GDPORewardManager(RewardManager):
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
         scored = super()._scored(outcome, sample, length)
-        if outcome.given:
+        if outcome.brought_along:
             return scored
         if outcome.unscored is not None:
             zeros = dict.fromkeys(self.config.algorithm.gdpo_reward_keys, 0.0)
@@ -28,9 +28,9 @@ class GDPORewardManager(RewardManager):
         for name in self.config.algorithm.gdpo_reward_keys:
             value = scored.extra.get(name)
             if not isinstance(value, (int, float)):
-                wanted = list(self.config.algorithm.gdpo_reward_keys)
+                keys = list(self.config.algorithm.gdpo_reward_keys)
                 raise RewardError(
                     f"{self.pool.label} returned {name}={value!r}; reward.reward_manager.name=gdpo needs a number for "
-                    f"each of algorithm.gdpo_reward_keys={wanted}, and found {', '.join(scored.extra) or 'no dict'}"
+                    f"each of algorithm.gdpo_reward_keys={keys}, and found {', '.join(scored.extra) or 'no dict'}"
                 )
         return scored

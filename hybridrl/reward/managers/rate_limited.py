@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridrl.reward.limited import LimitedPool, Rate
 from hybridrl.reward.manager import RewardManager, register_reward_manager
-from hybridrl.reward.no_function import NoFunction
+from hybridrl.reward.scorers import NoFunction, Rate, RateLimited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PPOTrainerConfig
-    from hybridrl.reward.weighted import Pool
+    from hybridrl.reward.scorers import SampleScorer
 
 
 @register_reward_manager("rate_limited", settings="hybridrl.config.schema.reward:RateLimitConfig")
@@ -23,10 +22,10 @@ class RateLimitedRewardManager(RewardManager):
     `max_concurrent`; `estimated_tokens_per_request`.
     """
 
-    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: Pool) -> None:
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: SampleScorer) -> None:
         super().__init__(config, tokenizer, pool)
         limits = self.settings
-        if not isinstance(pool, (NoFunction, LimitedPool)):
+        if not isinstance(pool, (NoFunction, RateLimited)):
             rate = Rate(limits.max_rpm, limits.max_tpm)
             tokens = float(limits.estimated_tokens_per_request)
-            self.pool = LimitedPool(pool, rate, limits.max_concurrent, lambda sample: tokens)
+            self.pool = RateLimited(pool, rate, limits.max_concurrent, lambda sample: tokens)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.manager import RewardManager, register_reward_manager
+from hybridrl.reward.pools import service_pool
 
 if TYPE_CHECKING:
     from hybridrl.config import PPOTrainerConfig
-    from hybridrl.reward.weighted import Pool
+    from hybridrl.reward.scorers import SampleScorer
 
 
 @register_reward_manager("remote", settings="hybridrl.config.schema.reward:RemoteScoresConfig")
@@ -21,10 +22,8 @@ class RemoteRewardManager(RewardManager):
     """
 
     @classmethod
-    def create_pool(cls, config: PPOTrainerConfig, num_workers: int | None = None) -> Pool:
+    def create_pool(cls, config: PPOTrainerConfig, num_workers: int | None = None) -> SampleScorer:
         """The pool that asks the service."""
-        from hybridrl.reward.factory import service_pool
-
         settings = cls.read_settings(config)
         if settings.url is None:
             return super().create_pool(config, num_workers)

@@ -45,9 +45,9 @@ class StepsRewardManager(RewardManager):
         result = super().collect(batch, scored)
         tensors, rewards = tensors_of(batch), result["reward_tensor"]
         lengths, mask = response_lengths(batch).tolist(), tensors.get("response_mask", None)
-        for row, one in enumerate(scored):
-            lists = _lists_of(one.outcome)
-            if one.outcome.unscored is not None or not lists:
+        for row, row_score in enumerate(scored):
+            lists = _lists_of(row_score.outcome)
+            if row_score.outcome.unscored is not None or not lists:
                 continue
             tokens = tensors["responses"][row, : lengths[row]].tolist()
             own = [1] * len(tokens) if mask is None else mask[row, : lengths[row]].tolist()

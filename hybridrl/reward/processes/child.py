@@ -2,9 +2,9 @@
 
 Run as `main` in a process of its own; imports neither torch nor numpy.
 
-The pool sends the function, the time limit, and then `(kind, [(number, pickled value), ...])`: kind `samples` with one
-`Sample` each, or `batch` with one list of them. `messages` has what is sent back. An async function works on new
-samples while others wait.
+The pool sends, pickled, the function, the time limit, and then `(kind, [(number, pickled value), ...])`: kind `samples`
+with one `Sample` each, or `batch` with one list of them. `messages` has the form of the answers. An async function
+works on new samples while others wait.
 
 The cell, 16 bytes of memory shared with the pool, holds the number being worked on and since when, so that the pool can
 find a hung call and name it.
@@ -26,15 +26,16 @@ from collections.abc import Coroutine, Generator, Iterator, Sequence
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.processes.forked import default_in_children
+from hybridrl.processes.frames import FrameConnection
+from hybridrl.processes.results import Result
+from hybridrl.processes.supervisor import split_off
 from hybridrl.reward.function import LoadedFunction, RewardFunction, load
-from hybridrl.reward.processes.messages import Failed, JobResults, PoolConnection, Ready
+from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready, encode
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import RewardCall, Sample
 from hybridrl.scored import Unscored, UnscoredError
 from hybridrl.utils import clock
-from hybridrl.utils.forked import default_in_children
-from hybridrl.utils.plain_results import Result
-from hybridrl.utils.supervisor import split_off
 
 CELL = struct.Struct("<qd")
 IDLE = -1
@@ -43,10 +44,26 @@ _POLL_S = 0.05
 _FLUSH_S = 0.002  # answers are sent together if they come faster than this
 
 
+class PoolConnection(FrameConnection):
+    """The connection to the pool."""
+
+    def report(self, message: Message) -> None:
+        """Send a message."""
+        self.send(encode(message))
+
+    def next_request(self) -> Any:
+        """Return the next object that the pool sent.
+
+        Raises:
+            EOFError: the pool is gone.
+        """
+        return pickle.loads(self.receive())
+
+
 def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
     """Serve until the pool closes the connection."""
-    ours = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in ours:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in signals:
         # Ctrl-C and a hangup go to every process of the terminal, but the run saves its state first. A handler, not
         # SIG_IGN: programs that the reward function starts would inherit that.
         signal.signal(number, lambda *_: None)
@@ -54,19 +71,19 @@ def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the run blocks SIGHUP for what it starts
     split_off(life_fd, close=(connection_fd, cell_fd))
-    default_in_children(ours)  # what the reward function forks must end by SIGTERM: multiprocessing relies on it
+    default_in_children(signals)  # what the reward function forks must end by SIGTERM: multiprocessing relies on it
     connection = PoolConnection(connection_fd)
     os.register_at_fork(after_in_child=connection.close)
     cell = Cell(mmap.mmap(cell_fd, CELL.size))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the run has ended before this started
-        function: RewardFunction = connection.receive()
-        timeout_s: float = connection.receive()
+        function: RewardFunction = connection.next_request()
+        timeout_s: float = connection.next_request()
         try:
             loaded = load(function)
         except RewardError as error:
-            connection.send(Failed(str(error)))
+            connection.report(Failed(str(error)))
             return
-        connection.send(Ready(loaded.how, loaded.is_async, loaded.label, os.getpid()))
+        connection.report(Ready(loaded.how, loaded.is_async, loaded.label, os.getpid()))
         serve(connection, cell, loaded, timeout_s)
 
 
@@ -78,7 +95,7 @@ def serve(connection: PoolConnection, cell: Cell, function: LoadedFunction, time
         return
     while True:
         try:
-            kind, calls = connection.receive()
+            kind, calls = connection.next_request()
         except EOFError:  # the run has ended, in order or not
             return
         outbox = Outbox(connection)
@@ -112,8 +129,8 @@ def _score_batch(
             value = function.batch(samples)
             value = loop.wait(value) if loop is not None else value
         results = [
-            Result("bad", text=str(one)) if isinstance(one, BadScore) else _result(one)
-            for one in check_scores(value, len(samples), function.how.may_abstain)
+            Result("bad", text=str(score)) if isinstance(score, BadScore) else _result(score)
+            for score in check_scores(value, len(samples), function.how.may_abstain)
         ]
     except BadScore as error:
         results = [Result("bad", text=str(error))]
@@ -155,10 +172,10 @@ def _checked(value: Any, how: RewardCall) -> Result:
         return Result("bad", text=str(error))
 
 
-def _result(found: Score | Unscored) -> Result:
-    if isinstance(found, Unscored):
-        return Result("missing", text=found.detail, reason=found.reason.value)
-    return Result("score", *found)
+def _result(score: Score | Unscored) -> Result:
+    if isinstance(score, Unscored):
+        return Result("missing", text=score.detail, reason=score.reason.value)
+    return Result("score", *score)
 
 
 def _raised(error: BaseException) -> Result:
@@ -173,7 +190,7 @@ def _raised(error: BaseException) -> Result:
 
 
 class Cell:
-    """What this process is doing, written here and read by the pool."""
+    """The work of this process, written here and read by the pool."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -191,10 +208,10 @@ class Cell:
     def measured(self, number: int) -> Iterator[None]:
         """While the sample waits in `clock.stopped()`, its time does not pass for the pool."""
 
-        def told(stopped: bool) -> None:
+        def note(stopped: bool) -> None:
             self.begin(number, -_LONGEST_WAIT_S if stopped else measured.seconds)
 
-        measured = clock.Clock(told)
+        measured = clock.Clock(note)
         with clock.running(measured):
             yield
 
@@ -228,7 +245,7 @@ class Outbox:
         """Send what was added. That the run has ended is noticed on receiving."""
         if self._answers:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._connection.send(self._answers)
+                self._connection.report(self._answers)
         self._answers = []
         self._last = time.monotonic()
 
@@ -271,7 +288,7 @@ class EventLoop:
         """Score samples as they arrive, each within the time limit, until the connection ends."""
         outbox = Outbox(connection)
 
-        async def one(number: int, sample: Sample) -> None:
+        async def score(number: int, sample: Sample) -> None:
             self._number.set(number)
             start = time.monotonic()
             result = await self._score_one(function, sample)
@@ -280,12 +297,12 @@ class EventLoop:
 
         def receive() -> None:
             try:
-                _, calls = connection.receive()
+                _, calls = connection.next_request()
             except EOFError:  # the run has ended, in order or not
                 self._loop.stop()
                 return
             for number, payload in calls:
-                self._start(one(number, pickle.loads(payload)))
+                self._start(score(number, pickle.loads(payload)))
 
         self._loop.add_reader(connection.fileno(), receive)
         self._loop.run_forever()
@@ -302,10 +319,10 @@ class EventLoop:
 
         with clock.running(clock.Clock()) as measured:
             task = self._start(attempt())
-        left = self._timeout_s
-        while left > 0 and not (await self._asyncio.wait([task], timeout=left))[0]:
-            left = self._timeout_s - measured.seconds
-            left = max(left, _POLL_S) if measured.is_stopped else left
+        remaining_s = self._timeout_s
+        while remaining_s > 0 and not (await self._asyncio.wait([task], timeout=remaining_s))[0]:
+            remaining_s = self._timeout_s - measured.seconds
+            remaining_s = max(remaining_s, _POLL_S) if measured.is_stopped else remaining_s
         if not task.done():
             task.cancel()  # nothing waits for it: it may catch that, and go on
             return Result("timeout")

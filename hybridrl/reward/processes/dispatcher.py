@@ -4,24 +4,25 @@ A sample that exceeds the time limit is ended together with its process, and the
 another process.
 """
 
+import asyncio
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
+from hybridrl.processes.results import Result
 from hybridrl.reward.function import RewardFunction
-from hybridrl.reward.processes.handle import ChildProcess, RewardJob
-from hybridrl.reward.processes.messages import Failed, JobResults, Ready, ready_channels
+from hybridrl.reward.processes.handle import RewardJob, RewardProcess
+from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.scored import Reason, Unscored
-from hybridrl.utils.plain_results import Result
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +50,21 @@ class Dispatcher:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.tolerates = frozenset(tolerates)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
-        self._changed = threading.Condition()  # guards the next six
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="reward-pool", daemon=True)
+        self._lock = threading.Lock()  # guards the next eight
+        self._loop: asyncio.AbstractEventLoop | None = None  # while the thread waits in it
+        self._failed = False
         self._new: list[RewardJob] = []
         self._ready: Ready | None = None
-        self._load_errors: list[RewardError] = []
+        self._waiting: list[Future[Ready]] = []  # for a process that has loaded the function
         self._end_reason = RewardError("the reward pool was closed")
         self._keep = False
         self._stopping = False
         self._abandoned = False  # whether jobs were, since the thread last looked
         # used by the thread only
-        self._children: list[ChildProcess] = []
+        self._woken = asyncio.Event()
+        self._arrived: list[tuple[RewardProcess, Message]] = []
+        self._processes: list[RewardProcess] = []
         self._pending: deque[RewardJob] = deque()
         self._mean_s: float | None = None  # running mean of a sample's seconds; None: none was answered yet
         self._unanswered = 0  # samples that exceeded the time limit before the first was answered
@@ -73,36 +76,35 @@ class Dispatcher:
     @property
     def has_failed(self) -> bool:
         """Whether the thread ended by an error of its own."""
-        return self._wake_write < 0
+        return self._failed
 
     def keep_processes(self) -> None:
         """Start all processes now, and replace those that end, whether or not there is something to score."""
-        with self._changed:
+        with self._lock:
             self._keep = True
             self._wake()
 
-    def wait_loaded(self) -> Ready:
-        """Wait until a process has loaded the function; returns what it said.
+    def when_loaded(self) -> Future[Ready]:
+        """Return the future message of a process that has loaded the function.
 
-        Raises:
-            RewardError: it cannot be loaded.
+        It raises `RewardError` where the function cannot be loaded.
         """
-        with self._changed:
-            seen = len(self._load_errors)
-            self._keep = True
-            self._wake()
-            while self._ready is None:
-                if len(self._load_errors) > seen:
-                    raise self._load_errors[-1]
-                if self._stopping:
-                    raise self._end_reason
-                self._changed.wait()
-            return self._ready
+        future: Future[Ready] = Future()
+        with self._lock:
+            if self._ready is not None:
+                future.set_result(self._ready)
+            elif self._stopping:
+                future.set_exception(self._end_reason)
+            else:
+                self._waiting.append(future)
+                self._keep = True
+                self._wake()
+        return future
 
     def add(self, jobs: Sequence[RewardJob]) -> None:
         """Score these; jobs whose future is done are skipped."""
-        with self._changed:
-            waiting = [job for job in jobs if not job.future.done()]
+        waiting = [job for job in jobs if not job.future.done()]
+        with self._lock:
             if not self._stopping:
                 self._new += waiting
                 self._wake()
@@ -112,7 +114,7 @@ class Dispatcher:
 
     def give_up(self, jobs: Sequence[RewardJob]) -> None:
         """Forget these jobs; a process that works on nothing else is ended."""
-        with self._changed:
+        with self._lock:
             for job in jobs:
                 job.abandoned = True
             self._abandoned = True
@@ -120,51 +122,50 @@ class Dispatcher:
 
     def stop(self) -> None:
         """End the thread and all processes; what is not scored yet fails."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify_all()
             self._wake()
         self._thread.join()
 
     def _wake(self) -> None:
         """Have the thread look at what changed. The lock is held."""
-        if self._wake_write >= 0:
-            with contextlib.suppress(BlockingIOError):  # a full pipe wakes it as well
-                os.write(self._wake_write, b".")
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self) -> None:
+    async def _serve(self) -> None:
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
         try:
             while not self._stopping:
-                self._step()
+                await self._step()
         except Exception as error:
             logger.exception("the reward pool failed")
             notify(f"the reward pool failed: {error!r}", "error")
-            self._end_reason = RewardError(f"the reward pool failed: {error!r}")
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+            self._end_reason, self._failed = RewardError(f"the reward pool failed: {error!r}"), True
+        with self._lock:
+            self._loop, self._stopping = None, True
             self._pending.extend(self._new)
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_write = -1
+        self._tell_loaded(self._end_reason)
         self._fail_all(self._end_reason)
 
-    def _step(self) -> None:
-        with self._changed:
+    async def _step(self) -> None:
+        with self._lock:
             self._pending.extend(self._new)
             self._new = []
-            wanted = self._keep or bool(self._pending)
+            needs_processes = self._keep or bool(self._pending)
             abandoned, self._abandoned = self._abandoned, False
         if abandoned:
             self._pending = deque(job for job in self._pending if not job.abandoned)
         self._end_abandoned()
         try:
-            while wanted and len(self._children) < self.num_workers:
-                self._children.append(ChildProcess(self.function, self.timeout_s))
+            while needs_processes and len(self._processes) < self.num_workers:
+                process = RewardProcess(self.function, self.timeout_s, self._take_in)
+                self._processes.append(process)
+                await process.connect()
             self._send()
-            if not self._receive(self._patience()):
+            if not await self._receive(self._patience()):
                 self._check_starting()
                 self._end_hung()
             self._check_dead()
@@ -172,32 +173,46 @@ class Dispatcher:
             self._could_not_load(error.reason)
 
     def _could_not_load(self, error: RewardError) -> None:
-        with self._changed:
+        with self._lock:
             self._keep = False
-            self._load_errors.append(error)
-            self._changed.notify_all()
+        self._tell_loaded(error)
         self._fail_all(error)
+
+    def _tell_loaded(self, result: Ready | RewardError) -> None:
+        """Hand the process's message, or the error, to those who wait for it."""
+        with self._lock:
+            self._ready = result if isinstance(result, Ready) else self._ready
+            waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Ready):
+                future.set_result(result)
+            else:
+                future.set_exception(result)
 
     def _fail_all(self, error: RewardError) -> None:
         """Every job fails, and every process is ended."""
-        for child in list(self._children):
-            self._pending.extend(self._end(child))
+        for process in list(self._processes):
+            self._pending.extend(self._end(process))
         while self._pending:
             self._finish(self._pending.popleft(), error)
 
     def _end_abandoned(self) -> None:
         """End processes that work on nothing that somebody waits for."""
-        for child in list(self._children):
-            if child.working_on and all(job.abandoned for job in child.working_on.values()):
-                self._end(child)
+        for process in list(self._processes):
+            if process.working_on and all(job.abandoned for job in process.working_on.values()):
+                self._end(process)
 
     def _send(self) -> None:
-        free = sorted((child for child in self._children if child.accepts), key=lambda child: len(child.working_on))
-        for number, child in enumerate(free):
-            if child.form == "batch":
-                self._refuse_single(child.label)
+        free = sorted(
+            (process for process in self._processes if process.accepts), key=lambda process: len(process.working_on)
+        )
+        for number, process in enumerate(free):
+            if process.form == "batch":
+                self._refuse_single(process.label)
             if self._pending:
-                for job, error in child.send(self._next_chunk(child, len(free) - number)):
+                for job, error in process.send(self._next_chunk(process, len(free) - number)):
                     self._finish(job, error)
 
     def _refuse_single(self, label: str) -> None:
@@ -209,20 +224,20 @@ class Dispatcher:
             self._pending.remove(job)
             self._finish(job, error)
 
-    def _next_chunk(self, child: ChildProcess, free: int) -> list[RewardJob]:
+    def _next_chunk(self, process: RewardProcess, free: int) -> list[RewardJob]:
         """About `_CHUNK_S` of work, and never so much that other processes have nothing left to do.
 
         Args:
             free: processes that can be sent something now, this one included.
         """
-        if child.form == "batch":
+        if process.form == "batch":
             return [self._pending.popleft()]
-        if child.is_async:
+        if process.is_async:
             size = math.ceil(len(self._pending) / free)
         elif self._mean_s is None:
             size = 1
         else:
-            fair = math.ceil(len(self._pending) / (2 * len(self._children)))
+            fair = math.ceil(len(self._pending) / (2 * len(self._processes)))
             size = min(fair, int(_CHUNK_S / max(self._mean_s, 1e-6)))
         chunk: list[RewardJob] = []
         while self._pending and len(chunk) < max(1, size):
@@ -231,40 +246,40 @@ class Dispatcher:
                 chunk.append(job)
         return chunk
 
-    def _receive(self, patience: float) -> bool:
+    def _take_in(self, process: RewardProcess, message: Message | None) -> None:
+        """Note a message that has arrived, or the end of a process's messages, for the next step."""
+        if message is not None:
+            self._arrived.append((process, message))
+        self._woken.set()
+
+    async def _receive(self, patience: float) -> bool:
         """Take in what has arrived; False if no process sent anything within `patience` seconds."""
-        by_channel = {child.channel: child for child in self._children if not child.gone}
-        told, woken = ready_channels(list(by_channel), self._wake_read, patience)
-        if woken:
-            os.read(self._wake_read, 65536)
-        for channel in told:
-            child = by_channel[channel]
-            for message in child.receive():
-                if isinstance(message, Failed):
-                    raise _LoadError(RewardError(message.message))
-                if isinstance(message, Ready):
-                    self._loaded(child, message)
-                    continue
-                for answer in message:
-                    self._take(child, answer)
-                if child.broken is not None:
-                    break
-        return bool(told)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._woken.wait()
+        self._woken.clear()
+        arrived, self._arrived = self._arrived, []
+        for process, message in arrived:
+            if process.broken is not None or process not in self._processes:
+                continue
+            if isinstance(message, Failed):
+                raise _LoadError(RewardError(message.message))
+            if isinstance(message, Ready):
+                process.ready = message
+                self._tell_loaded(message)
+                continue
+            for answer in message:
+                self._take(process, answer)
+        return bool(arrived) or any(process.gone for process in self._processes)
 
-    def _loaded(self, child: ChildProcess, message: Ready) -> None:
-        child.ready = message
-        with self._changed:
-            self._ready = message
-            self._changed.notify_all()
-
-    def _take(self, child: ChildProcess, answer: JobResults) -> None:
-        job = child.working_on.get(answer.number)
+    def _take(self, process: RewardProcess, answer: JobResults) -> None:
+        job = process.working_on.get(answer.number)
         if job is None or len(answer.results) not in (1, job.count or 1):
-            child.broken = child.broken or f"results of job {answer.number}, which it has not to answer"
-        if job is None or child.broken is not None:
+            process.broken = process.broken or f"results of job {answer.number}, which it has not to answer"
+        if job is None or process.broken is not None:
             return
-        del child.working_on[job.number]
-        self._finish(job, self._result_of(job, answer, child.label))
+        del process.working_on[job.number]
+        self._finish(job, self._result_of(job, answer, process.label))
 
     def _result_of(self, job: RewardJob, answer: JobResults, label: str) -> Any:
         """An `Outcome`, a list of them, or the error."""
@@ -279,10 +294,10 @@ class Dispatcher:
             outcome = self._outcome(job, results[0], seconds, label)
             return outcome if isinstance(outcome, ScoreError) else [outcome] * job.count
         outcomes = [self._outcome(job, result, seconds, label) for result in results]
-        failed = next((one for one in outcomes if isinstance(one, ScoreError)), None)
+        failed = next((outcome for outcome in outcomes if isinstance(outcome, ScoreError)), None)
         if failed is not None and failed.reason not in self.tolerates:
             return failed
-        return [_tolerated(one) if isinstance(one, ScoreError) else one for one in outcomes]
+        return [_tolerated(outcome) if isinstance(outcome, ScoreError) else outcome for outcome in outcomes]
 
     def _outcome(self, job: RewardJob, result: Result, seconds: float, label: str) -> Outcome | ScoreError:
         if result.kind == "raised":
@@ -316,61 +331,61 @@ class Dispatcher:
     def _patience(self) -> float:
         """Seconds until the next time limit can be exceeded."""
         now = time.monotonic()
-        left = [child.deadline(self.timeout_s) - now for child in self._children if child.working_on]
-        return min(_POLL_S, max(0.005, min(left, default=_POLL_S)))
+        seconds = [process.deadline() - now for process in self._processes if process.working_on]
+        return min(_POLL_S, max(0.005, min(seconds, default=_POLL_S)))
 
     def _end_hung(self) -> None:
         now = time.monotonic()
-        for child in [c for c in self._children if c.working_on and c.deadline(self.timeout_s) <= now]:
-            stopped = child.stopped
-            hung, since = child.current()
-            blames_none = stopped and hung is not None and hung.lost < _LOST_LIMIT
+        for process in [process for process in self._processes if process.working_on and process.deadline() <= now]:
+            stopped = process.stopped
+            hung, since = process.current()
+            blames_none = stopped and hung is not None and hung.lost_processes < _LOST_LIMIT
             if hung is not None and not blames_none:
-                del child.working_on[hung.number]
+                del process.working_on[hung.number]
                 self._finish(hung, self._timed_out(hung, now - since))
             # One that computes a sample that was answered before is an async function that went on at its time limit.
-            counted = stopped or (hung is None and not child.computes)
+            is_lost = stopped or (hung is None and not process.computes)
             what = "was stopped by a signal" if stopped else "stopped answering"
-            self._put_back(self._end(child), f"{child.label}: its process {what}" if counted else None)
+            self._put_back(self._end(process), f"{process.label}: its process {what}" if is_lost else None)
 
     def _check_dead(self) -> None:
         """A process that ended by itself: killed for memory, crashed in a C extension, `os._exit()` in the function."""
-        for child in [c for c in self._children if c.gone]:
-            if child.ready is None:
-                raise self._never_started(child)
-            computed, _ = child.current()
-            what = f"{child.label}: its process {child.death()}"
+        for process in [process for process in self._processes if process.gone]:
+            if process.ready is None:
+                raise self._never_started(process)
+            computed, _ = process.current()
+            what = f"{process.label}: its process {process.death()}"
             if computed is not None:
-                del child.working_on[computed.number]
+                del process.working_on[computed.number]
                 name = computed.name if computed.count is None else f"{computed.count} responses"
                 self._finish(computed, ScoreError(f"{what} while it scored {name}.", Reason.INFRA))
-                self._put_back(self._end(child))
+                self._put_back(self._end(process))
             else:
-                self._put_back(self._end(child), what)
+                self._put_back(self._end(process), what)
 
-    def _put_back(self, jobs: Sequence[RewardJob], lost: str | None = None) -> None:
+    def _put_back(self, jobs: Sequence[RewardJob], fate: str | None = None) -> None:
         """Have other processes score these.
 
         Args:
-            jobs: what a process that ended had not answered.
-            lost: what became of it, where none of them is to blame. After `_LOST_LIMIT` such ends a sample fails.
+            jobs: those that a process which ended had not answered.
+            fate: what became of it, where none of them is to blame. After `_LOST_LIMIT` such ends a sample fails.
         """
-        if lost is not None:
-            notify(f"{lost} while it computed no sample; another takes its place", "warning")
+        if fate is not None:
+            notify(f"{fate} while it computed no sample; another takes its place", "warning")
             for job in jobs:
-                job.lost += 1
-        failed = [job for job in jobs if lost is not None and job.lost >= _LOST_LIMIT]
+                job.lost_processes += 1
+        failed = [job for job in jobs if fate is not None and job.lost_processes >= _LOST_LIMIT]
         for job in failed:
-            what = f"{lost} with {job.name} waiting in it, which happened {job.lost} times."
+            what = f"{fate} with {job.name} waiting in it, which happened {job.lost_processes} times."
             self._finish(job, ScoreError(what, Reason.INFRA))
-        kept = [job for job in jobs if job not in failed]
-        self._pending.extendleft(sorted(kept, key=lambda job: job.number, reverse=True))
+        again = [job for job in jobs if job not in failed]
+        self._pending.extendleft(sorted(again, key=lambda job: job.number, reverse=True))
 
     def _check_starting(self) -> None:
-        for child in [c for c in self._children if c.ready is None]:
-            if child.gone:
-                raise self._never_started(child)
-            if time.monotonic() - child.started > _START_LIMIT_S:
+        for process in [process for process in self._processes if process.ready is None]:
+            if process.gone:
+                raise self._never_started(process)
+            if time.monotonic() - process.started > _START_LIMIT_S:
                 raise _LoadError(
                     RewardError(
                         f"{self.function.label}: not imported after {_START_LIMIT_S:g} seconds. What does the file do "
@@ -378,9 +393,9 @@ class Dispatcher:
                     )
                 )
 
-    def _never_started(self, child: ChildProcess) -> "_LoadError":
-        reason = f"{self.function.label}: its process {child.death()} while it loaded the function."
-        self._end(child)
+    def _never_started(self, process: RewardProcess) -> "_LoadError":
+        reason = f"{self.function.label}: its process {process.death()} while it loaded the function."
+        self._end(process)
         return _LoadError(RewardError(reason))
 
     def _finish(self, job: RewardJob, result: Any) -> None:
@@ -395,12 +410,12 @@ class Dispatcher:
         else:
             job.future.set_result(result)
 
-    def _end(self, child: ChildProcess) -> list[RewardJob]:
-        """End a process; returns what it had not answered."""
-        child.end()
-        self._children.remove(child)
-        left, child.working_on = list(child.working_on.values()), {}
-        return left
+    def _end(self, process: RewardProcess) -> list[RewardJob]:
+        """End a process; returns the jobs that it had not answered."""
+        process.end()
+        self._processes.remove(process)
+        unanswered, process.working_on = list(process.working_on.values()), {}
+        return unanswered
 
 
 class _LoadError(Exception):

@@ -1,4 +1,4 @@
-"""What the pool says of a sample."""
+"""The outcome of scoring a sample."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class Outcome:
         applies: the function returned a score, not None for "does not apply".
         error: why the function failed; None if it did not. Only in a pool that tolerates failures.
         unscored: why there is no score; None if there is one.
-        given: the sample brought the score along; no function was asked.
+        brought_along: the sample brought the score along; no function was asked.
     """
 
     score: float
@@ -41,7 +41,7 @@ class Outcome:
     applies: bool = True
     error: str | None = None
     unscored: Unscored | None = None
-    given: bool = False
+    brought_along: bool = False
 
 
 def without_score(unscored: Unscored, seconds: float, *, timed_out: bool = False, error: str | None = None) -> Outcome:

@@ -4,24 +4,25 @@ The processes are separate programs (nothing of the trainer is imported or copie
 file, and end when this process ends, however that happens.
 """
 
-import concurrent.futures
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.dispatcher import Dispatcher
 from hybridrl.reward.processes.handle import RewardJob
 from hybridrl.reward.processes.outcome import Outcome
-from hybridrl.reward.signature import RewardCall, Sample
+from hybridrl.reward.scorers import Calls, SampleScorer
+from hybridrl.reward.signature import Sample
 from hybridrl.scored import Reason
 from hybridrl.utils.cores import available_cores
 
 
-class RewardPool:
-    """A pool of processes for one reward function. All methods may be called from several threads at once.
+class RewardPool(SampleScorer):
+    """A pool of processes for one reward function.
 
     Args:
         function: which one.
@@ -38,6 +39,7 @@ class RewardPool:
         timeout_s: float = 30.0,
         tolerates: Collection[Reason] = (),
     ) -> None:
+        super().__init__()
         self.function = function
         self.tolerates = tolerates
         self.num_workers = num_workers or min(8, available_cores())
@@ -46,88 +48,55 @@ class RewardPool:
         self._lock = threading.Lock()
         self._dispatcher: Dispatcher | None = None
 
-    def start(self, wait_for_one: bool = False) -> None:
-        """Start the processes that are missing; with `wait_for_one` return when the function has been loaded.
-
-        Raises:
-            RewardError: the function cannot be loaded (only with `wait_for_one`; otherwise the first sample says so).
-        """
-        dispatcher = self._running()
-        dispatcher.keep_processes()
-        if wait_for_one:
-            dispatcher.wait_loaded()
-
-    @property
-    def calls(self) -> list[tuple[str, RewardCall]]:
-        """The function's name and file, and how it is called; waits until it has been loaded."""
-        ready = self._running().wait_loaded()
-        return [(ready.label, ready.how)]
-
     @property
     def label(self) -> str:
-        """How messages refer to the function."""
         return self.function.label
 
     @property
     def built_in(self) -> bool:
-        """Whether the built-in scorers score."""
         return self.function.path is None
 
-    def submit(self, sample: Sample, name: str = "a sample") -> Future[Outcome]:
+    def begin(self) -> None:
+        self._running().keep_processes()
+
+    async def loaded(self) -> Calls:
+        ready = await asyncio.wrap_future(self._running().when_loaded())
+        return [(ready.label, ready.how)]
+
+    async def score(self, sample: Sample, name: str = "a sample") -> Outcome:
         """Score one sample as soon as a process is free.
 
-        Args:
-            sample: what to score.
-            name: how messages refer to it.
-
-        Returns:
-            A future that raises `ScoreError` where the function raises, returns no finite number or ends its process,
-            unless the pool tolerates it; and `RewardError` where it cannot be loaded, takes a whole batch, or hangs on
-            the very first samples that it is given, twice in every process. Later timeouts have no score.
+        A function that hangs on the very first samples that it is given, twice in every process, is a `RewardError`;
+        later timeouts have no score.
         """
-        return self.submit_all([sample], lambda _: name)[0]
+        outcome: Outcome = await asyncio.wrap_future(self.submit(sample, name))
+        return outcome
 
     def submit_all(
         self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format
     ) -> list[Future[Outcome]]:
-        """Score samples, as `submit` scores one, and hand them to the processes together.
-
-        Args:
-            samples: what to score.
-            describe: names the i-th sample in messages.
-        """
         jobs = [self._job(sample, describe(number)) for number, sample in enumerate(samples)]
         self._running().add(jobs)
         return [job.future for job in jobs]
 
-    def run(self, samples: Sequence[Sample], describe: Callable[[int], str] = "sample {}".format) -> list[Outcome]:
-        """Score samples; the i-th outcome belongs to the i-th sample. A function that takes a batch is called once.
+    def submit(self, sample: Sample, name: str = "a sample") -> Future[Outcome]:
+        return self.submit_all([sample], lambda _: name)[0]
 
-        Args:
-            samples: what to score.
-            describe: names the i-th sample in messages.
-
-        Raises:
-            RewardError: see `submit`; the other samples are given up.
-        """
-        if not samples:
-            return []
+    async def score_batch(self, samples: Sequence[Sample], describe: Callable[[int], str]) -> list[Outcome]:
+        """Score samples. A function that takes a batch is called once; processes that nobody waits for are ended."""
         dispatcher = self._running()
-        if dispatcher.wait_loaded().how.form == "batch":
+        ready = await asyncio.wrap_future(dispatcher.when_loaded())
+        if ready.how.form == "batch":
             jobs = [self._job(list(samples), f"a batch of {len(samples)} responses", len(samples))]
         else:
             jobs = [self._job(sample, describe(number)) for number, sample in enumerate(samples)]
-        futures = [job.future for job in jobs]
         try:
             dispatcher.add(jobs)
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            for future in futures:
-                if future.done():
-                    future.result()
+            await asyncio.wrap_future(_end_of([job.future for job in jobs]))
         except BaseException:
             dispatcher.give_up(jobs)
             raise
-        results: list[Any] = [future.result() for future in futures]
+        results: list[Any] = [job.future.result() for job in jobs]
         return results if jobs[0].count is None else results[0]
 
     def close(self) -> None:
@@ -136,12 +105,7 @@ class RewardPool:
             dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.stop()
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
     def _running(self) -> Dispatcher:
         with self._lock:
@@ -152,3 +116,29 @@ class RewardPool:
 
     def _job(self, value: Any, name: str, count: int | None = None) -> RewardJob:
         return RewardJob(next(self._numbers), value, name, count)
+
+
+def _end_of(futures: Sequence[Future[Any]]) -> Future[None]:
+    """Return a future that is done when all of these are, or fails with the first of them that does.
+
+    One event for a batch of many thousands of samples, where a task for each would take longer than the function.
+    """
+    end: Future[None] = Future()
+    end.set_running_or_notify_cancel()
+    lock, remaining = threading.Lock(), len(futures)
+
+    def note(future: Future[Any]) -> None:
+        nonlocal remaining
+        error = CancelledError() if future.cancelled() else future.exception()
+        with lock:
+            remaining -= 1
+            if end.done() or (error is None and remaining):
+                return
+            if error is None:
+                end.set_result(None)
+            else:
+                end.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(note)
+    return end

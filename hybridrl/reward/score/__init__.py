@@ -68,8 +68,8 @@ def check_data_source(data_source: Any, column: str = "data_source") -> None:
         "To score with a custom function, set reward.custom_reward_function.path=FILE.py, where FILE.py defines "
         "compute_score(data_source, solution_str, ground_truth, extra_info) and returns a number."
     )
-    found = "no data source" if data_source in (None, "") else f"unknown data source {data_source!r}"
-    raise RewardError(f"{found} in column {column!r}. Built-in scorers exist for: {', '.join(SCORERS)}. {own}")
+    source = "no data source" if data_source in (None, "") else f"unknown data source {data_source!r}"
+    raise RewardError(f"{source} in column {column!r}. Built-in scorers exist for: {', '.join(SCORERS)}. {own}")
 
 
 def reference_text(ground_truth: Any, data_source: Any = None) -> str:

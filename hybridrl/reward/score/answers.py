@@ -208,13 +208,13 @@ def _same_text(ours: str, theirs: str) -> bool:
     if (percent is None) == (of_reference is None):
         return _same_value(ours, theirs)
     if percent is not None:
-        return any(_same_value(one, theirs) for one in _shares(percent["value"]))
+        return any(_same_value(share, theirs) for share in _shares(percent["value"]))
     assert of_reference is not None
-    return any(_same_value(ours, one) for one in _shares(of_reference["value"]))
+    return any(_same_value(ours, share) for share in _shares(of_reference["value"]))
 
 
 def _shares(value: str) -> tuple[str, str]:
-    """What a percentage is without its sign: the number, and a hundredth of it."""
+    """The values that a percentage may have without its sign: the number, and a hundredth of it."""
     return value, f"\\frac{{{value}}}{{100}}"
 
 

@@ -138,14 +138,16 @@ def compute_score(
     if program is None:
         return {"score": 0.0, "acc": False, "tests": count, "passed": 0, "fault": "no program"}
     sandbox = sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent, allow_unisolated)
-    passed, spent, first = 0, 0.0, ""
+    passed, used_s, first = 0, 0.0, ""
     for number in range(count):
-        if spent >= total_timeout:
+        if used_s >= total_timeout:
             first = first or "time"
             break
         with concurrent_semaphore or contextlib.nullcontext():
-            fault, seconds = _run(sandbox, program, tests, number, min(timeout, total_timeout - spent), memory_limit_mb)
-        spent += seconds
+            fault, seconds = _run(
+                sandbox, program, tests, number, min(timeout, total_timeout - used_s), memory_limit_mb
+            )
+        used_s += seconds
         passed += not fault
         first = first or fault
         if fault == "syntax" or (fault and not continuous):
@@ -174,19 +176,19 @@ def read_tests(ground_truth: Any) -> Tests:
     """
     form = '{"inputs": [...], "outputs": [...]}, with "fn_name" for functions, or {"assert_case": [...]}, also as JSON'
     try:
-        found = _read_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        truth = _read_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except (ValueError, RecursionError) as error:
         raise RewardError(f"the ground truth is no JSON ({error}); it must be {form}") from None
-    if not isinstance(found, Mapping):
-        raise RewardError(f"the ground truth is {type(found).__name__}; it must be {form}")
-    asserts = _items(found.get("assert_case"))
+    if not isinstance(truth, Mapping):
+        raise RewardError(f"the ground truth is {type(truth).__name__}; it must be {form}")
+    asserts = _items(truth.get("assert_case"))
     if asserts:
         texts = tuple(map(str, asserts))
         return Tests(("",) * len(texts), tuple(map(split_assert, texts)), None, texts)
-    inputs, results = _items(found.get("inputs")), _items(found.get("outputs"))
+    inputs, results = _items(truth.get("inputs")), _items(truth.get("outputs"))
     if not inputs or len(inputs) != len(results):
         raise RewardError(f"the ground truth has {len(inputs)} inputs and {len(results)} outputs; it must be {form}")
-    function = found.get("fn_name")
+    function = truth.get("fn_name")
     if function is None:
         return Tests(tuple(map(_text, inputs)), tuple(map(_text, results)))
     return Tests(tuple(map(_arguments, inputs)), tuple(map(_value, results)), str(function))
@@ -227,9 +229,9 @@ def sandbox_of(
     return RemoteSandbox(url, limits, max_concurrent or 64)
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Whether a program printed what is expected, but for whitespace and the rounding of fractions."""
-    lines = [[line.split() for line in text.strip().splitlines()] for text in (found, expected)]
+    lines = [[line.split() for line in text.strip().splitlines()] for text in (output, expected)]
     if lines[0] == lines[1]:
         return True
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
@@ -237,17 +239,17 @@ def same_output(found: str, expected: str) -> bool:
     return all(_same_token(*pair) for rows in zip(*lines, strict=True) for pair in zip(*rows, strict=True))
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(result: Any, expected: Any) -> bool:
     """Whether a function returned what is expected; APPS has some results within a list."""
-    if _equal(found, expected):
+    if _equal(result, expected):
         return True
-    return isinstance(expected, list) and len(expected) == 1 and _equal(found, expected[0])
+    return isinstance(expected, list) and len(expected) == 1 and _equal(result, expected[0])
 
 
 def _run(
     sandbox: Sandbox, program: str, tests: Tests, number: int, seconds: float, memory_mb: int
 ) -> tuple[str, float]:
-    """What became of one test case, and the seconds that it took."""
+    """Run one test case; returns its fault and the seconds that it took."""
     expected, marked = tests.outputs[number], bool(tests.function or tests.asserts)
     mark = secrets.token_hex(16) if marked else None
     expression = expected.expression if isinstance(expected, AssertCase) else None
@@ -269,8 +271,8 @@ def _fault(ended: Ended, tests: Tests, number: int, mark: str | None) -> str:
         return "syntax" if ended.code == _NO_PROGRAM else "error"
     if mark is None:
         return "" if same_output(ended.output, expected) else "wrong"
-    _, found, result = ended.output.rpartition(f"\n{mark}")
-    if not found:  # it left before its end
+    _, mark_read, result = ended.output.rpartition(f"\n{mark}")
+    if not mark_read:  # it left before its end
         return "error"
     try:
         if tests.asserts:
@@ -311,7 +313,7 @@ def _arguments(value: Any) -> str:
 
 
 def _value(value: Any) -> Any:
-    """What a function returns, as JSON shows it; text that is JSON stands for its value."""
+    """The result of a function as JSON shows it; text that is JSON stands for its value."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, str):
         return _read_json(_json(value))
@@ -368,44 +370,44 @@ def _size(expected: Any) -> int:
         return _LARGE
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Whether two values of JSON are the same. Loops, because values may be nested deeply."""
-    waiting = [(one, other)]
+    waiting = [(first, second)]
     while waiting:
-        one, other = waiting.pop()
-        if isinstance(one, list) and isinstance(other, list):
-            if len(one) != len(other):
+        first, second = waiting.pop()
+        if isinstance(first, list) and isinstance(second, list):
+            if len(first) != len(second):
                 return False
-            waiting += zip(one, other, strict=True)
-        elif isinstance(one, dict) and isinstance(other, dict):
-            if one.keys() != other.keys():
+            waiting += zip(first, second, strict=True)
+        elif isinstance(first, dict) and isinstance(second, dict):
+            if first.keys() != second.keys():
                 return False
-            waiting += [(one[name], other[name]) for name in one]
-        elif not _same_scalar(one, other):
+            waiting += [(first[name], second[name]) for name in first]
+        elif not _same_scalar(first, second):
             return False
     return True
 
 
-def _same_scalar(one: Any, other: Any) -> bool:
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, other))
-    if isinstance(one, (list, dict)) or isinstance(other, (list, dict)):
+def _same_scalar(first: Any, second: Any) -> bool:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (first, second))
+    if isinstance(first, (list, dict)) or isinstance(second, (list, dict)):
         return False
-    if one == other or not numbers:
-        return bool(one == other)
-    if not (isinstance(one, float) or isinstance(other, float)):
+    if first == second or not numbers:
+        return bool(first == second)
+    if not (isinstance(first, float) or isinstance(second, float)):
         return False
     try:
-        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-8) or (math.isnan(one) and math.isnan(other))
+        return math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-8) or (math.isnan(first) and math.isnan(second))
     except OverflowError:  # an integer beyond the range of fractions
         return False
 
 
-def _same_token(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_token(token: str, expected: str) -> bool:
+    if token == expected:
         return True
     if not any(mark in expected for mark in ".eE"):
         return False
     try:
-        return math.isclose(float(found), float(expected), rel_tol=1e-5, abs_tol=1e-8)
+        return math.isclose(float(token), float(expected), rel_tol=1e-5, abs_tol=1e-8)
     except ValueError:
         return False

@@ -38,17 +38,17 @@ def references(ground_truth: Any) -> list[str]:
         value = value.get(_TARGET)
     if isinstance(value, str):
         value = [value]
-    found = value.tolist() if hasattr(value, "tolist") else value
+    texts = value.tolist() if hasattr(value, "tolist") else value
     if (
-        not isinstance(found, Sequence)
-        or not found
-        or not all(isinstance(one, str) and normalised(one) for one in found)
+        not isinstance(texts, Sequence)
+        or not texts
+        or not all(isinstance(text, str) and normalised(text) for text in texts)
     ):
         raise RewardError(
             f"the ground truth is {str(ground_truth)[:60]!r}; it must be text, a list of texts, or "
             f'{{"{_TARGET}": [texts]}}'
         )
-    return list(found)
+    return list(texts)
 
 
 def check_ground_truth(ground_truth: Any) -> None:
@@ -65,5 +65,5 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
     answers = _ANSWER.findall(solution_str)
     if not answers:
         return 0.0
-    wanted = {normalised(one) for one in references(ground_truth)}
-    return 1.0 if normalised(answers[-1]) in wanted else format_score
+    accepted = {normalised(reference) for reference in references(ground_truth)}
+    return 1.0 if normalised(answers[-1]) in accepted else format_score

@@ -37,11 +37,11 @@ def limited_work(seconds: float, what: str) -> Iterator[None]:
     running = True
 
     def on_signal(number: int, frame: Any) -> None:
-        left = end - time.thread_time()
+        remaining_s = end - time.thread_time()
         if not running:
             return
-        signal.setitimer(signal.ITIMER_PROF, max(left, _AGAIN_S))  # it counts all threads
-        if left <= 0:
+        signal.setitimer(signal.ITIMER_PROF, max(remaining_s, _AGAIN_S))  # it counts all threads
+        if remaining_s <= 0:
             raise _WorkExpiry
 
     before = signal.signal(signal.SIGPROF, on_signal)

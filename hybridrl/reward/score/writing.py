@@ -1,4 +1,4 @@
-r"""How answers are written: signs of other keyboards and languages in those of plain text and of LaTeX."""
+r"""The writing of answers: signs of other keyboards and languages in those of plain text and of LaTeX."""
 
 import re
 import unicodedata

@@ -18,13 +18,13 @@ from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
+from hybridrl.processes.inherited import keep_exit_codes
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.request_images import ReceivedImages
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
-from hybridrl.utils.child_processes import keep_exit_codes
 
 #: completions are returned together, because a Ray call costs milliseconds: this part of the requests in flight, or
 #: whatever has completed after this time

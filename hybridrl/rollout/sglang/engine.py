@@ -5,11 +5,11 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, S
 from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
+from hybridrl.processes.peer import PICKLE, Peer
+from hybridrl.processes.start import Child
+from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
     EngineSpec,
@@ -172,21 +175,19 @@ class SGLangEngine(InferenceEngine):
 
 
 class _HostProcess:
-    """The process, its messages, and its output, which is copied to our standard error."""
+    """The process, the calls to it, and its output, which is copied to our standard error."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.status = wire.Status(time.monotonic())
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._number = 0
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._tasks: list[asyncio.Task[None]] = []
         self._leftovers: list[str] = []
         self.failure: EngineBrokenError | None = None
-        self._started = False
+        self._has_started = False
         self.dead = asyncio.Event()  # after it has started
-        self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter
+        self._child: Child | None = None
+        self._peer: Peer
 
     async def start(self) -> None:
         """Start the process; returns when SGLang is ready.
@@ -194,33 +195,23 @@ class _HostProcess:
         Raises:
             RolloutError: with the end of SGLang's output.
         """
-        ours, theirs = socket.socketpair()
         package_root = str(Path(__file__).resolve().parents[3])
-        variables = os.environ | compat.environment(self.spec)
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "hybridrl.rollout.sglang.host", str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,  # so that what it starts can be ended with it, and Ctrl-C does not reach it
-                limit=2**20,
-            )
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[0] = started
-        self._tasks = [asyncio.create_task(self._pass_on_output()), asyncio.create_task(self._listen(reader))]
-        assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(self.spec))
-        try:
-            self._leftovers = await started
-        except EngineBrokenError as error:
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))  # of what it starts
+        variables = compat.environment(self.spec) | {"PYTHONPATH": path}
+        self._child = Child("hybridrl.rollout.sglang.host", variables=variables, output=subprocess.PIPE)
+        stream = await FrameStream.open(self._child.connection)
+        stream.send(pickle.dumps(self.spec))
+        started: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        methods: dict[str, Callable[..., Any]] = {"started": started.set_result, "status": self._take_status}
+        self._peer = Peer(stream, PICKLE, methods, lambda text: EngineBrokenError(f"SGLang: {text}"))
+        self._tasks = [asyncio.create_task(self._pass_on_output()), asyncio.create_task(self._listen())]
+        ends: list[asyncio.Future[Any]] = [started, self._tasks[1]]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
             await self.close()
-            raise RolloutError(f"SGLang did not start: {error}. {_memory_hint(self.spec)}") from None
-        self._started = True
+            raise RolloutError(f"SGLang did not start: {self.failure}. {_memory_hint(self.spec)}")
+        self._leftovers = started.result()
+        self._has_started = True
         if self.failure is not None:
             self.dead.set()
 
@@ -230,46 +221,28 @@ class _HostProcess:
         Raises:
             EngineBrokenError: the method failed there, or SGLang's process has ended.
         """
-        if self.failure is not None:
-            raise self.failure
-        self._number += 1
-        number = self._number
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = answer
-        wire.send(self._writer, (number, method, arguments))
-        try:
-            return await answer
-        finally:
-            self._calls.pop(number, None)
+        return await self._peer.call(method, *arguments)
 
     async def close(self) -> None:
         """End SGLang and every process it started."""
-        process, self._process = self._process, None
-        if process is None:
+        child, self._child = self._child, None
+        if child is None:
             return
-        if process.returncode is None and self.failure is None:
-            wire.send(self._writer, (-1, "close", ()))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _CLOSE_S)
-        await _end_group(process.pid)
-        await process.wait()
+        if not child.has_ended and self.failure is None:
+            self._peer.tell("close")
+            await asyncio.to_thread(child.wait, _CLOSE_S)
+        await _end_group(child.pid)
+        self._peer.close()
+        await asyncio.to_thread(child.end)
         for task in self._tasks:
             task.cancel()
-        self._writer.close()
         self._fail(EngineBrokenError("SGLang was closed"))
         wire.remove(self._leftovers)
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    async def _listen(self) -> None:
         try:
-            while True:
-                message = await wire.receive(reader)
-                if message[0] == "status":
-                    self.status = message[1]
-                elif message[0] == "started":
-                    self._calls.pop(0).set_result(message[1])
-                else:
-                    self._answered(*message)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            await self._peer.serve()
+        except EOFError:
             await asyncio.wait(self._tasks[:1], timeout=_LAST_LINES_S)
             self._fail(
                 EngineBrokenError("SGLang's process ended. The end of its output:\n  " + "\n  ".join(self._lines))
@@ -277,26 +250,21 @@ class _HostProcess:
         except Exception as error:
             self._fail(EngineBrokenError(f"a message of SGLang's process cannot be read: {error!r}"))
 
-    def _answered(self, number: int, value: Any, error: str | None) -> None:
-        answer = self._calls.get(number)
-        if answer is None or answer.done():
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(EngineBrokenError(f"SGLang: {error}"))
+    def _take_status(self, status: wire.Status) -> None:
+        self.status = status
 
     def _fail(self, error: EngineBrokenError) -> None:
         self.failure = self.failure or error
-        if self._started:
+        if self._has_started:
             self.dead.set()
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(self.failure)
+        self._peer.fail(self.failure)
 
     async def _pass_on_output(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        async for line in self._process.stdout:
+        assert self._child is not None
+        lines = asyncio.StreamReader(limit=2**20)
+        protocol = asyncio.StreamReaderProtocol(lines)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._child.process.stdout)
+        async for line in lines:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
             print(text, file=sys.stderr, flush=True)

@@ -1,29 +1,27 @@
-"""The process in which SGLang runs alone: `python -m hybridrl.rollout.sglang.host DESCRIPTOR`, started by `engine.py`.
+"""The process in which SGLang runs alone: `main` in a process of its own, started by `engine.py`.
 
 SGLang needs a main thread. It installs signal handlers and an event loop policy, ends its process when one of its
 children dies, and kills every child of its process when it ends. All of that would affect the replica's process.
 
-Standard input carries the `EngineSpec` and stays open as long as the replica lives: when it closes, this process and
-everything it started end. The descriptor is a socket. The replica sends (number, method, arguments) and receives
-(number, value, error), ("started", leftovers) once, and ("status", `wire.Status`) periodically.
+The replica sends the `EngineSpec`, and then calls the methods of `HostedEngine`. It is told `started` once, with the
+files that SGLang leaves behind, and `status` periodically. When it ends, this process and everything it started end.
 """
 
 import asyncio
 import contextlib
 import functools
-import os
 import pickle
-import signal
-import socket
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.processes.frames import FrameConnection
+from hybridrl.processes.peer import PICKLE, Peer
+from hybridrl.processes.start import end_with_run
+from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.sglang import wire
 
 if TYPE_CHECKING:
@@ -37,6 +35,11 @@ if TYPE_CHECKING:
     from hybridrl.rollout.stop_strings import StopStrings
 
 _STATUS_S = 0.25
+#: of `HostedEngine`, which the replica calls
+_METHODS = (
+    *("generate", "read", "abort", "divide_logits", "drop_head_bias"),
+    *("begin_update", "required_slices", "load_bucket", "end_update", "release", "resume"),
+)
 _ABORT_AGAIN_S = 0.05
 #: tokens between two searches for stop strings; tokens after one are cut off
 _STOP_INTERVAL = 8
@@ -62,38 +65,26 @@ class HostedEngine:
         self._count = 0
         self._tokenizer: Any = None
 
-    async def serve(self, connection: socket.socket) -> None:
+    async def serve(self, stream: FrameStream) -> None:
         """Serve until the replica sends `close` or ends."""
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        wire.send(writer, ("started", self.server.leftovers))
-        background = {asyncio.create_task(self._report(writer))}
+        closing = asyncio.Event()
+        methods = {name: getattr(self, name) for name in _METHODS}
+        replica = Peer(stream, PICKLE, methods | {"close": closing.set}, RuntimeError)
+        replica.tell("started", self.server.leftovers)
+        tasks = [asyncio.ensure_future(work) for work in (replica.serve(), closing.wait(), self._report(replica))]
         try:
-            while True:
-                number, method, arguments = await wire.receive(reader)
-                if method == "close":
-                    return
-                task = asyncio.create_task(self._answer(writer, number, method, arguments))
-                background.add(task)
-                task.add_done_callback(background.discard)
-        except asyncio.IncompleteReadError:
-            return
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in background:
+            for task in tasks:
                 task.cancel()
+            await replica.finish()
 
-    async def _answer(self, writer: asyncio.StreamWriter, number: int, method: str, arguments: Sequence[Any]) -> None:
-        try:
-            value, error = await getattr(self, method)(*arguments), None
-        except Exception as caught:
-            value, error = None, f"{type(caught).__name__}: {caught}"
-        wire.send(writer, (number, value, error))
-
-    async def _report(self, writer: asyncio.StreamWriter) -> None:
+    async def _report(self, replica: Peer) -> None:
         mark, last_output = self.server.output_mark(), time.monotonic()
         while True:
             if self.server.output_mark() != mark:
                 mark, last_output = self.server.output_mark(), time.monotonic()
-            wire.send(writer, ("status", wire.Status(last_output, await self.server.gauges())))
+            replica.tell("status", wire.Status(last_output, await self.server.gauges()))
             await asyncio.sleep(_STATUS_S)
 
     # ------------------------------------------------------------------ requests
@@ -268,32 +259,20 @@ def _completion(request_id: str, output: "PartialOutput", end: int | None, abort
     return answer
 
 
-def _end_with_replica(leftovers: list[str]) -> None:
-    """End the whole process group when standard input ends, and remove the files that it leaves."""
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        wire.remove(leftovers)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="hybridrl-end-with-replica", daemon=True).start()
-
-
-def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    spec: EngineSpec = pickle.load(sys.stdin.buffer)
+def main(connection_fd: int, life_fd: int) -> None:
+    """Run SGLang until the replica ends."""
     leftovers: list[str] = []
-    _end_with_replica(leftovers)
+    end_with_run(life_fd, lambda: wire.remove(leftovers))
+    connection = FrameConnection(connection_fd)
+    spec: EngineSpec = pickle.loads(connection.receive())
     from hybridrl.rollout.sglang.compat import Server
+
+    async def serve() -> None:
+        await HostedEngine(spec, server).serve(await FrameStream.open(connection.socket))
 
     server = Server(spec)
     leftovers += server.leftovers
     try:
-        server.loop.run_until_complete(HostedEngine(spec, server).serve(connection))
+        server.loop.run_until_complete(serve())
     finally:
         server.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -22,12 +22,12 @@ from ray.job_config import JobConfig
 from hybridrl.config.checks.check_run import visible_gpus
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
+from hybridrl.processes.inherited import keep_exit_codes, keeping_handlers
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
 from hybridrl.single_controller.ray.start import start_ray
 from hybridrl.single_controller.ray.watch import ClusterWatch
-from hybridrl.utils.child_processes import keep_exit_codes, keeping_handlers
 from hybridrl.utils.cores import available_cores
 
 _ANSWER_LIMIT_S = 10.0

@@ -20,7 +20,7 @@ from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
-from hybridrl.reward.judge_pool import JudgePool, judges_in
+from hybridrl.reward.scorers import JudgeScorer, judges_in
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.request import Request, request_number
 from hybridrl.rollout.sampling import SamplingParams
@@ -45,7 +45,7 @@ class ServedJudge(ServedRole):
         self._lock = threading.Lock()
         self._answering, self._since = 0, 0.0
 
-    def answer_for(self, judges: Iterable[JudgePool], config: PPOTrainerConfig) -> None:
+    def answer_for(self, judges: Iterable[JudgeScorer], config: PPOTrainerConfig) -> None:
         """Answer what these ask from now on."""
         for judge in judges:
             judge.connect(functools.partial(self.answer, config.reward.reward_model.judge))
@@ -176,7 +176,7 @@ def check_judge_model(config: PPOTrainerConfig) -> None:
         raise ModelError(f"{where}: its chat template refuses a question: {error}; check {named}") from error
 
 
-def judges_of(manager: Any) -> list[JudgePool]:
+def judges_of(manager: Any) -> list[JudgeScorer]:
     """Return what asks the judge for a reward manager, to be connected once the model is loaded.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Signal handlers, which processes that are forked from one of ours must not inherit.
+"""Handlers of signals, which processes that are forked from one of ours must not inherit.
 
 A process that handles SIGTERM, so that it ends in order, hands this on to every process that the user's code forks:
 `multiprocessing.Process.terminate` would then do nothing, and `join` would wait for ever. Programs that are executed

@@ -79,15 +79,15 @@ def _wait(worker: int, life_fd: int) -> int | None:
 
 def _reap(worker: int) -> int | None:
     """Take children that have ended out of the process table; returns the worker's status if it is one of them."""
-    found = None
+    ended_with = None
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == worker:
-                found = status
+                ended_with = status
             if pid == 0:
                 break
-    return found
+    return ended_with
 
 
 def _end_descendants(worker: int) -> None:
@@ -96,12 +96,12 @@ def _end_descendants(worker: int) -> None:
         os.killpg(worker, signal.SIGKILL)
     empty = 0
     while empty < 2:  # a process that changes its parent can be missed once
-        found = descendants(os.getpid())
-        empty = 0 if found else empty + 1
-        for pid in found:
+        pids = descendants(os.getpid())
+        empty = 0 if pids else empty + 1
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if found:
+        if pids:
             time.sleep(_PAUSE_S)
         _reap(worker)
 
@@ -115,12 +115,12 @@ def descendants(root: int) -> list[int]:
                 state, parent, *_ = file.read().rpartition(b")")[2].split()
                 if state not in (b"Z", b"X"):
                     children[int(parent)].append(int(name))
-    found, waiting = [], [root]
+    pids, waiting = [], [root]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
 def _end_like(status: int | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 WORKER = """
 import os, signal, subprocess, sys, threading, time
-from hybridrl.utils.child_processes import block_stop_signals, ignore_stop_signals
+from hybridrl.processes.inherited import block_stop_signals, ignore_stop_signals
 
 number = signal.Signals[sys.argv[1]]
 block_stop_signals()
@@ -48,7 +48,7 @@ def test_a_worker_outlives_a_stop_signal_and_its_programs_do_not(name: str) -> N
 
 REPLACED = """
 import ctypes, os, signal, threading, time
-from hybridrl.utils.child_processes import keeping_handlers
+from hybridrl.processes.inherited import keeping_handlers
 
 heard = []
 signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

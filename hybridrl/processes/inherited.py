@@ -1,4 +1,4 @@
-"""Defaults that processes inherit from Ray's: exit codes are discarded, and signals ask the whole job to stop."""
+"""Settings that processes inherit from Ray's: discarded exit codes, and signals that ask the whole job to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from hybridrl.utils.forked import keep_blocked_in_children
+from hybridrl.processes.forked import keep_blocked_in_children
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIZE_OF_SIGACTION = 512  # more than any system's

@@ -8,21 +8,15 @@ Imported by these processes, so it must stay light: no torch, no numpy.
 
 import json
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hybridrl.processes.frames import MalformedMessage
 from hybridrl.scored import Reason
 
-HEADER = struct.Struct("!Q")
-LARGEST = 1 << 30  # bytes of a message; a longer one is no message of ours
 LARGEST_RESULT = 1 << 26  # bytes of a message that is a single result
 
 Kind = Literal["score", "bad", "raised", "timeout", "missing"]
-
-
-class MalformedMessage(Exception):
-    """A process sent something that is not a message of the run's."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ def is_number(value: Any) -> bool:
 
 
 def encode_result(result: Result) -> bytes:
-    """Return a single result as bytes, with their length in front.
+    """Return a single result as bytes.
 
     Raises:
         ValueError, TypeError, RecursionError: its `extra` is not of numbers, text, lists and dicts, or too long.
@@ -80,11 +74,11 @@ def encode_result(result: Result) -> bytes:
     data = json.dumps(result.plain(), default=_as_plain).encode()
     if len(data) > LARGEST_RESULT:
         raise ValueError(f"it has {len(data)} bytes, and may have {LARGEST_RESULT}")
-    return HEADER.pack(len(data)) + data
+    return data
 
 
 def decode_result(data: bytes) -> Result:
-    """Return the result that a process sent, without its length.
+    """Return the result that a process sent.
 
     Raises:
         MalformedMessage: it is none.
