@@ -54,6 +54,7 @@ _DATA_SETS = "a data set's preparation and its scorer have the data set's name"
 #: base names that several files have, with the reason; at most 20
 REPEATED_FILES = {
     "checkpoint.py": _ENGINES,
+    "colours.py": _DATA_SETS,
     "compat.py": _ENGINES,
     "critic.py": _SCHEMA,
     "distillation.py": _SCHEMA,
@@ -76,7 +77,7 @@ REPEATED_FILES = {
 #: base names that are still to become unique; the set may only shrink
 REPEATED_FOR_NOW = frozenset(
     [
-        *("actor", "child", "colours", "handle", "host", "start", "steps", "supervisor", "wire"),
+        *("actor", "child", "handle", "host", "start", "steps", "supervisor", "wire"),
     ]
 )
 
