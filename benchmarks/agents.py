@@ -220,7 +220,8 @@ def gateway(arguments: argparse.Namespace, folder: Path) -> int:
     import ray
 
     from hybridrl.rollout.inference_engine import EngineSpec
-    from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
+    from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
+    from hybridrl.rollout.replicas.supervisor import Supervisor
     from hybridrl.rollout.rollout import ReplicatedRollout
     from hybridrl.serve import make_server
     from hybridrl.single_controller import RayResourcePool
@@ -238,7 +239,7 @@ def gateway(arguments: argparse.Namespace, folder: Path) -> int:
     group, bundle = RayResourcePool([1], use_gpu=False).slots()[0]
     spec = EngineSpec(config.rollout, config.model, (1,), 0, load_weights=True, threads=1)
     placement = ReplicaPlacement(group, bundle, ray.get_runtime_context().get_node_id())
-    pool = ReplicaPool(PoolSettings("vllm", spec, log_folder=folder / "logs"), [placement])
+    pool = Supervisor(PoolSettings("vllm", spec, log_folder=folder / "logs"), [placement])
     pool.start()
     client = ReplicatedRollout(pool).client()
     server, access = make_server(config.rollout, config.model, client)

@@ -47,8 +47,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import MicroBatching, create_train_engine, train_engine_class
-from hybridrl.engine.forecast import Workload
+from hybridrl.engine import MicroBatching, create_train_engine
+from hybridrl.forecast.engine_models import forecast_engine
+from hybridrl.forecast.sizes import Workload
 from hybridrl.models.work import training_flops, work_of
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
@@ -122,8 +123,9 @@ def our_forecast(folder: Path, rows: dict[str, torch.Tensor], way: str, settings
     prompt, response = (rows[name].shape[1] for name in ("prompts", "responses"))
     micro = MicroBatching(max_tokens=max(settings.micro_tokens, prompt + response))
     work = Workload(prompt, response, len(rows["prompts"]), micro, None, entropy=False)
-    engine = train_engine_class("language_model", "fsdp2")
-    found = engine.forecast("language_model", *our_settings(folder, way, settings), OptimConfig(lr=1e-6), 1, work)
+    found = forecast_engine(
+        "language_model", "fsdp2", *our_settings(folder, way, settings), OptimConfig(lr=1e-6), 1, work
+    )
     return 0.0 if found is None else found.update / device.GIB
 
 

@@ -85,7 +85,8 @@ class Ours:
 
         from hybridrl.config import load_config
         from hybridrl.rollout.inference_engine import EngineSpec
-        from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
+        from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
+        from hybridrl.rollout.replicas.supervisor import Supervisor
         from hybridrl.rollout.rollout import ReplicatedRollout
         from hybridrl.single_controller import RayResourcePool
 
@@ -100,7 +101,7 @@ class Ours:
         group, bundle = RayResourcePool([1], use_gpu=False).slots()[0]
         spec = EngineSpec(config.rollout, config.model, (1,), 0, load_weights=True, threads=arguments.threads)
         placement = ReplicaPlacement(group, bundle, ray.get_runtime_context().get_node_id())
-        self.pool = ReplicaPool(PoolSettings("vllm", spec, log_folder=logs), [placement])
+        self.pool = Supervisor(PoolSettings("vllm", spec, log_folder=logs), [placement])
         self.pool.start()
         self.rollout = ReplicatedRollout(self.pool)
         self.prompts, self.lengths = requests(arguments.requests, arguments.longest)
@@ -111,7 +112,7 @@ class Ours:
 
         from hybridrl.protocol import DataProto
         from hybridrl.rollout.batch import batch_of, requests_of
-        from hybridrl.rollout.replicas.pool import request_number
+        from hybridrl.rollout.request import request_number
         from hybridrl.rollout.trajectory import Trajectory
 
         count = len(self.lengths)
@@ -128,7 +129,7 @@ class Ours:
             replace(request, sampling=replace(request.sampling, max_new_tokens=length))
             for request, length in zip(asked, self.lengths, strict=True)
         ]
-        answers = zip(asked, self.pool.generate(asked), strict=True)
+        answers = zip(asked, self.pool.scheduler.generate(asked), strict=True)
         trajectories = [Trajectory.single_turn(one.prompt_ids, answer, one.session, 0) for one, answer in answers]
         answer = batch_of(trajectories, 0, response_width=config.response_length)
         return time.perf_counter() - started, int(answer.batch["response_mask"].sum())

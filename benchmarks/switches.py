@@ -42,8 +42,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
-from hybridrl.engine import Engine, MicroBatching, create_train_engine, train_engine_class
-from hybridrl.engine.forecast import Forecast, Workload, peak_of
+from hybridrl.engine import Engine, MicroBatching, create_train_engine
+from hybridrl.forecast.engine_models import forecast_engine
+from hybridrl.forecast.meta_tensors import peak_of
+from hybridrl.forecast.sizes import Forecast, Workload
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
 
@@ -151,8 +153,7 @@ def forecast(folder: Path, line: Line, ranks: int) -> Forecast:
     work = Workload(PROMPT, LIMIT, PROMPTS * SAMPLES, line.micro, None)
     model = ModelConfig(path=str(folder), **{"share_prefixes": False, **line.model})
     optim = OptimConfig(lr=1e-6, **line.optim)
-    engine = train_engine_class("language_model", "fsdp2")
-    found: Forecast = engine.forecast("language_model", model, FSDPConfig(**line.engine), optim, ranks, work)
+    found: Forecast = forecast_engine("language_model", "fsdp2", model, FSDPConfig(**line.engine), optim, ranks, work)
     return found
 
 

@@ -23,7 +23,7 @@ import torch
 from hybridrl.hybrid_engine.stream import stream
 from hybridrl.hybrid_engine.transports import UpdateTarget, transports_to
 from hybridrl.rollout.vllm import compat
-from hybridrl.rollout.vllm.worker import WeightReceiverExtension
+from hybridrl.rollout.vllm.worker_extension import WeightReceiverExtension
 
 LIMIT = 1.5
 
@@ -90,7 +90,8 @@ def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:
     """A pool of one replica whose workers also hold resident weights."""
     from hybridrl.config import load_config
     from hybridrl.rollout.inference_engine import EngineSpec
-    from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool
+    from hybridrl.rollout.replicas.handle import PoolSettings
+    from hybridrl.rollout.replicas.supervisor import Supervisor
     from hybridrl.rollout.start import replica_placements
     from hybridrl.single_controller import RayResourcePool
 
@@ -107,7 +108,7 @@ def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     placements = replica_placements(RayResourcePool([1], use_gpu=use_gpu), 1, shared=True)
     spec = EngineSpec(config.rollout, config.model, (1,), 0, threads=threads)
-    pool = ReplicaPool(PoolSettings("vllm", spec, log_folder=logs), placements)
+    pool = Supervisor(PoolSettings("vllm", spec, log_folder=logs), placements)
     pool.start()
     return pool
 

@@ -63,7 +63,7 @@ class ProgramResult:
 
 _RUN_PPO = "hybridrl.trainer.ppo.run_ppo:run_ppo"
 _RUN_SUPERVISED = "hybridrl.trainer.supervised.run_supervised:run_supervised"
-_FORECAST_SUPERVISED = "hybridrl.trainer.supervised.forecast:print_forecast"
+_FORECAST_SUPERVISED = "hybridrl.forecast.supervised_run:print_forecast"
 PROGRAMS = {
     "grpo": ProgramSpec(
         "GRPO and other methods without a critic; samples 8 responses per prompt unless rollout.n says otherwise",
@@ -80,7 +80,7 @@ PROGRAMS = {
     "forecast": ProgramSpec(
         "print the memory that grpo or ppo would take with the same settings, and start nothing",
         "ppo_trainer",
-        "hybridrl.trainer.ppo.forecast:print_forecast",
+        "hybridrl.forecast.ppo_run:print_forecast",
     ),
     "forecast sft": ProgramSpec("the same for sft", "sft_trainer", _FORECAST_SUPERVISED),
     "forecast dpo": ProgramSpec("the same for dpo", "dpo_trainer", _FORECAST_SUPERVISED),

@@ -303,7 +303,7 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny vision-language model of each family, with its tokenizer and image processor. Read only."""
     from hybridrl.models.tiny_vision import build_tiny_vision_model
-    from hybridrl.models.vision import FAMILIES
+    from hybridrl.models.vision_families import FAMILIES
 
     root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
     return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}

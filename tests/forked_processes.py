@@ -53,7 +53,7 @@ esac
 """
 #: its other children, and those of multiprocessing and pytest-xdist:
 OF_CHILDREN = """case "$*" in
-    *hybridrl.utils.agent_host* | *megatron.forecast_process* | *multiprocessing.forkserver* | *sys.stdin.readline*)
+    *hybridrl.utils.agent_host* | *forecast.megatron_process* | *multiprocessing.forkserver* | *sys.stdin.readline*)
         [ "$1" = -u ] && shift
         {settings} exec {python} -I -S {client} --program "$@" ;;
 esac

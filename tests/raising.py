@@ -30,6 +30,6 @@ def raises_with(error: type[BaseException] | tuple[type[BaseException], ...], *f
 
 def stands_in(fact: str, message: str) -> bool:
     """Return whether a text stands in a message and is no part of a longer word there."""
-    before = r"(?<!\w)" if re.match(r"\w", fact) else ""
-    after = r"(?!\w)" if re.search(r"\w$", fact) else ""
+    before = r"(?<![^\W_])" if re.match(r"[^\W_]", fact) else ""
+    after = r"(?![^\W_])" if re.search(r"[^\W_]$", fact) else ""
     return re.search(before + re.escape(fact) + after, message) is not None

@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, Qwen2_5_VLProcessor, Qwen3VLProcess
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
+from hybridrl.config import DataConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.data import PromptLoader, RLHFDataset
 from hybridrl.data.preprocess.preprocessing import write_rows
@@ -116,7 +117,7 @@ def dataset_of(file: Path, model: Path, **config: Any) -> RLHFDataset:
     settings = {"max_prompt_length": 200, **config}
     options = settings.pop("mm_processor_kwargs", None)
     processor = processor_of(ModelConfig(path=str(model)), options)
-    return RLHFDataset(str(file), load_tokenizer(model), settings, processor=processor)
+    return RLHFDataset(str(file), load_tokenizer(model), DataConfig(**settings), processor=processor)
 
 
 def prompts_of(file: Path, model: Path) -> DataProto:

@@ -71,7 +71,7 @@ class Agents:
     gateways: Mapping[str, Gateway] = field(default_factory=dict)
     reader: ImageReader | None = None
 
-    def seen(self) -> SeenImages | None:
+    def session_images(self) -> SeenImages | None:
         """Return a record of images for a new session; None: the model reads text alone."""
         return None if self.reader is None else SeenImages(self.reader)
 

@@ -21,9 +21,8 @@ from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, AgentLoopMetadata
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.images import PromptImages, split_images
-from hybridrl.rollout.replicas.pool import request_number
-from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
+from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request, request_number
+from hybridrl.rollout.request_images import PromptImages, split_images
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.scored import Scored, Unscored

@@ -47,7 +47,8 @@ def check_loop_settings(
         return
     loops = [_registered_name(name, classes) for name in used]
     idle: dict[tuple[str, str], list[str]] = {}
-    for item in conditional(type(config)):
+    schema: type = type(config)
+    for item in conditional(schema):
         value = value_at(config, item.key)
         if value is None or item.key in _NOTICED or value == default_at(config, item.key):
             continue

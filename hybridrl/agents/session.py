@@ -91,7 +91,7 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> S
         f"{task.uid}/{task.sample}",
         _seeds(rollout.seed, task),
         trains=not task.meta.get("validate", False),
-        images=agents.seen(),
+        images=agents.session_images(),
         routing=bool(task.meta.get(ROUTED_EXPERTS, False)),
     )
     try:

@@ -10,11 +10,11 @@ import torch
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.chat.session_images import SeenImages, generated_in, tensors_of
 from hybridrl.errors import RolloutError
-from hybridrl.protocol.bookkeeping import Writer, taken
+from hybridrl.protocol.bookkeeping import Writer, reserved
 from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG
-from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.parts import extended
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.request_images import PromptImages
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.scored import LARGEST_REWARD, Scored, Unscored
 
@@ -166,7 +166,7 @@ def _check_names(output: AgentLoopOutput) -> None:
     """Refuse extra fields with the name of a column that the run writes, or reads from the data."""
     score = output.reward_score
     parts = score.extra if isinstance(score, Scored) else {}
-    for name in [*taken(output.extra_fields, Writer.SESSION), *taken(parts)]:
+    for name in [*reserved(output.extra_fields, Writer.SESSION), *reserved(parts)]:
         raise RolloutError(
             f"an agent loop returned the extra field {name!r} (extra_fields, or extra of a Scored), which is the name "
             "of a column of the data, or of one that the run itself uses; give the field another name"

@@ -41,12 +41,12 @@ class RowTotals(Sequences):
     """Keeps what each row adds to its sequence.
 
     Attributes:
-        found: [b] for each call, in the order of calls.
+        partials: [b] for each call, in the order of calls.
         kinds: the method of each call, `sum` or `max`.
     """
 
     def __init__(self) -> None:
-        self.found: list[Tensor] = []
+        self.partials: list[Tensor] = []
         self.kinds: list[str] = []
 
     def sum(self, values: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class RowTotals(Sequences):
         return self._record("max", super().max(values))
 
     def _record(self, kind: str, total: Tensor) -> Tensor:
-        self.found.append(total.detach().squeeze(-1))
+        self.partials.append(total.detach().squeeze(-1))
         self.kinds.append(kind)
         return total
 

@@ -20,8 +20,8 @@ from PIL.Image import Image
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageProcessor, ImageTensors
-from hybridrl.rollout.images import PromptImages, join_images
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.request_images import PromptImages, join_images
 
 _PLACEHOLDER = re.compile("(<image>)")  # in the text of a data set's messages
 

@@ -21,7 +21,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message, encode
 from hybridrl.models.rendering import rendered
 from hybridrl.models.vision import ImageProcessor, ImageTensors, tokens_per_image
-from hybridrl.rollout.images import join_images
+from hybridrl.rollout.request_images import join_images
 
 _MARKS = ("qzxj0qzxj", "qzxj1qzxj")  # what the model writes in its turns
 _STRICT, _IGNORE, _DISABLE = "strict", "ignore_strippable", "disable"

@@ -82,7 +82,7 @@ def merge(
     files = ModelFiles(out)
     with VerlShards(folder) if is_verl_checkpoint(folder) else SavedSlices(folder / "model") as saved:
         kind = _kind(frozenset(name.removeprefix(lora.PREFIX) for name in saved.names))
-        has_head = kind != "language_model"
+        has_head = not KINDS[kind].predicts_tokens
         if is_adapter:
             tensors = _with_adapter(saved, folder / "model", origin, config, kind, out)
         else:

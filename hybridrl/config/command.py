@@ -89,7 +89,7 @@ def cli(
             composed.notices.append(launch.notice(_EXAMPLES[name][0], "trainer" in composed.tree))
         print_notices(composed.notices)
         if words.cfg is not None:
-            print(_shown(composed, words.package, words.resolve), end="")
+            print(_config_text(composed, words.package, words.resolve), end="")
             return
         if words.info is not None:
             print(_info(name, folder, file))
@@ -195,7 +195,7 @@ def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(composed: Composed, package: str | None, resolve: bool) -> str:
+def _config_text(composed: Composed, package: str | None, resolve: bool) -> str:
     """Return the text that `--cfg job` prints: the tree with interpolations, or resolved."""
     tree = OmegaConf.create(to_yaml(composed.config) if resolve else composed.tree)
     if package is None:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put
-from hybridrl.config.own_settings import add_own_settings
+from hybridrl.config.entry_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import (
     ROOTS,
@@ -190,7 +190,7 @@ def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Pat
     return [f"{word}: {name} is a config group without the option {value}; it has {', '.join(options)}"]
 
 
-def _found(tree: Any, name: str) -> Any:
+def _value_at(tree: Any, name: str) -> Any:
     """The value of a dotted key that exists."""
     return functools.reduce(lambda inner, part: inner[part], name.split("."), tree)
 
@@ -334,7 +334,7 @@ def compose_config(
     from_torchrun = {key: value for key, value in (launched or {}).items() if key in book.fields}
     taken_back = {item.key for item in set_by_words.assignments if item.delete}
     for key, value in {**(defaults or {}), **from_torchrun}.items():
-        if (key not in origins or key in taken_back) and _found(tree, key) == _found(shipped, key):
+        if (key not in origins or key in taken_back) and _value_at(tree, key) == _value_at(shipped, key):
             put(tree, key, value)
 
     everything = RewriteResult(renamed=parsed.notices, wrong=faults)
@@ -362,7 +362,7 @@ def _set_twins(book: KeyBook, tree: dict[str, Any], origins: Mapping[str, str], 
     """Set the present name of each key that was given under its other name only."""
     for old, new in book.twins.items():
         if old in origins and new not in origins:
-            put(tree, new, _found(tree, old))
+            put(tree, new, _value_at(tree, old))
             notices.append(f"{old}{origins[old]} sets {new} as well: they are the same thing")
 
 
@@ -427,7 +427,7 @@ def _wrong_types(root: str, tree: Mapping[str, Any], origins: Mapping[str, str])
     """A fault for each value that was set to a plain value of a wrong type."""
     plain: dict[str, Any] = {}
     for name in origins:
-        value = _found(tree, name) if name in key_book(root).fields else None
+        value = _value_at(tree, name) if name in key_book(root).fields else None
         if value is not None and "${" not in str(value):
             put(plain, name, value)
     misfits: dict[str, str] = {}

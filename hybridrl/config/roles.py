@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
@@ -21,7 +21,8 @@ from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
 from hybridrl.errors import ConfigError
 from hybridrl.registry import ADV_ESTIMATORS
 
-POLICY = "actor_rollout"
+#: rows that checks and workers ask for: the policy, the frozen copy that it is compared with, the teachers
+POLICY, REFERENCE, TEACHER = "actor_rollout", "ref", "teacher"
 
 
 def _always(needs: Any) -> bool:
@@ -178,8 +179,6 @@ class RoleSpec:
         server: returns the class that then stands in for the worker group, a `trainer.ppo.served.ServedRole`.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
         update: how the role learns; None for a frozen model.
-        forecast: returns a function, imported only then, which gets the configuration and the number of ranks and
-            returns an `engine.forecast.Forecast` of the model's memory, or None where its engine has none.
         saved: the role's folder in a checkpoint, whose contents are those of `checkpoint` in its settings; None if
             there is nothing to save.
     """
@@ -202,7 +201,6 @@ class RoleSpec:
     server: Callable[[], Any] | None = None
     scores: Callable[[Any], Any] | None = None
     update: Update | None = None
-    forecast: Callable[[], Any] | None = None
     saved: str | None = None
 
     @property
@@ -266,10 +264,6 @@ _TRAINING = (
 def _log_probs(where: str) -> MicroBatches:
     size, tokens = "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"
     return MicroBatches(where, size, tokens, "log_prob_use_dynamic_bsz")
-
-
-def _forecast(name: str) -> Callable[[], Any]:
-    return _imported("hybridrl.workers.forecast", name)
 
 
 _REFERENCE_PASS = Pass(
@@ -344,27 +338,25 @@ register_role(
             advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
             batching=MicroBatches(_ACTOR),
         ),
-        forecast=_forecast("forecast_policy"),
         saved="actor",
     )
 )
 register_role(
     RoleSpec(
-        name="ref",
+        name=REFERENCE,
         worker=_policy_worker,
         path="actor_rollout_ref.ref",
         config="actor_rollout_ref",
         needed=lambda config: config.has_reference_model,
         placement=("ref", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
         mesh="ref",
-        arguments={"role": "ref"},
+        arguments={"role": REFERENCE},
         passes=(_REFERENCE_PASS,),
-        forecast=_forecast("forecast_reference"),
     )
 )
 register_role(
     RoleSpec(
-        name="teacher",
+        name=TEACHER,
         worker=_imported("hybridrl.workers.teacher", "TeacherWorker"),
         path="distillation",
         config=teachers_of,
@@ -384,7 +376,6 @@ register_role(
         ),
         served=served_teachers,
         server=_imported("hybridrl.trainer.ppo.served", "ServedTeachers"),
-        forecast=_forecast("forecast_teachers"),
     )
 )
 register_role(
@@ -411,7 +402,6 @@ register_role(
             batching=MicroBatches("critic"),
             value_head=True,
         ),
-        forecast=_forecast("forecast_critic"),
         saved="critic",
     )
 )
@@ -436,7 +426,6 @@ register_role(
             "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",
             batching=MicroBatches("reward.reward_model", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
         ),
-        forecast=_forecast("forecast_reward_model"),
         served=served_reward_model,
         server=_imported("hybridrl.trainer.ppo.served", "ServedRewardModel"),
     )
@@ -487,7 +476,6 @@ register_role(
             advice=_TRAINING.format("roles.prime", "roles.prime.fsdp_config"),
             batching=MicroBatches("roles.prime"),
         ),
-        forecast=_forecast("forecast_prime"),
         saved="prime",
     )
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.distillation import (
     INFERENCE_ENGINE_KEYS,
     DistillationConfig,

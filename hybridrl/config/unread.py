@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+from hybridrl.config.entry_settings import group_type
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.engine import EngineConfig
 from hybridrl.config.schema.root import SupervisedConfig
-from hybridrl.config.strategies import group_type
 from hybridrl.errors import ConfigError
 from hybridrl.registry import TRAIN_ENGINES
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from hybridrl.data.data_files import read_table
 from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
-from hybridrl.data.table import Table, table_of
+from hybridrl.data.table import Table
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
@@ -42,15 +41,8 @@ if TYPE_CHECKING:
     from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
-#: methods of verl's class that nothing here calls -> what to do instead
-_HOOKS_WITHOUT_EFFECT = {
-    "_download": "Copy the files to a local disk first and name the copies, or read them in _read_files_and_tokenize.",
-    "resume_dataset_state": "A resumed run builds the data set again: do the work in _read_files_and_tokenize.",
-    **dict.fromkeys(
-        ("process_vision_info", "process_multi_modal_info", "_process_multi_modal_info", "_extract_audio_info"),
-        "Return messages with parts {'type': 'image', 'image': ...} from build_messages instead.",
-    ),
-}
+#: verl's hooks for subclasses; `verl.utils.dataset.rl_dataset.RLHFDataset` calls them
+_HOOKS_OF_VERL = ("_build_messages", "_read_files_and_tokenize", "maybe_filter_out_long_prompts")
 #: entries that a rollout adds to `extra_info` before a reward function gets it
 _ADDED_INFO = ("num_turns", "rollout_reward_scores")
 _CHUNK = 2048  # rows rendered and tokenised at a time
@@ -74,16 +66,13 @@ class RLHFDataset(Dataset):
     images is never truncated. With the attribute `keeps_image_files`, which gateway agents set, an item has the
     files as `image_files`.
 
-    A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
-    `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
-    verl's hooks that has no effect here is refused, and the error names the hook. `on_batch_end(batch)`, if defined,
-    gets each batch after its update.
+    A subclass may override `build_messages`, `encode_prompts` or `__getitem__`. `on_batch_end(batch)`, if defined, gets
+    each batch after its update. verl's hooks are called by the class that `verl.utils.dataset.rl_dataset` has.
 
     Args:
         data_files: one or several paths.
         tokenizer: a tokenizer with a chat template.
-        config: `DataConfig` or `GenerationDataConfig`; or a mapping, such as an OmegaConf group, in which the keys of
-            `data` may be missing.
+        config: `DataConfig` or `GenerationDataConfig`.
         processor: prepares images for a vision-language model; None for a model that reads text.
         max_samples: number of rows to use: the first ones, or a sample drawn with `config.seed` if `config.shuffle`;
             -1 uses all.
@@ -91,41 +80,37 @@ class RLHFDataset(Dataset):
 
     Raises:
         DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), no row is left,
-            or a hook would not be called.
+            or a hook of verl's would not be called.
     """
 
     def __init__(
         self,
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
-        config: PromptConfig | Mapping[str, Any],
+        config: PromptConfig,
         processor: ImageProcessor | None = None,
         max_samples: int = -1,
         key: str = "data.train_files",
     ) -> None:
-        settings: PromptConfig = with_defaults(config)
+        settings = config
         _check_processor(processor)
         if settings.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation={settings.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
-        self._refuse_hooks_without_effect()
+        self._check_hooks()
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = settings
         self.key = key
         self.data_files = [str(f) for f in ([data_files] if isinstance(data_files, str | Path) else data_files or [])]
-        self.original_data_files = list(self.data_files)
         self.prompt_key = settings.prompt_key
         self.max_prompt_length = settings.max_prompt_length
-        self.truncation = settings.truncation
-        self.filter_overlong_prompts = settings.filter_overlong_prompts
         self._images = _row_images(processor, settings)
         self.keeps_image_files = False
-        self._set_what_hooks_of_verl_read(max_samples)
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
+        self.image_key, self.video_key = settings.image_key, settings.video_key
+        self.tool_schemas = _tool_schemas(settings)
         check_chat_template(tokenizer)
-        self._table: Table | None = None
-        self._dataframe: Any = None
-        self._is_built = False
-        self._read_files_and_tokenize()
+        self.table = self._read()
         if not self._builds_messages():
             self.table.require(settings.prompt_key, "data.prompt_key", prompt_hint(self.table))
             self.table = table_with_answers(self.table, settings)
@@ -171,7 +156,6 @@ class RLHFDataset(Dataset):
                 f"{settings.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with "
                 "data.truncation=left."
             )
-        self._dataframe, self._is_built = None, True
 
     # Methods that a subclass may override
 
@@ -181,58 +165,7 @@ class RLHFDataset(Dataset):
         Args:
             row: all columns. Changes that an override makes to it appear in the item.
         """
-        if self._hook_takes_key:
-            return self._build_messages(row, key=self.prompt_key)
-        return self._build_messages(row)  # an override as in earlier versions of verl
-
-    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[Message]:
-        """verl's name for `build_messages`; `key` is the prompt column."""
-        return as_messages(example[key or self.prompt_key])
-
-    def _read_files_and_tokenize(self) -> None:
-        """Read `data_files`. As in verl, an override sets `self.dataframe`; see `table_of` for the allowed types."""
-        self.table = read_table(self.data_files, self.key)
-        if type(self).maybe_filter_out_long_prompts is not RLHFDataset.maybe_filter_out_long_prompts:
-            self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
-
-    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """verl's hook for dropping rows. An override returns the rows to keep; overlong prompts are dropped later."""
-        return self.dataframe if dataframe is None else dataframe
-
-    @property
-    def table(self) -> Table:
-        """The rows as they were read."""
-        if self._table is None:
-            raise DataError(
-                f"data.custom_cls: {type(self).__name__}._read_files_and_tokenize read no rows. It must set "
-                "self.dataframe to a datasets.Dataset, a pandas.DataFrame or a list of dicts."
-            )
-        return self._table
-
-    @table.setter
-    def table(self, table: Table) -> None:
-        self._table = table
-
-    @property
-    def dataframe(self) -> Any:
-        """The rows as verl's `datasets.Dataset`: as they were read, and once the data set is built, one per item."""
-        import datasets
-
-        if self._dataframe is None:
-            self._dataframe = datasets.Dataset(self.table.arrow())
-            if self._is_built and len(self._rows) < len(self.table):
-                self._dataframe = self._dataframe.select(self._rows)
-        return self._dataframe
-
-    @dataframe.setter
-    def dataframe(self, rows: Any) -> None:
-        if self._is_built:
-            raise DataError(
-                f"data.custom_cls: {type(self).__name__} sets self.dataframe after its rows were tokenised, "
-                "which would have no effect; set it in _read_files_and_tokenize."
-            )
-        self._dataframe = None
-        self.table = table_of(rows, f"{self.key}, as read by {type(self).__name__}")
+        return as_messages(row[self.prompt_key])
 
     def encode_prompts(
         self,
@@ -332,31 +265,11 @@ class RLHFDataset(Dataset):
         values = self.table.column(name)
         return [values[int(index)] for index in self._rows]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_dataframe": None}
-
     # Construction
 
-    def _set_what_hooks_of_verl_read(self, max_samples: int) -> None:
-        """Set the other attributes that verl's class has when its hooks run. Media are not supported."""
-        settings = self.config
-        self.max_samples = max_samples
-        self.shuffle, self.seed = settings.shuffle, seed_of(settings)
-        self.num_workers = settings.filter_overlong_prompts_workers
-        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
-        *_, self.audio_key = MEDIA_COLUMNS
-        self.image_key, self.video_key = settings.image_key, settings.video_key
-        self.tool_config_path = settings.get("tool_config_path")
-        self.function_tool_path = settings.get("function_tool_path")
-        self.tool_schemas = None
-        if self.tool_config_path is not None or self.function_tool_path is not None:
-            from hybridrl.agents.tools.load_tools import tool_schemas  # brings Ray, which other data sets do not need
-
-            self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
-        self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
-        self.serialize_dataset = self.use_shm = False
-        self.return_multi_modal_inputs = self._images is not None
-        self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
+    def _read(self) -> Table:
+        """Read `data_files`."""
+        return read_table(self.data_files, self.key)
 
     def _check_extra_info(self) -> None:
         values = self.table.column("extra_info") if "extra_info" in self.table.columns else []
@@ -374,18 +287,18 @@ class RLHFDataset(Dataset):
                     "get it as a dict; make it an object {NAME: VALUE}, or rename the column."
                 )
 
-    def _refuse_hooks_without_effect(self) -> None:
-        for name, instead in _HOOKS_WITHOUT_EFFECT.items():
+    def _check_hooks(self) -> None:
+        """Refuse hooks of verl's, which this class does not call."""
+        for name in _HOOKS_OF_VERL:
             if hasattr(type(self), name):
                 raise DataError(
-                    f"data.custom_cls: {type(self).__name__} defines {name}, a hook of verl's that hybridrl does not "
-                    f"call. {instead}"
+                    f"data.custom_cls: {type(self).__name__} defines {name}, a hook of verl's; derive the class from "
+                    "verl.utils.dataset.rl_dataset.RLHFDataset, which calls it, or override build_messages."
                 )
 
     def _builds_messages(self) -> bool:
         """Return whether a subclass builds the messages, so that the prompt column may hold anything."""
-        base, cls = RLHFDataset, type(self)
-        return cls.build_messages is not base.build_messages or cls._build_messages is not base._build_messages
+        return type(self).build_messages is not RLHFDataset.build_messages
 
     def _prompt_column(self) -> list[Any] | None:
         """Return the prompts of the chosen rows, or None if a subclass builds them from whole rows."""
@@ -571,36 +484,17 @@ def _row_images(processor: ImageProcessor | None, config: Any) -> RowImages | No
     return RowImages(processor, config.image_key, config.video_key)
 
 
+def _tool_schemas(config: PromptConfig) -> list[dict[str, Any]] | None:
+    """The schemas of the tools that prompts name; None without tools."""
+    paths = config.get("tool_config_path"), config.get("function_tool_path")
+    if paths == (None, None):
+        return None
+    from hybridrl.agents.tools.load_tools import tool_schemas  # brings Ray, which other data sets do not need
+
+    return tool_schemas(*paths)
+
+
 def _without_images(messages: list[Message], template_messages: list[Message]) -> list[Message]:
     """The messages for reward functions: as they are, but those of parts without their images."""
     pairs = zip(messages, template_messages, strict=True)
     return [own if isinstance(own.get("content"), str | None) else stripped for own, stripped in pairs]
-
-
-class _WithDefaults:
-    """A mapping of settings as attributes, with the defaults of `data`."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        from hybridrl.config import DataConfig
-
-        self._values, self._defaults = values, DataConfig()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is unpickled or copied
-            raise AttributeError(name)
-        return self._values[name] if name in self._values else getattr(self._defaults, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The setting called `name`, or `default` if there is none."""
-        return getattr(self, name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values or name in self._defaults
-
-
-def with_defaults(config: Any) -> Any:
-    """Return settings that are a mapping, as code written for verl has them, with the defaults of `data`."""
-    return _WithDefaults(config) if isinstance(config, Mapping) else config

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from hybridrl.models import loading, value
+from hybridrl.models.kinds import KINDS
 from hybridrl.utils.files import use_umask
 
 #: A file is written when its tensors have this many bytes.
@@ -74,12 +75,13 @@ def write_config(config: PreTrainedConfig, model_type: str, files: ModelFiles, f
 
     Args:
         config: of the model that training started from.
-        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
+        model_type: a name in `KINDS`.
         files: the files, whose dtype is recorded.
         folder: where they are.
     """
-    if model_type != "language_model":
-        saved = value.value_config(config, bias=model_type == "value_model")
+    kind = KINDS[model_type]
+    if not kind.predicts_tokens:
+        saved = value.value_config(config, bias=kind.has_bias)
     else:
         saved = type(config).from_dict(config.to_dict())
         if not saved.architectures:

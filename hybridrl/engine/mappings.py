@@ -4,9 +4,9 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
+from hybridrl.config.entry_settings import group_type
 from hybridrl.config.mappings import Entries, reads_mapping
 from hybridrl.config.schema.megatron import MegatronConfig
-from hybridrl.config.strategies import group_type
 from hybridrl.errors import UserError
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.utils.user_code import names_file

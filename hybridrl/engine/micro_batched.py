@@ -19,6 +19,7 @@ from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import MicroBatchError, ModelError, is_out_of_memory
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
 from hybridrl.models.work import Work
 from hybridrl.notify import notify
@@ -27,12 +28,6 @@ from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
-OUTPUTS = {
-    "language_model": ("log_probs", "entropy", "sum_pi_squared", "ref_kl"),
-    "value_model": ("values",),
-    "reward_model": ("values",),
-    "step_model": ("values",),
-}
 BUDGET_KEYS = (
     "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or data.max_token_len_per_gpu (or the micro-batch size)"
 )
@@ -71,7 +66,7 @@ class MicroBatchedEngine(Engine):
     step, by `gradient_norm`, `apply_gradients` and `discard_gradients`.
 
     Attributes:
-        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
+        model_type: a name in `KINDS`.
         packed: whether micro-batches are packed into one row instead of padded.
         work: what a sequence costs this model, for micro-batches that take about the same time.
         shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches
@@ -183,8 +178,9 @@ class MicroBatchedEngine(Engine):
             raise RuntimeError(
                 "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
             )
-        outputs: tuple[str, ...] = OUTPUTS[self.model_type]
-        if self.model_type == "language_model":
+        kind = KINDS[self.model_type]
+        outputs = kind.outputs
+        if kind.predicts_tokens:
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
             outputs += self._function.outputs if self._function is not None else ()
         request = OutputRequest(outputs, temperature, self._function)
@@ -317,7 +313,7 @@ class MicroBatchedEngine(Engine):
         return layouts
 
     def _check_outputs(self, outputs: Collection[str]) -> None:
-        computable = (*OUTPUTS[self.model_type], *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
+        computable = (*KINDS[self.model_type].outputs, *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
         computable += () if self._function is None else self._function.outputs
         unknown = sorted(set(outputs) - set(computable))
         if unknown or not outputs:

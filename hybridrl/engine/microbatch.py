@@ -31,7 +31,7 @@ from hybridrl.utils import device
 from hybridrl.utils.seqlen_balancing import karmarkar_karp
 
 if TYPE_CHECKING:
-    from hybridrl.engine.images import BatchImages, LayoutImages
+    from hybridrl.engine.batch_images import BatchImages, LayoutImages
 
 # Tokens of an aligned micro-batch, padding included, above which a larger one computes no faster.
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,9 +22,6 @@ from hybridrl.models.info import check_files
 from hybridrl.protocol import DataProto
 from hybridrl.registry import TRAIN_ENGINES, TrainMetadata, import_external_lib
 from hybridrl.utils.metrics import Metric
-
-if TYPE_CHECKING:
-    from hybridrl.engine.forecast import Forecast, Workload
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, Any]]]
 
@@ -195,25 +192,6 @@ class Engine(ABC):
         """
         require(cls, KeepsFourBits, key, "set the strategy to fsdp2, or load_in_4bit to False")
 
-    @classmethod
-    def forecast(
-        cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
-    ) -> Forecast | None:
-        """Return the forecast of a rank's device memory; None for an engine that has no forecast.
-
-        Args:
-            model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
-            model: a `ModelConfig`.
-            engine: the settings that this engine reads.
-            optim: an `OptimConfig`; None for an engine that only computes.
-            ranks: number of ranks that the engine will have.
-            work: the largest batch.
-
-        Raises:
-            ModelError: the model's configuration cannot be read.
-        """
-        return None
-
     @abstractmethod
     def initialize(self) -> None:
         """Build the model, load and shard its weights, make the optimizer.
@@ -382,7 +360,7 @@ def create_train_engine(model_type: str, strategy: str, *, model: Any, engine: A
 
     Args:
         model: A `ModelConfig`; the modules that its `external_lib` names are imported first.
-        engine: The settings that this engine reads; see `hybridrl.config.strategies.engine_settings`.
+        engine: The settings that this engine reads; see `hybridrl.config.entry_settings.engine_settings`.
         optim: An `OptimConfig`, or None for an engine that only computes.
 
     Raises:

@@ -315,7 +315,7 @@ def ipc_unsupported_reason() -> str | None:
 
     All ranks call this together. The first call tries it, and warns if it fails.
     """
-    reasons = [reason for reason in distributed.all_gather_object(device.why_not_shared()) if reason]
+    reasons = [reason for reason in distributed.all_gather_object(device.memory_sharing_unsupported_reason()) if reason]
     if reasons and distributed.get_rank() == 0:
         notify(
             "this machine does not let two processes share memory of a GPU (CUDA IPC), so weights reach the engines "

@@ -58,7 +58,7 @@ def check_surplus(model: Any, unexpected: Iterable[str], source: str | Path) -> 
             "Name a model whose images are read here (docs/vision.md), or save its language model by itself "
             "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)) and name that folder"
         )
-    if surplus and not tell_shortened(surplus, model.config, source):
+    if surplus and not warn_if_shortened(surplus, model.config, source):
         raise ModelError(
             f"{source} has {len(surplus)} tensors that {type(model).__name__} has no place for ({_first(surplus)}); "
             f"it would compute something else without them.{_layers(surplus, model.config)} Name the model that the "
@@ -73,8 +73,8 @@ def check_surplus(model: Any, unexpected: Iterable[str], source: str | Path) -> 
         )
 
 
-def tell_shortened(surplus: Sequence[str], config: PreTrainedConfig, source: str | Path) -> bool:
-    """Tell, and return, whether all tensors are of layers that the user's settings took away.
+def warn_if_shortened(surplus: Sequence[str], config: PreTrainedConfig, source: str | Path) -> bool:
+    """Return whether all tensors are of layers that the user's settings removed, and warn if they are.
 
     These are layers that the model's own config.json has and `config` has not (`model.override_config`).
     """

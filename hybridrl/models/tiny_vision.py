@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import UserError
 from hybridrl.models.loading import without_progress_bar
 from hybridrl.models.tiny import MAX_POSITIONS, build_tokenizer
-from hybridrl.models.vision import FAMILIES
+from hybridrl.models.vision_families import FAMILIES
 from hybridrl.utils.files import use_umask
 
 if TYPE_CHECKING:

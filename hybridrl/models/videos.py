@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
+from hybridrl.models.vision_families import vision_family
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,21 +36,6 @@ SETTINGS = (
 )
 #: of these, the ones that no image processor has
 OWN_SETTINGS = SETTINGS[:7]
-#: what transformers' video processor of a family has where the model's files say nothing
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {
-        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
-        "do_sample_frames": False,
-        "fps": None,
-        "max_video_tokens": 128_000,
-    },
-    "qwen3_vl": {
-        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-        "do_sample_frames": True,
-        "fps": 2,
-        "max_video_tokens": 768,
-    },
-}
 _SHARED: dict[str, Any] = {"num_frames": None, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
@@ -127,8 +113,8 @@ class VideoProcessor:
                 f"data.mm_processor_kwargs.videos_kwargs: there is no {', '.join(unknown)}; there are "
                 f"{', '.join(SETTINGS)}"
             )
-        self._family: str = config.model_type
-        layers = (_DEFAULTS[self._family], _SHARED, _acting_settings(_read(path)), _sampling(options))
+        self._family = vision_family(config)
+        layers = (self._family.video_defaults, _SHARED, _acting_settings(_read(path)), _sampling(options))
         sizes = {name: value for layer in layers for name, value in layer.get("size", {}).items()}
         settings = {name: value for layer in layers for name, value in layer.items()} | {"size": sizes}
         self._settings = settings
@@ -154,7 +140,7 @@ class VideoProcessor:
         width, height = self._size(len(indices), *source.size)
         video = Video(source, tuple(indices), (width, height))
         grid = (len(indices) // self._together, height // self._patch, width // self._patch)
-        if self._family != "qwen3_vl":
+        if not self._family.writes_times:
             return [("", Clip(video, 0, len(indices), grid, self._together / rate))]
         parts: list[tuple[str, Clip | None]] = []
         for first in range(0, len(indices), self._together):
@@ -176,7 +162,7 @@ class VideoProcessor:
             raise ValueError("it has no frames")
         if not settings["do_sample_frames"] or (count is None and settings["fps"] is None):
             return list(range(total))
-        if self._family == "qwen3_vl":
+        if self._family.writes_times:
             if count is None:
                 count = min(max(int(total / fps * settings["fps"]), least), most, total)
             indices = np.linspace(0, total - 1, count).round().astype(int)
@@ -211,7 +197,7 @@ class VideoProcessor:
         least, most = int(settings["size"]["shortest_edge"]), int(settings["size"]["longest_edge"])
         capped, tokens = settings["cap_pixels_per_frame"], int(settings["max_video_tokens"])
         floor = int(least * 1.05)
-        if self._family == "qwen3_vl":
+        if self._family.writes_times:
             from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_video
 
             if capped:

@@ -23,14 +23,13 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
 from hybridrl.models.videos import OWN_SETTINGS, Clip, VideoProcessor
+from hybridrl.models.vision_families import FAMILIES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from hybridrl.config import ModelConfig
 
-#: model types whose images are read here
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: positions of a token: its number in the sequence, and the temporal, vertical and horizontal one of rotary embeddings
 KINDS_OF_POSITIONS = 4
 #: files next to a model's weights that say how its images and videos are prepared

@@ -96,7 +96,7 @@ def panels(history: RunHistory) -> list[Panel]:
     """Return the charts that this run has data for, the most informative first."""
     run_panels = []
     for panel in _PANELS:
-        lines = tuple((name, label) for name, label in _lines_of(panel, history) if _telling(history, name))
+        lines = tuple((name, label) for name, label in _lines_of(panel, history) if _is_informative(history, name))
         if lines:  # roles that learn alike are different lines
             repeated = not panel.every and _repeats(history, lines)
             run_panels.append(Panel(panel.title, lines[:1] if repeated else lines, panel.kind))
@@ -135,7 +135,7 @@ def _phases(history: RunHistory) -> list[str]:
     return [name for name in order if name in phases]
 
 
-def _telling(history: RunHistory, name: str) -> bool:
+def _is_informative(history: RunHistory, name: str) -> bool:
     """Return whether a metric has points other than zeros. With one update per batch nothing is clipped."""
     curve = history.curve(name)
     return curve is not None and (name == history.reward() or bool(np.any(curve.values)))

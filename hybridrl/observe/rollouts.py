@@ -38,7 +38,7 @@ def write_rollouts(history: RunHistory) -> Path | None:
         UserError: a line of a dump is damaged; the error names it.
     """
     path = history.folder / ROLLOUTS
-    data = chosen(history, _limit(history))
+    data = select_samples(history, _limit(history))
     if not data["dumps"]:
         path.unlink(missing_ok=True)
         return None
@@ -47,7 +47,7 @@ def write_rollouts(history: RunHistory) -> Path | None:
     return path
 
 
-def chosen(history: RunHistory, limit: int) -> dict[str, Any]:
+def select_samples(history: RunHistory, limit: int) -> dict[str, Any]:
     """The data of the page: `dumps`, each of one step, and `notes` that say what was left out.
 
     Args:

@@ -21,8 +21,8 @@ from hybridrl.protocol.functions import (
     unpad_dataproto,
 )
 from hybridrl.protocol.future import DataProtoFuture
-from hybridrl.protocol.merge import union_numpy_dict, union_tensor_dict
 from hybridrl.protocol.rows import object_array
+from hybridrl.protocol.union import union_numpy_dict, union_tensor_dict
 
 __all__ = [
     "DataProto",

@@ -5,7 +5,7 @@ bookkeeping of the run. This module declares the bookkeeping; `fields.py` does i
 column, key of a reward function or extra field of a session may have such a name:
 
 * data columns of these names do not travel in batches (`left_out`), so a run is the same as without them;
-* keys of reward functions and extra fields of sessions are refused (`taken`).
+* keys of reward functions and extra fields of sessions are refused (`reserved`).
 
 Code that writes a further column of its own declares it here, or calls `register_column`.
 """
@@ -98,7 +98,7 @@ def foreign_items(names: Iterable[str]) -> list[str]:
     return [name for name in left_out(names) if name not in _OF_ITEMS]
 
 
-def taken(names: Iterable[str], *writers: Writer) -> list[str]:
+def reserved(names: Iterable[str], *writers: Writer) -> list[str]:
     """Select the names that a reward function or a session must not use, because they have another owner.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridrl.errors import BatchError
-from hybridrl.protocol import convert, merge, rows, storage, transport
+from hybridrl.protocol import rows, storage, tensordicts, transport, union
 from hybridrl.protocol.cached import ColumnCache
 
 
@@ -124,7 +124,7 @@ class DataProto(ColumnCache):
             raise ValueError(f"num_batch_dims must be at least 1, found {num_batch_dims}")
         if non_tensors and num_batch_dims != 1:
             raise BatchError(f"non-tensors have one batch dimension, found num_batch_dims={num_batch_dims}")
-        batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
+        batch = tensordicts.tensordict_of(tensors, num_batch_dims) if tensors else None
         arrays = {}
         for key, value in (non_tensors or {}).items():
             if not isinstance(value, (np.ndarray, list, tuple)):
@@ -140,7 +140,7 @@ class DataProto(ColumnCache):
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
         """Make a batch from a TensorDict: stacks of non-tensor data become arrays, single ones go to meta_info."""
-        tensors, arrays, single = convert.split_tensordict(tensor_dict)
+        tensors, arrays, single = tensordicts.split_tensordict(tensor_dict)
         batch_size = tensor_dict.batch_size[:num_batch_dims]
         batch = TensorDict(tensors, batch_size=batch_size, device=tensor_dict.device) if tensors else None
         return cls(batch=batch, non_tensor_batch=arrays, meta_info={**single, **(meta_info or {})})  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ class DataProto(ColumnCache):
         Raises:
             ValueError: a name occurs in more than one part.
         """
-        return convert.joined_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
+        return tensordicts.joined_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
 
     # ---- looking at it ----------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class DataProto(ColumnCache):
         lines = [f"{type(self).__name__} of {self._length} rows"]
         for name in ("batch", "non_tensor_batch", "meta_info"):
             part = rows.fields_of(self.batch) if name == "batch" else getattr(self, name)
-            lines += [f"  {name}.{key}: {convert.describe(value)}" for key, value in part.items()]
+            lines += [f"  {name}.{key}: {tensordicts.describe(value)}" for key, value in part.items()]
         return "\n".join(lines)
 
     def print_size(self, prefix: str = "") -> None:
@@ -326,7 +326,7 @@ class DataProto(ColumnCache):
     @staticmethod
     def merged_meta_info(data: Sequence[DataProto]) -> dict[str, Any]:
         """Return the meta_info that `concat` gives to the joined batch."""
-        return merge.merge_meta_info([d.meta_info for d in data])
+        return union.merge_meta_info([d.meta_info for d in data])
 
     def reorder(self, indices: Any) -> None:
         """Reorder the rows in place by `indices` (B row numbers, or any selection of rows)."""
@@ -473,12 +473,12 @@ class DataProto(ColumnCache):
         self.check_consistency()
         other.check_consistency()
         if self.batch is not None and other.batch is not None:
-            merge.check_tensor_union(self.batch, other.batch)
+            union.check_tensor_union(self.batch, other.batch)
         has_rows = [d for d in (self, other) if d.batch is not None or d.non_tensor_batch]
         if len(has_rows) == 2 and len(self) != len(other):
             raise BatchError(f"union: a batch of {len(self)} rows and one of {len(other)} cannot be joined by field")
         for part in ("non_tensor_batch", "meta_info"):
-            merge.refuse_differing(part, merge.differing_keys(getattr(self, part), getattr(other, part)))
+            union.refuse_differing(part, union.differing_keys(getattr(self, part), getattr(other, part)))
         if other.batch is not None:
             if self.batch is None:
                 self.batch = TensorDict({}, batch_size=other.batch.batch_size, device=other.batch.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.bookkeeping import Writer, taken
+from hybridrl.protocol.bookkeeping import Writer, reserved
 from hybridrl.reward.processes.outcome import Outcome
 
 
@@ -104,7 +104,7 @@ def check_keys(names: Iterable[str], source: str, read: Collection[str] = (), *,
     Raises:
         RewardError: names the key.
     """
-    refused = [*taken(names, *([Writer.ROLE] if of_roles else [])), *(name for name in names if name in read)]
+    refused = [*reserved(names, *([Writer.ROLE] if of_roles else [])), *(name for name in names if name in read)]
     if refused:
         raise RewardError(
             f"{source} returned a dict with the key {refused[0]!r}, which is already a column of the batch that the "

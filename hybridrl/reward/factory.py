@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.choices import SCORES
 from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
-from hybridrl.protocol.bookkeeping import taken
+from hybridrl.protocol.bookkeeping import reserved
 from hybridrl.reward.columns import check_keys
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.judge_pool import JudgePool
@@ -75,7 +75,7 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     weights: dict[str, float] = {}
     for name, values in parts.items():
         key = f"reward.functions.{name}"
-        if name == "score" or taken([name]):
+        if name == "score" or reserved([name]):
             raise RewardError(
                 f"{key}: each function's score is a column of its name, and the run itself uses a column {name!r}; "
                 "call the function otherwise"

@@ -126,7 +126,7 @@ class RewardManager:
         Raises:
             RewardError: a key or a value is wrong.
         """
-        from hybridrl.config.own_settings import read_reward_kwargs
+        from hybridrl.config.entry_settings import read_reward_kwargs
 
         settings, faults = read_reward_kwargs(cls.settings_class, cls.__name__, config)
         if faults:

@@ -26,9 +26,9 @@ from hybridrl.protocol.names import (
     TURN_STATES,
 )
 from hybridrl.protocol.sample_names import request_names
-from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
+from hybridrl.rollout.request_images import PromptImages
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 
@@ -272,7 +272,7 @@ def columns_of(trajectories: Sequence[Trajectory], own: Collection[str] = ()) ->
         columns["multi_modal_inputs"] = [dict(trajectory.multimodal) for trajectory in trajectories]
     for trajectory in trajectories:
         for name in trajectory.extra:
-            if name in own or bookkeeping.taken([name], Writer.SESSION, Writer.ENGINE):
+            if name in own or bookkeeping.reserved([name], Writer.SESSION, Writer.ENGINE):
                 raise RolloutError(
                     f"{trajectory.name}: extra field {name!r} has the name of a column of the batch; rename it"
                 )

@@ -21,7 +21,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
-from hybridrl.rollout.replicas.pool import ReplicaPool
+from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION
@@ -55,35 +55,35 @@ class GenerationClient(Protocol):
 
 
 class PoolClient:
-    """Requests to a pool of replicas: to the session's replica, else to the one with the fewest requests in flight.
+    """Requests to replicas: to the session's replica, else to the one with the fewest requests in flight.
 
     While the replicas are paused, for new weights or because training uses their memory, requests wait and keep their
     tokens. A request whose replica dies runs again on another.
 
     Args:
-        pool: started.
+        supervisor: of the replicas, started.
     """
 
-    def __init__(self, pool: ReplicaPool) -> None:
-        self._pool = pool
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor, self._scheduler = supervisor, supervisor.scheduler
 
     async def generate(self, request: Request) -> Completion:
-        (future,) = self._pool.submit([request])
-        # Cancelling this call must not cancel the pool's future: the request is aborted, and completes.
+        (future,) = self._scheduler.submit([request])
+        # Cancelling this call must not cancel the scheduler's future: the request is aborted, and completes.
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await asyncio.to_thread(self._pool.abort, list(ids))
+        await asyncio.to_thread(self._scheduler.abort, list(ids))
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         """Statistics by replica; the entry "pool" has what waits for a replica."""
-        queue = {"pool": {"queued": float(self._pool.queued)}}
-        return await asyncio.to_thread(self._pool.statistics) | queue
+        queue = {"pool": {"queued": float(self._scheduler.queued)}}
+        return await asyncio.to_thread(self._supervisor.statistics) | queue
 
     async def health(self) -> str | None:
-        if self._pool.error is not None:
-            return str(self._pool.error)
-        states = self._pool.health()
+        if self._scheduler.error is not None:
+            return str(self._scheduler.error)
+        states = self._supervisor.health()
         return None if "ready" in states else f"no replica is ready: {', '.join(states)}"
 
 

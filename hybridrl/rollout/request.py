@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -10,13 +11,14 @@ import numpy as np
 from hybridrl.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from hybridrl.rollout.images import PromptImages
+    from hybridrl.rollout.request_images import PromptImages
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: the parts of an engine's memory that can be released and resumed
 MEMORY_TAGS = ("weights", "kv_cache")
 #: training comes before the clients of the HTTP server
 TRAINING_PRIORITY, CLIENT_PRIORITY = 0, 1
+_numbers = itertools.count()
 
 
 #: what an engine is started for: responses, one score per prompt, or log-probabilities of given tokens
@@ -109,3 +111,8 @@ class Completion:
     prompt_logprobs: PromptLogprobs | None = None
     image_digest: str = ""
     routed_experts: np.ndarray | None = None
+
+
+def request_number() -> int:
+    """A number that no other request of this process has."""
+    return next(_numbers)

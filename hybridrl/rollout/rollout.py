@@ -16,8 +16,8 @@ from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout.batch import batch_of, images_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
-from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
-from hybridrl.rollout.request import MEMORY_TAGS, Completion
+from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.request import MEMORY_TAGS, Completion, request_number
 from hybridrl.rollout.trajectory import Trajectory
 
 OnFinished = Callable[[Sequence[Trajectory]], None]
@@ -207,25 +207,25 @@ class InPlaceRollout(Rollout):
 
 
 class ReplicatedRollout(Rollout):
-    """Generates with a pool of replicas.
+    """Generates with replicas of an engine.
 
     Args:
-        pool: started.
+        supervisor: of the replicas; started before anything is generated.
     """
 
-    def __init__(self, pool: ReplicaPool) -> None:
-        self.pool = pool
-        self._config = pool.settings.spec.config
-        self._model = config_of(pool.settings.spec.model)
-        self.gives_memory_back = self._config.free_cache_engine and bool(pool.placements[0].devices)
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor, self.scheduler = supervisor, supervisor.scheduler
+        self._config = supervisor.settings.spec.config
+        self._model = config_of(supervisor.settings.spec.model)
+        self.gives_memory_back = self._config.free_cache_engine and bool(supervisor.replicas[0].placement.devices)
         self._generating_s = 0.0
         self._before: dict[str, dict[str, float]] = {}
         self._restarts = self._rerun = 0
-        #: called before the pool is closed
+        #: called before the replicas are closed
         self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
-        self.resume()  # the KV cache is released until there is something to generate
+        self.supervisor.resume()  # the KV cache is released until there is something to generate
         started = time.perf_counter()
         images = images_of(prompts, self._model, self._config.limit_images)
         requests = requests_of(prompts, self._config, request_number, images)
@@ -239,21 +239,21 @@ class ReplicatedRollout(Rollout):
             assert on_finished is not None
             on_finished([trajectory(number, completion)])
 
-        completions = self.pool.generate(requests, None if on_finished is None else done)
+        completions = self.scheduler.generate(requests, None if on_finished is None else done)
         self._generating_s += time.perf_counter() - started
         trajectories = [trajectory(number, completion) for number, completion in enumerate(completions)]
         positions = prompts.batch["position_ids"]
         return batch_of(
             trajectories,
-            self.pool.settings.spec.pad_token_id,
+            self.supervisor.settings.spec.pad_token_id,
             prompt_width=prompts.batch["input_ids"].shape[1],
             response_width=self._config.response_length,
             prompt_positions=positions if positions.ndim > 2 else None,
         )
 
     def update_weights(self, version: int) -> dict[str, float]:
-        self.resume(["weights"])
-        report = self.pool.update_weights(version)
+        self.supervisor.resume(["weights"])
+        report = self.supervisor.update_weights(version)
         self.version = version
         if not report:
             return {}
@@ -272,37 +272,37 @@ class ReplicatedRollout(Rollout):
         return metrics
 
     def weights_will_change(self) -> None:
-        self.pool.weights_will_change()
+        self.supervisor.weights_will_change()
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        super().release(tags)
+        self.supervisor.weights_will_change()
         if self._config.free_cache_engine:
-            self.pool.release(tags)
+            self.supervisor.release(tags)
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        self.pool.resume(tags)
+        self.supervisor.resume(tags)
 
     def lend_cache(self) -> None:
         if self._config.free_cache_engine:
-            self.pool.lend(["kv_cache"])
+            self.supervisor.release(["kv_cache"])
 
     def pause(self) -> None:
-        self.pool.pause()
+        self.supervisor.pause()
 
     def unpause(self) -> None:
-        self.pool.unpause()
+        self.supervisor.unpause()
 
     def abort(self) -> None:
-        self.pool.abort()
+        self.scheduler.abort()
 
     def client(self) -> PoolClient:
-        return PoolClient(self.pool)
+        return PoolClient(self.supervisor)
 
     def health(self) -> list[str]:
-        return self.pool.health()
+        return self.supervisor.health()
 
     def metrics(self) -> dict[str, float]:
-        now = {index: part for index, part in self.pool.statistics().items() if "generated_tokens" in part}
+        now = {index: part for index, part in self.supervisor.statistics().items() if "generated_tokens" in part}
         since = dict.fromkeys(_COUNTERS, 0.0)
         for index, part in now.items():
             before = self._before.get(index, {})
@@ -311,19 +311,19 @@ class ReplicatedRollout(Rollout):
                 since[name] += count - previous if count >= previous else count
         metrics = {
             "rollout/replicas": float(len(now)),
-            "rollout/restarts": float(self.pool.restarts - self._restarts),
-            "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
-            "rollout/in_flight/max": float(self.pool.take_peak()),
+            "rollout/restarts": float(self.supervisor.restarts - self._restarts),
+            "rollout/requests_rerun": float(self.scheduler.rerun - self._rerun),
+            "rollout/in_flight/max": float(self.scheduler.take_peak()),
             "rollout/prompt_tokens": since["prompt_tokens"],
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
         if self._generating_s:
             metrics["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
-        self._before, self._restarts, self._rerun = now, self.pool.restarts, self.pool.rerun
+        self._before, self._restarts, self._rerun = now, self.supervisor.restarts, self.scheduler.rerun
         self._generating_s = 0.0
         return metrics
 
     def close(self) -> None:
         for call in self.on_close:
             call()
-        self.pool.close()
+        self.supervisor.close()

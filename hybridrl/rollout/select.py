@@ -3,7 +3,7 @@
 import importlib.util
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
-from hybridrl.config.strategies import engine_group, engine_settings
+from hybridrl.config.entry_settings import engine_group, engine_settings
 from hybridrl.engine.capabilities import GeneratesInPlace, require
 from hybridrl.engine.train_engine import Engine, train_engine_class
 from hybridrl.errors import RolloutError
@@ -71,7 +71,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     if metadata.in_place:
         _check_engine(config)
         _check_dtype(config)
-        _tell_unused(name, rollout)
+        _warn_unused(name, rollout)
     else:
         if missing := missing_packages(name):
             raise RolloutError(
@@ -221,7 +221,7 @@ def _check_dtype(config: ActorRolloutRefConfig) -> None:
         )
 
 
-def _tell_unused(name: str, rollout: RolloutConfig) -> None:
+def _warn_unused(name: str, rollout: RolloutConfig) -> None:
     """One line where settings were made that generating in place does not read."""
     plain = RolloutConfig()
     changed = [key for key in ENGINE_KEYS if getattr(rollout, key) != getattr(plain, key)]

@@ -18,7 +18,8 @@ from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
+from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
@@ -88,13 +89,13 @@ def start_rollout(
     settings = _settings(config, name, placements, threads, log_folder)
     if policy is None:
         settings.spec = replace(settings.spec, load_weights=True)
-    replicas = ReplicaPool(settings, placements, None if policy is None else policy.send_weights)
-    rollout = ReplicatedRollout(replicas)
+    supervisor = Supervisor(settings, placements, None if policy is None else policy.send_weights)
+    rollout = ReplicatedRollout(supervisor)
     try:
         # fails now if the port is taken
         seeded = inference_engine_class(name).heeds_seeds(config.rollout)
         announce = None if serve is None else serve(rollout, seeded)
-        replicas.start()
+        supervisor.start()
         if announce is not None:
             announce()
     except BaseException:

@@ -88,7 +88,7 @@ class LocalSandbox(Sandbox):
         limits, language = limits or self.limits, language_of(program.language)
         check_paths([*program.files, *program.fetch])
         files = {language.source: program.code.encode("utf-8", "replace"), **program.files}
-        with clock.stopped(), self.slots.taken():
+        with clock.stopped(), self.slots.acquired():
             compiled = None
             if language.build:
                 wide = replace(

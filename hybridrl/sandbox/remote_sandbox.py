@@ -65,8 +65,8 @@ class RemoteSandbox(Sandbox):
     def run(self, program: Program, limits: Limits | None = None) -> Ended:
         limits = limits or self.limits
         body = _request_of(program, limits)
-        with clock.stopped(), self.slots.taken():
-            answer = self._asked(body, program.compile_s + limits.wall_s)
+        with clock.stopped(), self.slots.acquired():
+            answer = self._request(body, program.compile_s + limits.wall_s)
         return _ended(answer, program, self.url)
 
     def check(self) -> str:
@@ -79,7 +79,7 @@ class RemoteSandbox(Sandbox):
             )
         return ""
 
-    def _asked(self, body: Mapping[str, Any], own_s: float) -> Mapping[str, Any]:
+    def _request(self, body: Mapping[str, Any], own_s: float) -> Mapping[str, Any]:
         """The server's answer.
 
         Raises:

@@ -32,7 +32,7 @@ class Slots:
         self.name = name
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def acquired(self) -> Iterator[None]:
         """Hold a place; waits until one is free.
 
         Raises:

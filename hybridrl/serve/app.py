@@ -60,7 +60,7 @@ def create_app(
     app = FastAPI(title="hybridrl", docs_url=None, redoc_url=None, openapi_url=None)
     sessions = SessionTable(max_sessions, session_idle_s)
     most = max_body_mb or (BODY_MB if served.images is None else BODY_MB_WITH_IMAGES)
-    app.add_middleware(Guard, token=token, is_session=sessions.known, max_body_mb=most)
+    app.add_middleware(Guard, token=token, is_session=sessions.is_open, max_body_mb=most)
     gate = gate or GuestGate(client, lambda: served.tokenizer)
     api = Api(gate, served, max_requests)
     _add_error_answers(app)

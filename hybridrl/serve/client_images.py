@@ -1,6 +1,6 @@
 """Images of clients: read from their requests, named by the digest of their patches, and placed in prompts.
 
-A request brings its images as `data:` URLs, again at every turn. `PictureReader.taken` reads each once, and leaves
+A request brings its images as `data:` URLs, again at every turn. `PictureReader.extract` reads each once, and leaves
 `{"type": "image", "digest": ...}` in the messages, so that conversations are compared, kept and shown as plain data.
 """
 
@@ -19,7 +19,7 @@ from hybridrl.chat.session_images import FORMATS, ImageReader, opened
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors, digest
-from hybridrl.rollout.images import PromptImages, join_images
+from hybridrl.rollout.request_images import PromptImages, join_images
 from hybridrl.rollout.token_tree import Turn
 from hybridrl.serve.schema import TOO_LONG, ApiError, short
 
@@ -85,7 +85,7 @@ class PictureReader:
         """The configuration of the model."""
         return self._reader.processor.config
 
-    def taken(
+    def extract(
         self, messages: Sequence[Mapping[str, Any]], session_pictures: Mapping[str, ClientImage]
     ) -> tuple[list[dict[str, Any]], dict[str, ClientImage]]:
         """Messages that name their images by digest, and these images.

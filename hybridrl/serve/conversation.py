@@ -24,7 +24,7 @@ def inner_messages(
 
     Args:
         knows_developer: the chat template has the role `developer`; elsewhere it becomes `system`.
-        sees_images: the model reads images (`PictureReader.taken`).
+        sees_images: the model reads images (`PictureReader.extract`).
 
     Raises:
         ApiError: they are not a conversation.

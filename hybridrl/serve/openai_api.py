@@ -152,7 +152,7 @@ class Api:
         session_pictures = {} if session is None else session.pictures
         loop = asyncio.get_running_loop()
         messages, pictures = await loop.run_in_executor(
-            self._pixels, self._pictures.taken, body.messages, session_pictures
+            self._pixels, self._pictures.extract, body.messages, session_pictures
         )
         return body.model_copy(update={"messages": messages}), pictures
 

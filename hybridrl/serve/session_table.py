@@ -245,7 +245,7 @@ class SessionTable:
         self._open[session.id] = session
         return session
 
-    def known(self, id: str) -> bool:
+    def is_open(self, id: str) -> bool:
         """Whether a session is open."""
         return id in self._open
 

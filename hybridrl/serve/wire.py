@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hybridrl.models.vision import ImageTensors, tokens_per_image
-from hybridrl.rollout.images import PromptImages, join_images
 from hybridrl.rollout.request import CLIENT_PRIORITY, Completion, Request
+from hybridrl.rollout.request_images import PromptImages, join_images
 from hybridrl.rollout.sampling import SamplingParams
 
 _LENGTHS = struct.Struct("<QQ")

@@ -1,13 +1,44 @@
 """The peak of the devices' memory in each phase of a step, which is compared with the forecast."""
 
+import importlib
+import importlib.util
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from hybridrl.notify import notify
-from hybridrl.trainer.forecast import GIB, MemoryForecast
 
+_GIB = 1024**3
 _METRIC = "perf/memory_gb/"
 _ALLOWED = 1.1  # of the forecast: what sizing.md promises
+
+
+#: `package:function` that is called with the configuration and a worker group before models are loaded. It may refuse
+#: the run, and returns an `ExpectedMemory` or None. A package that is not installed is no error.
+MEMORY_CHECK = "hybridrl.forecast:check_before_loading"
+
+
+class ExpectedMemory(Protocol):
+    """The memory that a run is expected to take."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all models of the run are counted."""
+
+    def phases(self) -> Mapping[str, float]:
+        """The peak of each phase in bytes, on the devices where it runs."""
+
+
+def check_memory(config: Any, group: Any) -> ExpectedMemory | None:
+    """Call `MEMORY_CHECK`.
+
+    Raises:
+        PlacementError: the run cannot fit on its devices.
+    """
+    package, _, name = MEMORY_CHECK.partition(":")
+    if importlib.util.find_spec(package) is None:
+        return None
+    expected: ExpectedMemory | None = getattr(importlib.import_module(package), name)(config, group)
+    return expected
 
 
 class PhasePeaks:
@@ -22,13 +53,13 @@ class PhasePeaks:
     def __init__(
         self,
         groups: Iterable[tuple[Any, Mapping[str, str]]],
-        forecast: MemoryForecast | None = None,
+        forecast: ExpectedMemory | None = None,
         apart: Collection[str] = (),
     ) -> None:
         self._groups = [(group, phases) for group, phases in groups if hasattr(group, "pop_memory_peaks")]
         self._expected: dict[str, float] = {}
-        if forecast is not None and all(role is not None for role in forecast.roles.values()):
-            self._expected = {phase: size / GIB for phase, size in forecast.phases().items() if phase not in apart}
+        if forecast is not None and forecast.is_complete:
+            self._expected = {phase: size / _GIB for phase, size in forecast.phases().items() if phase not in apart}
 
     def measure(self) -> dict[str, float]:
         """Return the peak in GiB of each phase since the last call, by phase, and compare it with the forecast."""

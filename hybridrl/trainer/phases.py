@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from time import perf_counter, time
 
 from hybridrl.errors import is_out_of_memory
-from hybridrl.utils.spans import CONTROLLER, TimedSpan, kept
+from hybridrl.utils.spans import CONTROLLER, TimedSpan, new_buffer
 
 
 class PhaseTimer:
@@ -39,7 +39,7 @@ class PhaseTimer:
             _spans.append(TimedSpan(name, CONTROLLER, started, seconds))
 
 
-_spans = kept()
+_spans = new_buffer()
 
 
 def take_spans() -> list[TimedSpan]:

@@ -8,9 +8,9 @@ micro-batch. Its results are those of a run with these micro-batches from there 
 import copy
 from typing import TypeVar
 
+from hybridrl.config.dotted import set_key
 from hybridrl.errors import MicroBatchError, WorkerUserError
 from hybridrl.notify import notify
-from hybridrl.trainer.forecast import set_key
 from hybridrl.trainer.run import TrainingRun
 
 Config = TypeVar("Config")

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import ray
 
 from hybridrl.config import CheckpointConfig, ModelConfig, OptimConfig, RayConfig
+from hybridrl.config.entry_settings import engine_group, engine_settings
 from hybridrl.config.schema.node import ConfigNode
-from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.errors import ModelError, UserError
 from hybridrl.notify import notify
 from hybridrl.observe.events import beginning

@@ -33,7 +33,7 @@ class Utilization:
         self._group: Any = group
         self._method = method
         self._is_value, self._is_frozen = value_model, model.adapted
-        self._seconds = self._spent()
+        self._seconds = self._update_seconds()
         names = sorted(set(group.device_name()))
         of_devices = [device.peak_tflops(name) for name in names]
         self._peak = peak if peak is not None else min(filter(None, of_devices), default=None)
@@ -60,7 +60,7 @@ class Utilization:
         Returns:
             `perf/tflops/<name>`, per device, and `perf/mfu/<name>`; what cannot be known is left out.
         """
-        before, self._seconds = self._seconds, self._spent()
+        before, self._seconds = self._seconds, self._update_seconds()
         flops = training_flops(self._config, lengths, predicted, self._is_value, self._is_frozen)
         seconds = (self._seconds - before) * self._group.world_size
         if flops is None or seconds <= 0:
@@ -71,5 +71,5 @@ class Utilization:
             metrics[f"perf/mfu/{self._name}"] = tflops / self._peak
         return metrics
 
-    def _spent(self) -> float:
+    def _update_seconds(self) -> float:
         return float(self._group.method_seconds.get(self._method, 0.0))

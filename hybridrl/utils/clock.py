@@ -25,13 +25,13 @@ class Clock:
         self._lock = threading.RLock()
         self._on_change = on_change
         self._waiting = 0
-        self._counted, self._since = 0.0, time.monotonic()
+        self._elapsed, self._since = 0.0, time.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds that count."""
         with self._lock:
-            return self._counted + (0.0 if self._waiting else time.monotonic() - self._since)
+            return self._elapsed + (0.0 if self._waiting else time.monotonic() - self._since)
 
     @property
     def is_stopped(self) -> bool:
@@ -42,7 +42,7 @@ class Clock:
         """Stop; as often as it was stopped, it has to be continued."""
         with self._lock:
             if not self._waiting:
-                self._counted += time.monotonic() - self._since
+                self._elapsed += time.monotonic() - self._since
             self._waiting += 1
             if self._waiting == 1 and self._on_change is not None:
                 self._on_change(True)

@@ -267,16 +267,16 @@ class _Shape:
 
     def __init__(self, exact: bool) -> None:
         self._exact = exact
-        self._seen: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no two objects have one id
 
     def of(self, value: Any) -> Any:
         """Describe a value."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | type(...)):
             return repr(value)
-        if id(value) in self._seen:
-            return ("again", self._seen[id(value)])
-        self._seen[id(value)] = len(self._seen)
+        if id(value) in self._numbers:
+            return ("again", self._numbers[id(value)])
+        self._numbers[id(value)] = len(self._numbers)
         self._alive.append(value)
         if isinstance(value, Mapping):
             return ("mapping", [(self.of(key), self.of(item)) for key, item in value.items()])

@@ -488,8 +488,8 @@ def open_shared(handle: bytes, here: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def why_not_shared() -> str | None:
-    """Why other processes cannot open this GPU's memory (CUDA IPC); None if they can, which a child process tries.
+def memory_sharing_unsupported_reason() -> str | None:
+    """Return why other processes cannot open this GPU's memory (CUDA IPC), as a child process tries; None if they can.
 
     Sandboxes such as gVisor, Windows' subsystem for Linux and some virtual GPUs do not support it.
     """

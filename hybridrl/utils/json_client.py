@@ -211,16 +211,16 @@ class _Deadline:
 class _Http(urllib.request.HTTPHandler):
     def __init__(self, deadline: _Deadline) -> None:
         super().__init__()
-        self._made = deadline.connection(http.client.HTTPConnection)
+        self._connection_type = deadline.connection(http.client.HTTPConnection)
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._made, request)
+        return self.do_open(self._connection_type, request)
 
 
 class _Https(urllib.request.HTTPSHandler):
     def __init__(self, deadline: _Deadline) -> None:
         super().__init__()
-        self._made = deadline.connection(http.client.HTTPSConnection)
+        self._connection_type = deadline.connection(http.client.HTTPSConnection)
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._made, request, context=self._context)  # type: ignore[attr-defined]
+        return self.do_open(self._connection_type, request, context=self._context)  # type: ignore[attr-defined]

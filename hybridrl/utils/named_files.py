@@ -159,9 +159,9 @@ class _Reader:
                 of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
                 probed.update(id(part) for root in (*of, *node.args) for part in ast.walk(root))
         loads: dict[str, list[int]] = {}
-        for node in self._expressions:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                loads.setdefault(node.id, []).append(id(node))
+        for expression in self._expressions:
+            if isinstance(expression, ast.Name) and isinstance(expression.ctx, ast.Load):
+                loads.setdefault(expression.id, []).append(id(expression))
         for name, value in self._assigned.items():
             if name in loads and probed.issuperset(loads[name]):
                 probed.update(id(part) for part in ast.walk(value))
@@ -204,9 +204,9 @@ class _Reader:
                     "shelve",
                     "dbm",
                 ):
-                    yield from self._known([*of, *node.args[:1], *(word.value for word in node.keywords)])
+                    yield from self._values([*of, *node.args[:1], *(word.value for word in node.keywords)])
             elif name.startswith(WRITERS) or name.endswith(WRITING_CLASSES):
-                yield from self._known([*of, *node.args, *(word.value for word in node.keywords)])
+                yield from self._values([*of, *node.args, *(word.value for word in node.keywords)])
 
     def changed_folders(self) -> Iterator[str | Path]:
         """Yield the folders in which the code makes files whose names are not known."""
@@ -214,7 +214,7 @@ class _Reader:
             name = _last(call.func)
             of = [call.func.value] if isinstance(call.func, ast.Attribute) else []
             if name in ("mkdir", "makedirs"):
-                yield from self._known([*of, *call.args[:1]])
+                yield from self._values([*of, *call.args[:1]])
             elif name.startswith(WRITERS) or name.endswith(WRITING_CLASSES):
                 yield from self._known_parts([*of, *call.args, *(word.value for word in call.keywords)])
             elif name == "open" and self._writes([*call.args[: 1 if of else 2]][-1:], call.keywords):
@@ -261,7 +261,7 @@ class _Reader:
         values = [self.value(mode) for mode in modes]
         return any(isinstance(value, str) and set(value) & set("wax+") for value in values)
 
-    def _known(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
+    def _values(self, nodes: list[ast.expr]) -> Iterator[str | Path]:
         yield from (value for node in nodes if (value := self.value(node)) is not None)
 
     def value(self, node: ast.expr) -> str | Path | None:

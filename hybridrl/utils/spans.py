@@ -24,6 +24,6 @@ class TimedSpan(NamedTuple):
     seconds: float
 
 
-def kept() -> "deque[TimedSpan]":
+def new_buffer() -> "deque[TimedSpan]":
     """Return an empty collection that keeps the newest spans."""
     return deque(maxlen=LIMIT)

@@ -21,7 +21,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[tuple[int, ...], str] = {}
+        self._cache: dict[tuple[int, ...], str] = {}
         # Decoded alone, or first, a token loses the space that stands before it.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])[-1:]
         self._start = len(self._decode(self._anchor))
@@ -45,9 +45,9 @@ class TokenTexts:
         return texts
 
     def _text(self, ids: tuple[int, ...]) -> str:
-        if ids not in self._known:
-            self._known[ids] = self._decode([*self._anchor, *ids])[self._start :]
-        return self._known[ids]
+        if ids not in self._cache:
+            self._cache[ids] = self._decode([*self._anchor, *ids])[self._start :]
+        return self._cache[ids]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(

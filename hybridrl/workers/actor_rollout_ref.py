@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import ray
 import torch
 
-from hybridrl.config import ActorRolloutRefConfig, PPOTrainerConfig
-from hybridrl.config.strategies import engine_settings
+from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace, HasAdapters
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import RolloutError
@@ -28,10 +28,10 @@ from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import in_place_engine
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.distillation import Distillation, computing
-from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
+from hybridrl.workers.teacher import TeacherWorker
 from hybridrl.workers.update_plan import UpdatePlan
 
 
@@ -81,7 +81,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.role, self.worker_role = role, WORKER_ROLES[role]
         self.rollout: HFRollout | None = None
         self._shard_sender: ShardSender | None = None
-        self._told_streamed = False
+        self._warned_of_streaming = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
@@ -107,8 +107,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """The engine of the reference policy, if it is in the same process."""
         if self._is_own_reference:
             return self.engine
-        worker = self.fused_worker_dict.get("ref")
-        return None if worker is None else worker.engine
+        workers = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ActorRolloutRefWorker))
+        return next((worker.engine for worker in workers if worker.worker_role.frozen), None)
 
     @contextmanager
     def _with_reference(self, needed: bool) -> Iterator[None]:
@@ -139,9 +139,8 @@ class ActorRolloutRefWorker(ModelWorker):
         if distillation is None:
             yield
             return
-        worker = self.fused_worker_dict.get("teacher")
-        teachers = [] if worker is None else worker.engines
-        function = distillation.function(teachers)
+        workers = [worker for worker in self.fused_worker_dict.values() if isinstance(worker, TeacherWorker)]
+        function = distillation.function(workers[0].engines if workers else [])
         compared = contextlib.nullcontext() if function is None or function.other is None else function.other.loaded()
         with computing(self.engine, function), compared:
             yield
@@ -228,8 +227,8 @@ class ActorRolloutRefWorker(ModelWorker):
                     f"actor_rollout_ref.rollout.checkpoint_engine.{name}=true needs weights that are sent by a plan: "
                     f"{reason}; set it to false"
                 )
-        if not self._told_streamed and self.rank == 0:
-            self._told_streamed = True
+        if not self._warned_of_streaming and self.rank == 0:
+            self._warned_of_streaming = True
             notify(f"weights are streamed to the engines as whole tensors ({key}=auto): {reason}")
         return False
 
@@ -237,12 +236,6 @@ class ActorRolloutRefWorker(ModelWorker):
     def training_layout(self) -> Layout | None:
         """Return the layout of the policy on the ranks; None if weights cannot be sent by a plan."""
         return self.engine.training_layout if isinstance(self.engine, ExportsShards) else None
-
-    def forecast_roles(
-        self, config: PPOTrainerConfig, ranks: dict[str, int]
-    ) -> dict[str, Forecast | None] | NotComputed:
-        """Forecast the memory of the run's models on a device like this one; see `hybridrl.workers.forecast`."""
-        return attempted(forecast_roles, config, ranks)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -1,7 +1,7 @@
 """The critic's worker: values of the states before each response token, and their regression to the returns."""
 
 from hybridrl.config import CriticConfig
-from hybridrl.config.strategies import engine_settings
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.losses import value_loss_fn

@@ -89,9 +89,9 @@ class LossPrepass:
     def _sum_sequences(self, mini_batch: DataProto, geometry: Geometry, current: torch.Tensor) -> None:
         tensors, totals = mini_batch.batch, RowTotals()
         self.loss(current, mini_batch, "token-sum", {}, totals)
-        if not totals.found:
+        if not totals.partials:
             return
-        own = torch.stack([column.double() for column in totals.found], dim=1)
+        own = torch.stack([column.double() for column in totals.partials], dim=1)
         ids, columns = (
             torch.cat(distributed.all_gather(tensor, geometry.dp_group)) for tensor in (tensors[SEQUENCE_IDS], own)
         )

@@ -24,7 +24,7 @@ from hybridrl.algorithms.algorithm_registry import reads_whole_sequences
 from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.algorithms.sequences import Sequences, SplitSequences
 from hybridrl.config import ActorConfig, CriticConfig, PPOTrainerConfig, RolloutCorrectionConfig
-from hybridrl.config.strategies import engine_settings
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ReplaysRouting, require
 from hybridrl.errors import ModelError
 from hybridrl.protocol import DataProto

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.config.schema.prime import PrimeConfig
-from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.train_engine import Engine, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

@@ -1,7 +1,7 @@
 """The reward model's worker: one score for each conversation, or for each of its steps."""
 
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.config.schema.reward import RewardModelConfig
-from hybridrl.config.strategies import engine_settings
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching

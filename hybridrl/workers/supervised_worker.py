@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 from hybridrl.config import SupervisedConfig
-from hybridrl.config.strategies import engine_settings
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.engine.capabilities import HasAdapters
 from hybridrl.engine.train_engine import Engine, MicroBatching, create_train_engine
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import merge_metrics
-from hybridrl.workers.forecast import Forecast, NotComputed, attempted, forecast_model
 from hybridrl.workers.losses import LossCounts
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 from hybridrl.workers.objectives import REF_LOG_PROBS, Objective
@@ -66,12 +65,6 @@ class SupervisedWorker(ModelWorker):
             )
             self._reference.initialize()
         self.place_in_mesh("model")
-
-    def forecast_model(
-        self, config: SupervisedConfig, ranks: int, role: str = "model"
-    ) -> Forecast | NotComputed | None:
-        """Forecast the model's memory on a device like this one; see `hybridrl.workers.forecast`."""
-        return attempted(forecast_model, config, ranks, role)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"), blocking=False)
     def update_model(self, batch: DataProto) -> DataProto:

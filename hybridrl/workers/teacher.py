@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hybridrl.config.strategies import engine_settings
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.config.teachers import LOG_PROBS, TEACHER_INDEX, TOP_IDS, TOP_LOG_PROBS, Teachers
 from hybridrl.engine.logits_functions import TopTokens
 from hybridrl.engine.train_engine import Engine, MicroBatching, create_train_engine

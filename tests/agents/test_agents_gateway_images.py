@@ -27,7 +27,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import digest, tokens_per_image
 from hybridrl.protocol import object_array
-from hybridrl.rollout.images import split_images
+from hybridrl.rollout.request_images import split_images
 from hybridrl.rollout.trace import read_trace, trajectories_of
 from hybridrl.serve import wire
 from hybridrl.serve.conversation import inner_messages

@@ -19,7 +19,7 @@ from vision_tools import (
 
 from hybridrl.agents import AgentRollout, ToolResponse, create_agents, register
 from hybridrl.config import load_config
-from hybridrl.engine.images import BatchImages
+from hybridrl.engine.batch_images import BatchImages
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.engine.train_engine import create_train_engine
 from hybridrl.errors import RolloutError

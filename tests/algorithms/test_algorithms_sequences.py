@@ -67,7 +67,7 @@ def run_cut(
     for rank in torch.arange(len(ids)).chunk(2):
         totals = RowTotals()
         call(rank, cut["new"][rank], {}, totals)
-        found.append(torch.stack(totals.found, 1) if totals.found else torch.zeros(len(rank), 0))
+        found.append(torch.stack(totals.partials, 1) if totals.partials else torch.zeros(len(rank), 0))
     others = other_rows(torch.cat(found), totals.kinds, ids)
     for start in range(0, len(ids), 2):
         rows = slice(start, start + 2)

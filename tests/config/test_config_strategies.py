@@ -11,8 +11,8 @@ import pytest
 
 from hybridrl.config import FSDPConfig, MegatronConfig, load_config, validate
 from hybridrl.config.compose import compose_config
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.config.roles import ROLES, RoleSpec
-from hybridrl.config.strategies import engine_settings
 from hybridrl.errors import ConfigError
 from hybridrl.registry import import_external_lib
 

@@ -13,12 +13,12 @@ from PIL import Image
 from vision_tools import PROMPTS, dataset_of, peer_inputs, picture, pictures, png, prompts_of, write_prompts
 
 from hybridrl.config import ModelConfig
-from hybridrl.data import RLHFDataset
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.model_config import load_model_config
 from hybridrl.models.vision import ImageProcessor, digest, processor_of
 from hybridrl.protocol import DataProto, bookkeeping
+from hybridrl.verl_compat.utils.dataset.rl_dataset import RLHFDataset
 
 
 def saved(folder: Path, *rows: tuple[Any, Any]) -> Path:

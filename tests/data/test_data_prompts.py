@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from raising import raises_with
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.config import DataConfig
@@ -337,6 +338,8 @@ def prompts_of(dataset, tokenizer):
     return [tokenizer.decode(dataset[i]["input_ids"]) for i in range(len(dataset))]
 
 
+#: the beginning of a user's class with hooks of verl's
+VERLS = "from verl.utils.dataset.rl_dataset import RLHFDataset\nclass Mine(RLHFDataset):\n"
 READS = {
     "datasets": "datasets.load_dataset('parquet', data_files=self.data_files)['train'].filter(keep).map(shout)",
     "pandas": "pandas.DataFrame([shout(row) for row in pandas.read_parquet(self.data_files[0]).to_dict('records')"
@@ -351,7 +354,7 @@ def test_verls_hook_that_reads_the_files_acts(write, rows, tokenizer, tmp_path, 
     """Four ways in which classes written for verl set `self.dataframe`."""
     source = f"""
 import datasets, pandas, pyarrow.parquet
-from hybridrl.data import RLHFDataset
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 def keep(row): return row["extra_info"]["index"] in (1, 3)
 def shout(row): return {{**row, "prompt": [{{"role": "user", "content": "SORT" + row["prompt"][0]["content"][4:]}}]}}
@@ -376,7 +379,7 @@ def test_hooks_find_the_attributes_of_verls_class(write, rows, tokenizer, tmp_pa
     names += " apply_chat_template_kwargs tool_config_path function_tool_path tool_schemas num_workers use_shm"
     names += " need_tools_kwargs serialize_dataset return_multi_modal_inputs shuffle seed"
     source = f"""
-from hybridrl.data import RLHFDataset
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 class Mine(RLHFDataset):
     def _read_files_and_tokenize(self):
@@ -418,7 +421,7 @@ def test_prompts_that_are_text_in_some_rows_keep_their_form(write, rows, tokeniz
 
 
 def test_hook_that_reads_nothing_or_something_else_is_named(write, rows, tokenizer, tmp_path):
-    head = "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def _read_files_and_tokenize(self):\n"
+    head = f"{VERLS}    def _read_files_and_tokenize(self):\n"
     for body, said in (("pass", r"Mine\._read_files.*self\.dataframe"), ("self.dataframe = 3", "DataFrame.*int")):
         with pytest.raises(DataError, match=said):
             custom(write("a.parquet", rows), tokenizer, tmp_path, f"{head}        {body}\n")
@@ -426,7 +429,7 @@ def test_hook_that_reads_nothing_or_something_else_is_named(write, rows, tokeniz
 
 def test_verls_filter_hook_acts(write, rows, tokenizer, tmp_path):
     source = (
-        "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n"
+        f"{VERLS}"
         "    def maybe_filter_out_long_prompts(self, dataframe=None):\n"
         "        return dataframe.filter(lambda row: row['extra_info']['index'] > 4)\n"
     )
@@ -440,7 +443,7 @@ def test_hook_makes_messages_of_the_whole_row(write, rows, tokenizer, tmp_path, 
     """The prompt column may hold text, or be missing, where a subclass makes the messages."""
     plain = [{"question": "123", "hint": str(number), "data_source": "mine"} for number in range(3)]
     source = (
-        "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n"
+        f"{VERLS}"
         f"    def {hook}(self, row):\n"
         "        return [{'role': 'user', 'content': f\"Sort: {row['question']}{row.pop('hint')}\"}]\n"
     )
@@ -450,7 +453,7 @@ def test_hook_makes_messages_of_the_whole_row(write, rows, tokenizer, tmp_path, 
 
 
 def test_hook_that_fails_or_returns_text_names_the_row(write, rows, tokenizer, tmp_path):
-    head = "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def _build_messages(self, row):\n"
+    head = f"{VERLS}    def _build_messages(self, row):\n"
     bodies = {
         "return 'Sort' if row['extra_info']['index'] == 2 else row['prompt']": r"row 2 .*build_messages of Mine.*text",
         "return row['prompt'] if row['extra_info']['index'] else row['nothing']": r"row 0 .*of Mine.*KeyError.*nothing",
@@ -465,8 +468,15 @@ def test_hook_that_fails_or_returns_text_names_the_row(write, rows, tokenizer, t
     "hook", ["_download", "resume_dataset_state", "process_vision_info", "process_multi_modal_info"]
 )
 def test_hook_of_verls_that_would_not_be_called_is_refused(write, rows, tokenizer, tmp_path, hook):
-    source = f"from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def {hook}(self): pass\n"
+    source = f"{VERLS}    def {hook}(self): pass\n"
     with pytest.raises(DataError, match=rf"data\.custom_cls: Mine defines {hook}"):
+        custom(write("a.parquet", rows), tokenizer, tmp_path, source)
+
+
+@pytest.mark.parametrize("hook", ["_build_messages", "_read_files_and_tokenize", "maybe_filter_out_long_prompts"])
+def test_verls_hooks_belong_to_verls_class(write, rows, tokenizer, tmp_path, hook):
+    source = f"from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def {hook}(self): pass\n"
+    with raises_with(DataError, "data.custom_cls", hook, "verl.utils.dataset.rl_dataset.RLHFDataset"):
         custom(write("a.parquet", rows), tokenizer, tmp_path, source)
 
 
@@ -475,9 +485,9 @@ def test_a_ground_truth_that_nothing_would_read_is_refused(write, rows, tokenize
     """Reward functions got None for each row."""
     file = write("rows.jsonl", [{**row, "reward_model": value} for row in rows])
     with pytest.raises(DataError, match=r"line 1: column 'reward_model' is .*data.ground_truth_key"):
-        RLHFDataset(file, tokenizer, {"max_prompt_length": 100})
+        RLHFDataset(file, tokenizer, DataConfig(max_prompt_length=100))
     file = write("answers.jsonl", [{**row, "reward_model": value, "answer": "5"} for row in rows])
-    settings = {"max_prompt_length": 100, "ground_truth_key": "answer"}
+    settings = DataConfig(max_prompt_length=100, ground_truth_key="answer")
     assert RLHFDataset(file, tokenizer, settings)[0]["reward_model"]["ground_truth"] == "5"
 
 

@@ -25,12 +25,13 @@ from vision_tools import (
 )
 
 from hybridrl.config import ModelConfig, load_config
-from hybridrl.data import RLHFDataset, create_sft_dataset
+from hybridrl.data import create_sft_dataset
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.model_config import load_model_config
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import digest, processor_of
+from hybridrl.verl_compat.utils.dataset.rl_dataset import RLHFDataset
 
 
 def frames_of(count: int, size: tuple[int, int] = (24, 16)) -> np.ndarray:

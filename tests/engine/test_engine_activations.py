@@ -16,10 +16,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.forecast import LiveBytes
 from hybridrl.engine.fsdp import activations
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.errors import ModelError
+from hybridrl.forecast.meta_tensors import LiveBytes
 
 FIELDS = make_fields()
 SELECTIVE = {"recompute_granularity": "selective"}

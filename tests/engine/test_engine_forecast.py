@@ -23,9 +23,10 @@ from transformers import (
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.forecast import LiveBytes, Workload, peak_of
-from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.offload import plain_parts
+from hybridrl.forecast.fsdp_rank import forecast
+from hybridrl.forecast.meta_tensors import LiveBytes, peak_of
+from hybridrl.forecast.sizes import Workload
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device
 

@@ -282,7 +282,7 @@ def test_two_ranks_are_one(vision_models: dict[str, Path], file: Path) -> None:
 
 def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file: Path) -> None:
     """It has one token, which no row reads, and its gradient is zero."""
-    from hybridrl.engine.images import with_some_image
+    from hybridrl.engine.batch_images import with_some_image
 
     engine = make_engine(vision_model)
     batch = sampled(engine, vision_model, file, samples=1)

@@ -20,11 +20,11 @@ from hybridrl.config.schema.engine import OptimConfig
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.forecast import Forecast, Workload, peak_of
-from hybridrl.engine.megatron import forecast_process
-from hybridrl.engine.megatron.engine import MegatronEngine
-from hybridrl.engine.megatron.forecast import ForecastDevice, ForecastRequest, compute, request_for
 from hybridrl.errors import ModelError
+from hybridrl.forecast import megatron_process
+from hybridrl.forecast.megatron_rank import ForecastDevice, ForecastRequest, compute, forecast, request_for
+from hybridrl.forecast.meta_tensors import peak_of
+from hybridrl.forecast.sizes import Forecast, Workload
 from hybridrl.protocol import DataProto
 from hybridrl.utils import distributed
 
@@ -206,7 +206,7 @@ def test_another_process_computes_it(models: Path) -> None:
     def of(ranks: int = 1, response: int = RESPONSE, **engine: Any) -> Forecast:
         work = Workload(PROMPT, response, ROWS, MICRO, MICRO)
         model, settings = ModelConfig(path=str(models / "untied")), MegatronConfig(**engine)
-        found = MegatronEngine.forecast("language_model", model, settings, OptimConfig(), ranks, work)
+        found = forecast("language_model", model, settings, OptimConfig(), ranks, work)
         assert found is not None
         return found
 
@@ -223,7 +223,7 @@ def test_another_process_computes_it(models: Path) -> None:
     assert only.states == only.gradients == only.activations == 0 < only.pass_activations
     with pytest.raises(ModelError, match="tensor_model_parallel_size=3 does not divide"):
         of(3, tensor_model_parallel_size=3)
-    process = forecast_process._process._process
+    process = megatron_process._process._process
     assert process is not None
     process.kill()
     process.wait()

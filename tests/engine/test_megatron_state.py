@@ -33,7 +33,6 @@ from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.engine.chunked_function import Hidden, chunked_function
-from hybridrl.engine.forecast import peak_of
 from hybridrl.engine.logits_functions import FullKL, LogProbsAt, TopTokens, VocabularyLoss
 from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.build import mark_latents_replicated
@@ -42,6 +41,7 @@ from hybridrl.engine.megatron.parallel import ParallelSizes
 from hybridrl.engine.megatron.vocabulary import VocabularyShard, parallel_linear_statistics, parallel_statistics
 from hybridrl.engine.megatron.whole_vocabulary import SharedVocabulary
 from hybridrl.errors import ModelError
+from hybridrl.forecast.meta_tensors import peak_of
 from hybridrl.utils import distributed
 
 FIELDS = make_fields()

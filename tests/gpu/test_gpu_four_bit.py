@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.engine.forecast import Workload
 from hybridrl.engine.fsdp.engine import FSDPEngine
-from hybridrl.engine.fsdp.forecast import forecast
+from hybridrl.forecast.fsdp_rank import forecast
+from hybridrl.forecast.sizes import Workload
 from hybridrl.models import four_bit, lora
 from hybridrl.utils import device
 

@@ -86,7 +86,7 @@ def test_everything_arrives(figures) -> None:
 
 def test_a_gpu_that_cannot_be_shared_sends_through_main_memory(monkeypatch, figures) -> None:
     """As in sandboxes without CUDA IPC; this machine has it."""
-    assert device.why_not_shared() is None
+    assert device.memory_sharing_unsupported_reason() is None
     assert "ended with status 1" in str(device.opened_by_child(b"no handle", 0))
     monkeypatch.setattr(transports, "ipc_unsupported_reason", lambda: "not supported")
     target, sent = taker(), weights(4, 128)

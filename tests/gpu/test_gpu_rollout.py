@@ -144,7 +144,7 @@ def test_a_step_that_generates_nothing_gives_all_memory_back_too(parts: Parts) -
     again = used(group)
     assert before < updated < awake
     assert again == pytest.approx(asleep, abs=0.2)
-    if rollout.pool.settings.engine_name in ENGINES:  # the plain engine keeps its weights
+    if rollout.supervisor.settings.engine_name in ENGINES:  # the plain engine keeps its weights
         assert updated - again > 0.8 * weights
 
 
@@ -153,6 +153,6 @@ def test_a_replica_that_is_killed_comes_back_beside_training(parts: Parts) -> No
     rollout = parts.rollout
     rollout.update_weights(3)
     rollout.generate(prompts())
-    os.kill(rollout.pool.replicas[0].info.pid, signal.SIGKILL)
+    os.kill(rollout.supervisor.replicas[0].info.pid, signal.SIGKILL)
     batch = rollout.generate(prompts())
-    assert batch.batch["response_mask"].bool().any(1).all() and rollout.pool.restarts == 1
+    assert batch.batch["response_mask"].bool().any(1).all() and rollout.supervisor.restarts == 1

@@ -96,7 +96,7 @@ def without_ipc(rank: int) -> None:
     """The GPU of one rank cannot be shared: all send through main memory, and streamed."""
     told: list[str] = []
     device.is_gpu = lambda: True
-    device.why_not_shared = lambda: "not supported" if rank == 1 else None
+    device.memory_sharing_unsupported_reason = lambda: "not supported" if rank == 1 else None
     transports.notify = lambda text, level: told.append(f"{level}: {text}")
     targets = [UpdateTarget(Engine(), str(number), "node", (number,), 1) for number in range(2)]
     for _ in range(2):

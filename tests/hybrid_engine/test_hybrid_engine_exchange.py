@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from paper_table import paper_fraction
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.exchange import Exchange, Shards, assemble
-from hybridrl.hybrid_engine.plan import paper_fraction, plan_slices
+from hybridrl.hybrid_engine.plan import plan_slices
 from hybridrl.hybrid_engine.schedule import ALIGNMENT, schedule
 from hybridrl.layouts.slices import TensorSlice
 

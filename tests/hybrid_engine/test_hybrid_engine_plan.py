@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from paper_table import paper_fraction
 
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.plan import best_slots, compared, engine_order, paper_fraction, plan
+from hybridrl.hybrid_engine.plan import best_slots, compared, engine_order, plan
 from hybridrl.layouts.slices import Cut, TensorSlice, TensorSpec, slices_of
 from hybridrl.layouts.topology import (
     GenerationLayout,

@@ -276,7 +276,7 @@ def test_bars_lie_where_their_spans_were() -> None:
     ]
     found = picture(3, spans)
     assert found.seconds == 10 and found.rows == ["gen", "actor 0", "actor 1"]
-    assert [(bar.left, bar.width, bar.row) for bar in found.bars] == [(0, 40, 0), (20, 10, 1), (20, 80, 2)]
+    assert [(bar.start, bar.width, bar.row) for bar in found.bars] == [(0, 40, 0), (20, 10, 1), (20, 80, 2)]
     many = picture(3, [TimedSpan("actor/update", rank, 10.0, 1.0 + rank) for rank in range(100)])
     assert many.left_out == 66 and "actor 99" in many.rows and "actor 0" not in many.rows
 

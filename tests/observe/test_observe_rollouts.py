@@ -10,7 +10,7 @@ from browser import Browser
 
 from hybridrl.observe.dump import dump_generations
 from hybridrl.observe.report import write_report
-from hybridrl.observe.rollouts import ROLLOUTS, chosen, write_rollouts
+from hybridrl.observe.rollouts import ROLLOUTS, select_samples, write_rollouts
 from hybridrl.observe.run_history import load_history
 from hybridrl.observe.tracking import Tracking
 
@@ -269,14 +269,14 @@ def test_thousands_of_samples_are_bounded_and_the_page_says_so(browser: Browser,
         else:
             dump_generations(tmp_path / "rollouts", step, prompts[:8], ["y"] * 8, [0.1] * 8)
     history = load_history(tmp_path)
-    data = chosen(history, 2000)
+    data = select_samples(history, 2000)
     assert len(data["dumps"]) == 24 and data["dumps"][0]["step"] == 1 and data["dumps"][-1]["step"] == 30
     assert sum(len(dump["samples"]) for dump in data["dumps"]) <= 2000
     first, last = ({sample["prompt"] for sample in data["dumps"][place]["samples"]} for place in (0, -1))
     assert first == last and len(first) > 10  # before and after
     whole = [[sample["prompt"] for sample in dump["samples"]] for dump in data["dumps"]]
     assert all(one.count(prompt) == 4 for one in whole for prompt in set(one))  # groups are whole
-    many = chosen(history, 100_000)
+    many = select_samples(history, 100_000)
     assert sum(len(dump["samples"]) for dump in many["dumps"]) > 8000
     path = write_rollouts(history)
     assert path is not None and path.stat().st_size < 3_000_000
@@ -287,7 +287,7 @@ def test_thousands_of_samples_are_bounded_and_the_page_says_so(browser: Browser,
     assert count == 200 < total
     browser.click("#more")
     assert browser.value("document.querySelectorAll('#list li').length") == min(400, total)
-    assert chosen(history, 0)["dumps"] == []
+    assert select_samples(history, 0)["dumps"] == []
 
 
 def test_long_samples_lose_their_middle_and_say_so(browser: Browser, tmp_path: Path) -> None:

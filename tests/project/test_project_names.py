@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "config/schema/root.py": ("megatron",),
     "config/schema/trainer.py": ("critic",),
     "observe/figures.py": ("critic",),
-    "workers/actor_rollout_ref.py": ("actor_rollout", "ref", "teacher"),
+    "workers/actor_rollout_ref.py": ("actor_rollout", "ref"),
     # verl's column of training data
     **{f"data/preprocess/{name}.py": COLUMN for name in ("calculator", "colours", "geo3k", "gsm8k", "math")},
     **{f"data/preprocess/{name}.py": COLUMN for name in ("search_r1", "sort", "verifiers")},
@@ -46,20 +46,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # kinds of models
     "config/checks/supervised.py": ("reward_model",),
     "engine/fsdp/engine.py": ("reward_model",),
-    "engine/micro_batched.py": ("reward_model",),
     "models/kinds.py": ("reward_model",),
     # architectures of transformers whose FLOPs are counted
     "models/work.py": (
         *("gemma", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
         *("deepseek_v2", "deepseek_v3"),
     ),
-    # the table itself; a role's own checks, worker and forecast
-    "config/checks/check_algorithm.py": ("ref",),
-    "config/checks/check_distillation.py": ("actor_rollout", "teacher"),
+    # the table itself; a role's own checks and worker
     "config/checks/check_run.py": ("reward_model",),
-    "config/roles.py": ("prime", "ref", "reward_model", "teacher"),
-    "trainer/ppo/teachers.py": ("teacher",),
-    "workers/forecast.py": ("prime",),
+    "config/roles.py": ("actor_rollout", "prime", "ref", "reward_model", "teacher"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
     "__init__.py": ("grpo",),
     "agents/environments/gymnasium.py": ("gymnasium",),

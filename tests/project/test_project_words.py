@@ -75,6 +75,7 @@ REPEATED_FILES = {
     "prime.py": _SCHEMA,
     "rollout.py": _SCHEMA,
     "search_r1.py": _DATA_SETS,
+    "state.py": _ENGINES,
     "trainer.py": _SCHEMA,
     "verifiers.py": "the environment of verifiers, and the command that prepares its tasks",
     "worker_group.py": "the interface, and Ray's implementation of it",
@@ -82,9 +83,8 @@ REPEATED_FILES = {
 #: base names that are still to become unique; the set may only shrink
 REPEATED_FOR_NOW = frozenset(
     [
-        *("actor", "build", "child", "colours", "convert", "data", "handle", "host", "judge", "merge", "messages"),
-        *("missing", "optimizer", "pool", "programs", "roles", "routing", "schedule", "served", "start", "steps"),
-        *("supervisor", "teachers", "vision", "wire", "worker"),
+        *("actor", "build", "child", "colours", "data", "handle", "host", "judge", "missing", "pool", "programs"),
+        *("roles", "served", "start", "steps", "supervisor", "teachers", "wire"),
     ]
 )
 

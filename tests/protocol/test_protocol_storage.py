@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.merge import same
+from hybridrl.protocol.union import same
 
 
 def test_a_stored_batch_has_the_mode_that_the_umask_gives(tmp_path):

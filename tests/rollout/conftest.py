@@ -15,7 +15,8 @@ from hybridrl.config import load_config
 from hybridrl.hybrid_engine.stream import stream
 from hybridrl.hybrid_engine.transports import SharedMemoryTransport
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
+from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.single_controller import RayResourcePool
 
 
@@ -48,7 +49,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
 
     def make(
         replicas: int = 2, devices: tuple[int, ...] = (), hangs: str = "/nowhere", waits: str = "/", **changes
-    ) -> ReplicaPool:
+    ) -> Supervisor:
         config = load_config(
             "ppo_trainer",
             overrides=[
@@ -72,7 +73,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
             size = sum(p.numel() * 4 for p in model.parameters())
             return [stream(model.named_parameters(), [SharedMemoryTransport(targets)], size, bucket_bytes=2**14)]
 
-        pool = ReplicaPool(settings, places, send)
+        pool = Supervisor(settings, places, send)
         made.append(pool)
         pool.start()
         pool.update_weights(0)
@@ -93,7 +94,7 @@ def shared_pool(make_pool):
 def pool(shared_pool):
     """The shared one, idle and ready again behind a test that failed in between."""
     yield shared_pool
-    shared_pool.abort()
+    shared_pool.scheduler.abort()
     shared_pool.resume()
     shared_pool.unpause()
     until_ready(shared_pool)

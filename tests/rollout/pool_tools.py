@@ -5,7 +5,7 @@ import time
 import psutil
 import torch
 
-from hybridrl.rollout.replicas.pool import ReplicaPool
+from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 
@@ -20,12 +20,12 @@ def requests(count: int, prefix: str, first: int = 6, sampling: SamplingParams =
     ]
 
 
-def until_ready(pool: ReplicaPool) -> None:
+def until_ready(pool: Supervisor) -> None:
     """Wait until all replicas have weights."""
-    until(pool, ["ready"] * len(pool.placements))
+    until(pool, ["ready"] * len(pool.replicas))
 
 
-def until(pool: ReplicaPool, states: list[str]) -> None:
+def until(pool: Supervisor, states: list[str]) -> None:
     """Wait until the replicas are in these states."""
     deadline = time.monotonic() + 180
     while pool.health() != states:
@@ -33,7 +33,7 @@ def until(pool: ReplicaPool, states: list[str]) -> None:
         time.sleep(0.1)
 
 
-def until_restarted(pool: ReplicaPool, number: int, before: int) -> None:
+def until_restarted(pool: Supervisor, number: int, before: int) -> None:
     """Wait until a replica has another process; it may be without weights for a moment only."""
     deadline = time.monotonic() + 180
     while pool.replicas[number].info.pid == before:
@@ -41,7 +41,7 @@ def until_restarted(pool: ReplicaPool, number: int, before: int) -> None:
         time.sleep(0.02)
 
 
-def until_each_generates(pool: ReplicaPool) -> None:
+def until_each_generates(pool: Supervisor) -> None:
     """Wait until every replica is in the midst of a request; `SLOW` ones stay there for a while."""
     before, deadline = generated(pool), time.monotonic() + 60
     while any(now == then for now, then in zip(generated(pool), before, strict=True)):
@@ -49,7 +49,7 @@ def until_each_generates(pool: ReplicaPool) -> None:
         time.sleep(0.02)
 
 
-def generated(pool: ReplicaPool) -> list[float]:
+def generated(pool: Supervisor) -> list[float]:
     """Tokens of each replica so far."""
     return [part["generated_tokens"] for part in pool.statistics().values()]
 

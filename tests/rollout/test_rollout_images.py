@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybridrl.errors import RolloutError
 from hybridrl.models.model_config import load_model_config
 from hybridrl.models.vision import digest
-from hybridrl.rollout.images import PromptImages, ReceivedImages
+from hybridrl.rollout.request_images import PromptImages, ReceivedImages
 from hybridrl.rollout.vllm.compat import current_names
 from hybridrl.rollout.vllm.images import torchvision_or_stand_in
 

@@ -23,24 +23,24 @@ from hybridrl.rollout.sampling import SamplingParams
 
 def test_every_request_is_answered_once_and_in_order(pool, model) -> None:
     asked = requests(40, "a")
-    answers = pool.generate(asked)
+    answers = pool.scheduler.generate(asked)
     assert [answer.id for answer in answers] == [request.id for request in asked]
     for request, answer in zip(asked, answers, strict=True):
         assert answer.finish_reason == "length" and answer.versions == [(pool.version, 12)]
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
         )
-    assert pool.take_peak() >= 40
+    assert pool.scheduler.take_peak() >= 40
     with pytest.raises(RolloutError, match="prompt is too long"):
-        pool.generate([Request("long", list(range(6, 110)) * 2, SAMPLED)])
-    assert len(pool.generate(requests(2, "after"))) == 2  # a refused request harms nobody
+        pool.scheduler.generate([Request("long", list(range(6, 110)) * 2, SAMPLED)])
+    assert len(pool.scheduler.generate(requests(2, "after"))) == 2  # a refused request harms nobody
 
 
 def test_weights_arrive_whole_in_small_buckets_and_requests_go_on_with_their_tokens(pool, model) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     long = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
     asked = requests(8, "b", first=SLOW, sampling=long)
-    futures = pool.submit(asked)
+    futures = pool.scheduler.submit(asked)
     until_each_generates(pool)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,30 +72,30 @@ def test_weights_arrive_whole_in_small_buckets_and_requests_go_on_with_their_tok
 
 def test_what_no_replica_has_room_for_is_told(pool) -> None:
     pool.pause()
-    futures = pool.submit(requests(200, "queue"))  # a window is 64 and a quarter
-    assert pool.queued == 200 - 2 * 80
+    futures = pool.scheduler.submit(requests(200, "queue"))  # a window is 64 and a quarter
+    assert pool.scheduler.queued == 200 - 2 * 80
     assert [part["in_flight"] for part in pool.statistics().values()] == [80, 80]
-    pool.abort()
-    assert pool.queued == 0
+    pool.scheduler.abort()
+    assert pool.scheduler.queued == 0
     assert {future.result(timeout=60).finish_reason for future in futures} == {"abort"}
     pool.unpause()
 
 
 def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
     endless = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
-    futures = pool.submit(requests(4, "c", first=SLOW, sampling=endless))
+    futures = pool.scheduler.submit(requests(4, "c", first=SLOW, sampling=endless))
     until_each_generates(pool)
     pool.pause()
     tokens = generated(pool)
     time.sleep(0.3)
     assert generated(pool) == tokens
     assert not any(future.done() for future in futures)
-    pool.abort()
+    pool.scheduler.abort()
     answers = [future.result(timeout=60) for future in futures]
     assert {answer.finish_reason for answer in answers} <= {"abort", "length"}
     assert any(0 < len(answer.token_ids) < 100 for answer in answers)
     pool.unpause()
-    assert len(pool.generate(requests(2, "d"))[0].token_ids) == 12
+    assert len(pool.scheduler.generate(requests(2, "d"))[0].token_ids) == 12
 
 
 def test_a_client_aborts_single_requests_and_gives_up_calls(pool) -> None:
@@ -116,7 +116,7 @@ def test_a_client_aborts_single_requests_and_gives_up_calls(pool) -> None:
         assert await client.health() is None
 
     asyncio.run(run())
-    assert len(pool.generate(requests(2, "after-abort"))) == 2
+    assert len(pool.scheduler.generate(requests(2, "after-abort"))) == 2
 
 
 def test_training_comes_before_guests(make_pool, monkeypatch) -> None:
@@ -132,9 +132,9 @@ def test_training_comes_before_guests(make_pool, monkeypatch) -> None:
     monkeypatch.setattr(pool.scheduler.balancer, "take", noting)
     pool.pause()
     guests = [replace(request, priority=CLIENT_PRIORITY) for request in requests(200, "guest")]
-    futures = pool.submit(guests)
+    futures = pool.scheduler.submit(guests)
     window = len(order)  # at the replica already; nobody is sent away
-    futures += pool.submit(requests(30, "training"))
+    futures += pool.scheduler.submit(requests(30, "training"))
     assert 0 < window < 200
     pool.unpause()
     assert all(len(future.result(timeout=300).token_ids) == 12 for future in futures)

@@ -31,7 +31,8 @@ from ray.exceptions import OutOfMemoryError
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool
+from hybridrl.rollout.replicas.handle import PoolSettings
+from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 
@@ -41,16 +42,16 @@ def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool
     asked = requests(30, "e", first=SLOW, sampling=SamplingParams(True, 1.0, 1.0, -1, 40, ignore_eos=True))
     first, before = pool.replicas[0].info.pid, pool.restarts
     with ThreadPoolExecutor(1) as thread:
-        generating = thread.submit(pool.generate, asked)
+        generating = thread.submit(pool.scheduler.generate, asked)
         until_each_generates(pool)
         os.kill(first, signal.SIGKILL)
         answers = generating.result()
     assert Counter(answer.id for answer in answers) == Counter(request.id for request in asked)
-    assert all(len(answer.token_ids) == 40 for answer in answers) and pool.rerun
+    assert all(len(answer.token_ids) == 40 for answer in answers) and pool.scheduler.rerun
     until_ready(pool)
     assert pool.restarts == before + 1 and pool.replicas[0].info.pid != first
     assert psutil.Process(pool.replicas[0].info.pid).cwd() == str(tmp_path)
-    for request, answer in zip(requests(20, "f"), pool.generate(requests(20, "f")), strict=True):
+    for request, answer in zip(requests(20, "f"), pool.scheduler.generate(requests(20, "f")), strict=True):
         # the new process has the trainer's weights, not the folder's
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
@@ -63,14 +64,14 @@ def test_a_replica_restarted_under_submit_alone_gets_its_weights(pool, model) ->
             parameter.add_(0.02 * torch.randn_like(parameter))
     pool.update_weights(pool.version + 1)
     asked = requests(8, "submit", first=SLOW)
-    futures = pool.submit(asked)
+    futures = pool.scheduler.submit(asked)
     until_each_generates(pool)
     before = [member.info.pid for member in pool.replicas]
     os.kill(before[0], signal.SIGKILL)
     until_restarted(pool, 0, before[0])
     until_ready(pool)  # nobody calls `generate` or `update_weights`
     asked += (later := requests(20, "submit-later"))
-    for request, future in zip(asked, [*futures, *pool.submit(later)], strict=True):
+    for request, future in zip(asked, [*futures, *pool.scheduler.submit(later)], strict=True):
         answer = future.result(timeout=120)
         assert answer.versions == [(pool.version, 12)]
         torch.testing.assert_close(
@@ -93,34 +94,34 @@ def test_weights_that_training_is_changing_are_not_sent(pool, model) -> None:
 
 def test_a_replica_that_is_lost_after_a_lent_cache_gets_its_weights(pool) -> None:
     """The trainer has its weights still: nothing else is to happen before a restarted replica may have them."""
-    pool.lend(["kv_cache"])
+    pool.release(["kv_cache"])
     pool.resume(["kv_cache"])
     before = pool.replicas[0].info.pid
     os.kill(before, signal.SIGKILL)
     until_restarted(pool, 0, before)
     until_ready(pool)
-    assert len(pool.generate(requests(4, "lent"))) == 4
+    assert len(pool.scheduler.generate(requests(4, "lent"))) == 4
 
 
 def test_a_process_is_lost_once_however_many_calls_to_it_fail(pool) -> None:
     before = pool.restarts
     process = pool.replicas[0].process()
-    with pool.supervisor._lock:  # two calls fail before the restart has begun
-        pool.supervisor.handle_loss(process, "its process ended")
-        pool.supervisor.handle_loss(process, "its process ended, says another call")
+    with pool._lock:  # two calls fail before the restart has begun
+        pool.handle_loss(process, "its process ended")
+        pool.handle_loss(process, "its process ended, says another call")
     until_ready(pool)
     assert pool.restarts == before + 1
 
 
 def test_a_replica_killed_during_an_update_gets_its_weights_later(pool, model, monkeypatch) -> None:
-    send, victim, before = pool.supervisor._send_weights, pool.replicas[1].info.pid, pool.restarts
+    send, victim, before = pool._send_weights, pool.replicas[1].info.pid, pool.restarts
 
     def killing(targets):
         if len(targets) == 2:
             os.kill(victim, signal.SIGKILL)
         return send(targets)
 
-    monkeypatch.setattr(pool.supervisor, "_send_weights", killing)
+    monkeypatch.setattr(pool, "_send_weights", killing)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -128,7 +129,7 @@ def test_a_replica_killed_during_an_update_gets_its_weights_later(pool, model, m
     until_ready(pool)
     assert pool.restarts == before + 1
     asked = requests(20, "update")
-    for request, answer in zip(asked, pool.generate(asked), strict=True):
+    for request, answer in zip(asked, pool.scheduler.generate(asked), strict=True):
         assert answer.versions == [(pool.version, 12)]
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
@@ -137,8 +138,9 @@ def test_a_replica_killed_during_an_update_gets_its_weights_later(pool, model, m
 
 def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None:
     pool = make_pool(devices=(0,))
+    pool.weights_will_change()
     pool.release()
-    futures = pool.submit(requests(4, "lent"))
+    futures = pool.scheduler.submit(requests(4, "lent"))
     os.kill(pool.replicas[0].info.pid, signal.SIGKILL)
     until(pool, ["down", "ready"])
     time.sleep(1.5)
@@ -149,12 +151,12 @@ def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None
     pool.resume()
     assert [len(future.result(timeout=60).token_ids) for future in futures] == [12] * 4
     until(pool, ["empty", "ready"])
-    pool.generate(requests(2, "other"))
+    pool.scheduler.generate(requests(2, "other"))
     assert pool.health() == ["empty", "ready"]  # beside the other's cache there is no room to send weights
     pool.pause()
     pool.update_weights(2)
     assert pool.health() == ["ready", "ready"]
-    waiting = pool.submit(requests(2, "paused"))
+    waiting = pool.scheduler.submit(requests(2, "paused"))
     time.sleep(0.5)
     assert not any(future.done() for future in waiting)  # an update does not undo a pause
     pool.unpause()
@@ -164,7 +166,7 @@ def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None
 def test_the_only_replica_gets_its_weights_back_where_no_cache_is_in_the_way(make_pool) -> None:
     pool = make_pool(replicas=1, devices=(0,))
     with ThreadPoolExecutor(1) as thread:
-        generating = thread.submit(pool.generate, requests(4, "alone", first=SLOW))
+        generating = thread.submit(pool.scheduler.generate, requests(4, "alone", first=SLOW))
         until_each_generates(pool)
         os.kill(pool.replicas[0].info.pid, signal.SIGKILL)
         assert [answer.versions for answer in generating.result()] == [[(0, 12)]] * 4
@@ -182,6 +184,7 @@ def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
     pool.settings.stuck_timeout_s = 3.0
     victim = pool.replicas[1].info.pid
     hangs.write_text(f"{method} 1")
+    pool.weights_will_change()
     pool.release()
     pool.resume(["weights"])
     pool.update_weights(1)
@@ -190,7 +193,7 @@ def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
     pool.resume(["kv_cache"])
     until(pool, ["ready", "empty"])
     pool.update_weights(2)
-    assert {answer.versions[0][0] for answer in pool.generate(requests(8, method))} == {2}
+    assert {answer.versions[0][0] for answer in pool.scheduler.generate(requests(8, method))} == {2}
     assert pool.restarts == 1 and set(pool.health()) == {"ready"}
 
 
@@ -214,9 +217,9 @@ def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, 
     """A pool whose weights never change; the restart looked before, and pauses after `unpause`."""
     place = pool.replicas[0].placement
     spec = replace(pool.settings.spec, load_weights=True)
-    other = ReplicaPool(PoolSettings(ENGINE, spec), [place])
+    other = Supervisor(PoolSettings(ENGINE, spec), [place])
     other.start()
-    ask = other.supervisor._call
+    ask = other._call
 
     def late(ups, method, *args):
         if method == "pause" and threading.current_thread().name.startswith("replica-restart"):
@@ -225,11 +228,11 @@ def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, 
 
     try:
         other.pause()
-        monkeypatch.setattr(other.supervisor, "_call", late)
+        monkeypatch.setattr(other, "_call", late)
         os.kill(other.replicas[0].info.pid, signal.SIGKILL)
         while other.health() == ["ready"]:
             time.sleep(0.05)
-        (future,) = other.submit(requests(1, "unpaused"))
+        (future,) = other.scheduler.submit(requests(1, "unpaused"))
         assert len(future.result(timeout=300).token_ids) == 12
     finally:
         other.close()
@@ -238,18 +241,18 @@ def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, 
 def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
     pool = make_pool(replicas=1, max_restarts=1)
     with pytest.raises(RolloutError, match=r"failed 2 times without finishing a request .*max_restarts=1"):
-        pool.generate(requests(1, "g", first=DEADLY))
+        pool.scheduler.generate(requests(1, "g", first=DEADLY))
     with pytest.raises(RolloutError, match="failed 2 times"):
-        pool.generate(requests(1, "h"))
+        pool.scheduler.generate(requests(1, "h"))
     assert "failed 2 times" in asyncio.run(PoolClient(pool).health())
 
 
 def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_pool) -> None:
     pool = make_pool(max_restarts=1)
     with pytest.raises(RolloutError, match=r"failed: its replica was lost 2 times \(rollout.max_restarts=1\)"):
-        pool.generate(requests(1, "j", first=DEADLY))
+        pool.scheduler.generate(requests(1, "j", first=DEADLY))
     until_ready(pool)
-    assert len(pool.generate(requests(4, "k"))) == 4 and pool.restarts == 2
+    assert len(pool.scheduler.generate(requests(4, "k"))) == 4 and pool.restarts == 2
 
 
 def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
@@ -257,12 +260,12 @@ def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
     pool = make_pool(replicas=1, max_restarts=0)
     pool.settings.stuck_timeout_s = 3.0
     with pytest.raises(RolloutError, match=r"computed nothing for .*stuck_timeout_s"):
-        pool.generate(requests(1, "i", first=HANGING))
+        pool.scheduler.generate(requests(1, "i", first=HANGING))
 
 
 def test_an_engine_that_does_not_start_says_why(slots, pool, tmp_path) -> None:
     broken = EngineSpec(pool.settings.spec.config, type(pool.settings.spec.model)(path=str(tmp_path)), (5,), 0)
-    other = ReplicaPool(PoolSettings(ENGINE, broken), [pool.replicas[0].placement])
+    other = Supervisor(PoolSettings(ENGINE, broken), [pool.replicas[0].placement])
     with pytest.raises(RolloutError, match="replica 0 did not start"):
         other.start()
     other.close()

@@ -22,7 +22,7 @@ from vision_tools import PROMPTS, VIDEO_PROMPTS, dataset_of, prompts_of, write_p
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, load_config
 from hybridrl.data import PromptLoader
-from hybridrl.engine.images import BatchImages
+from hybridrl.engine.batch_images import BatchImages
 from hybridrl.models.info import tokenizer_of
 from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny_vision import build_tiny_vision_model

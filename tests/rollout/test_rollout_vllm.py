@@ -196,7 +196,7 @@ def generate_while(rollout, asked: DataProto, event: Callable[[], object]) -> Da
 
 def generated(rollout) -> list[float]:
     """Tokens of each replica so far."""
-    return [part["generated_tokens"] for part in rollout.pool.statistics().values()]
+    return [part["generated_tokens"] for part in rollout.supervisor.statistics().values()]
 
 
 def test_requests_go_on_under_new_weights_and_say_which_made_each_token(policy, rollout) -> None:
@@ -221,7 +221,7 @@ def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> N
     """Its engine's process is killed, not ours: what happens when a GPU falls off the bus."""
     from psutil import Process
 
-    victim = rollout.pool.replicas[0].info.pid
+    victim = rollout.supervisor.replicas[0].info.pid
     cores = [child.pid for child in Process(victim).children(recursive=True)]
     asked = prompts_of(64, n=8, ignore_eos=True)
     batch = generate_while(rollout, asked, lambda: [os.kill(pid, signal.SIGKILL) for pid in cores])
@@ -233,21 +233,21 @@ def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> N
         rollout.generate(prompts_of(2))  # gives a replica that came back its weights
         time.sleep(0.5)
     assert_same_distribution(policy, trim(rollout.generate(prompts_of(32, n=4))))
-    assert rollout.pool.restarts == 1 and rollout.pool.rerun > 0
+    assert rollout.supervisor.restarts == 1 and rollout.supervisor.scheduler.rerun > 0
 
 
 def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
-    restarts = rollout.pool.restarts
+    restarts = rollout.supervisor.restarts
     fine = Request("fine", [6, 7, 8], SamplingParams(True, 1.0, 1.0, -1, 4, ignore_eos=True))
     refused = [
         replace(fine, id="hot", sampling=replace(fine.sampling, temperature=2.5)),
         replace(fine, id="far", sampling=replace(fine.sampling, seed=2**70)),
         replace(fine, id="long", prompt_ids=[6] * (PROMPT + WIDTH)),
     ]
-    *answers, good = [future.result(timeout=60) for future in rollout.pool.submit([*refused, fine])]
+    *answers, good = [future.result(timeout=60) for future in rollout.supervisor.scheduler.submit([*refused, fine])]
     assert [answer.finish_reason for answer in answers] == ["error"] * 3 and all(answer.error for answer in answers)
     assert "temperature" in answers[0].error and len(good.token_ids) == 4
-    assert rollout.pool.restarts == restarts
+    assert rollout.supervisor.restarts == restarts
 
 
 LONG = 4000  # tokens of requests that run until they are aborted
@@ -267,19 +267,19 @@ def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
     guests = [Request(f"g{i}", [6], short, priority=CLIENT_PRIORITY) for i in range(4)]
     training = [Request(f"t{i}", [6], short) for i in range(4)]
     order: list[str] = []
-    busy = pool.submit(running)
+    busy = pool.scheduler.submit(running)
     deadline = time.monotonic() + 60
     # calls of a replica need not arrive in the order in which they are sent
     wait_for_queues(pool, deadline, running=8, waiting=0)
-    futures = [future for requests in (guests, training) for future in pool.submit(requests)]
+    futures = [future for requests in (guests, training) for future in pool.scheduler.submit(requests)]
     for future in futures:
         future.add_done_callback(lambda done: order.append(done.result().id))
     wait_for_queues(pool, deadline, running=8, waiting=8)
     assert not order
-    pool.abort(["r0"])  # one place becomes free, and all others pass through it
+    pool.scheduler.abort(["r0"])  # one place becomes free, and all others pass through it
     assert all(future.result(timeout=60).finish_reason == "length" for future in futures)
     assert order == [request.id for request in [*training, *guests]]
-    pool.abort()
+    pool.scheduler.abort()
     assert {future.result(timeout=60).finish_reason for future in busy} == {"abort"}
 
 
@@ -293,13 +293,13 @@ def assert_a_schema_is_kept(pool, tokenizer) -> None:
         "additionalProperties": False,
     }
     sampling = SamplingParams(True, 2.0, 1.0, -1, LONG - 4, json_schema=json.dumps(schema))
-    found = pool.generate([Request(f"schema {number}", [6, 7, 8], sampling) for number in range(4)])
+    found = pool.scheduler.generate([Request(f"schema {number}", [6, 7, 8], sampling) for number in range(4)])
     texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in found if one.finish_reason == "stop"]
     assert texts and all(json.loads(text) in allowed for text in texts)
     # random weights leave no token without a choice; the schema does
     assert all(max(one.log_probs) > -1e-4 for one in found if one.finish_reason == "stop")
     wrong = replace(sampling, json_schema='{"type": "nonsense"}')
-    (future,) = pool.submit([Request("no schema", [6, 7, 8], wrong)])
+    (future,) = pool.scheduler.submit([Request("no schema", [6, 7, 8], wrong)])
     assert future.result(60).finish_reason == "error"
 
 
@@ -339,8 +339,8 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
             ends & set(answer[:-1]) for answer in answers
         )  # a stop string stays in the response that it ends
         assert {answer[-1] for answer in answers} >= ends
-        assert_training_comes_before_guests_inside_the_engine(rollout.pool)
-        assert_a_schema_is_kept(rollout.pool, tokenizer_of(config.model))
+        assert_training_comes_before_guests_inside_the_engine(rollout.supervisor)
+        assert_a_schema_is_kept(rollout.supervisor, tokenizer_of(config.model))
     finally:
         rollout.close()
         if own:

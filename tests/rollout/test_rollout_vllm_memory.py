@@ -22,7 +22,7 @@ from hybridrl.hybrid_engine.buckets import Bucket
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.engine import VLLMEngine
-from hybridrl.rollout.vllm.worker import WeightReceiverExtension
+from hybridrl.rollout.vllm.worker_extension import WeightReceiverExtension
 
 
 class RecordingExecutor(Executor):

@@ -298,7 +298,7 @@ def test_places_are_shared_by_processes(name) -> None:
     """Another process holds the only place: a program waits for it, without its clock; a killed holder frees it."""
     code = (
         "import sys\nfrom hybridrl.sandbox import Slots\n"
-        f"with Slots(1, {name!r}).taken():\n    print('held', flush=True)\n    sys.stdin.read()"
+        f"with Slots(1, {name!r}).acquired():\n    print('held', flush=True)\n    sys.stdin.read()"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -332,12 +332,12 @@ def test_threads_that_wait_for_a_place_of_their_own_process_do_not_look_at_the_f
 
     def run(_) -> None:
         begun.wait()
-        with Slots(1, name).taken():
+        with Slots(1, name).acquired():
             pass
 
     begun = threading.Barrier(5)
     with ThreadPoolExecutor(4) as threads:
-        with Slots(1, name).taken():
+        with Slots(1, name).acquired():
             waiting = threads.map(run, range(4))
             begun.wait()
             time.sleep(0.2)
@@ -350,7 +350,7 @@ def test_never_more_at_once_than_allowed(name) -> None:
     slots, events, lock = Slots(2, name), [], threading.Lock()
 
     def run(_) -> None:
-        with slots.taken():
+        with slots.acquired():
             with lock:
                 events.append(1)
             time.sleep(0.02)

@@ -14,8 +14,8 @@ import torch
 from hybridrl.models.vision import digest
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
-from hybridrl.single_controller.ray import images
-from hybridrl.single_controller.ray.images import with_images, with_references
+from hybridrl.single_controller.ray import image_references
+from hybridrl.single_controller.ray.image_references import with_images, with_references
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -58,19 +58,19 @@ def group() -> Any:
 
 
 def test_workers_read_the_images_that_the_controller_has(group: RayWorkerGroup) -> None:
-    batch, before = rows(), len(images.stored_images)
+    batch, before = rows(), len(image_references.stored_images)
     expected = [digest(one) for one in batch.non_tensor_batch["multi_modal_inputs"]]
     for order in ([0, 1, 2, 3, 4, 5], [5, 0, 3, 1, 2, 4], [0, 2, 4, 1, 3, 5]):
         given = batch.select_idxs(torch.tensor(order))
         found = group.read(given)
         assert found.non_tensor_batch["digest"].tolist() == [expected[row] for row in order]
-        assert len(images.stored_images) == before + 1  # put once, for all samples, ranks and calls
+        assert len(image_references.stored_images) == before + 1  # put once, for all samples, ranks and calls
         kept = given.non_tensor_batch["multi_modal_inputs"]
         assert all(isinstance(one, dict) for one in kept)  # the controller's batch has them as before
     assert group.read(batch).batch["shared"].tolist() == [0, 0, 2, 0, 1, 1]
     del batch, given, kept, found
     gc.collect()
-    assert len(images.stored_images) == before
+    assert len(image_references.stored_images) == before
 
 
 def test_a_reference_is_of_one_image() -> None:

@@ -16,10 +16,10 @@ from hybridrl.config import load_config, validate
 from hybridrl.config.checks.check_distillation import distillation_notices
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.errors import AlgorithmError, ConfigError, DataError, ModelError
+from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.info import tokenizer_of
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.roles import active_roles, resource_pools
 from hybridrl.trainer.ppo.teachers import add_teacher_index, check_rows, check_teachers

@@ -13,22 +13,23 @@ import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
+from hybridrl.config.dotted import set_key
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.config.roles import ROLES
-from hybridrl.config.strategies import engine_settings
 from hybridrl.engine import create_train_engine
-from hybridrl.engine.forecast import peak_of
 from hybridrl.errors import PlacementError
+from hybridrl.forecast import role_models
+from hybridrl.forecast import supervised_run as tuning
+from hybridrl.forecast.meta_tensors import peak_of
+from hybridrl.forecast.ppo_run import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
+from hybridrl.forecast.role_models import NotComputed, attempted, forecast_model, forecast_roles
+from hybridrl.forecast.run_forecast import on_first_worker, print_expected
 from hybridrl.programs import main
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from hybridrl.trainer.forecast import print_found, set_key
-from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.ppo.memory import phase_peaks
-from hybridrl.trainer.supervised import forecast as tuning
 from hybridrl.trainer.supervised.objective_rows import as_responses
 from hybridrl.utils import device
-from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.forecast import NotComputed, forecast_model, forecast_roles
 from hybridrl.workers.model_worker import micro_batching
 from hybridrl.workers.supervised_worker import SupervisedWorker
 
@@ -73,30 +74,28 @@ def test_models_in_one_pool_share_a_device(micro_model: Path) -> None:
     assert alone is not None and apart.phases()["update_critic"] == alone.update
 
 
-def test_a_row_of_the_table_brings_its_own_forecast(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = replace(
-        ROLES["ref"],
-        name="own",
-        needed=lambda config: True,
-        forecast=lambda: lambda config, ranks: replace(policy, weights=policy.weights * ranks),
-    )
+def test_a_role_of_ones_own_has_a_forecast(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(ROLES["ref"], name="own", needed=lambda config: True)
     without = forecast_run(settings(micro_model))
     policy = without.roles["actor_rollout"]
     assert policy is not None
     monkeypatch.setitem(ROLES, "own", own)
+    assert forecast_run(settings(micro_model)).roles["own"] is None
+    monkeypatch.setattr(role_models, "_ROLES", dict(role_models._ROLES))
+    role_models.forecasts_role("own")(lambda part, config, ranks: replace(policy, weights=policy.weights * ranks))
     found = forecast_run(settings(micro_model))
     assert found.roles["own"] == replace(policy, weights=2 * policy.weights)
     assert found.phases()["update_actor"] == without.phases()["update_actor"] + found.roles["own"].resident
-    monkeypatch.setitem(ROLES, "own", replace(own, forecast=None))
-    assert forecast_run(settings(micro_model)).roles["own"] is None
 
 
 def test_roles_of_external_lib_are_forecast_before_a_worker_has_imported_it(micro_model: Path, tmp_path: Path) -> None:
     module = tmp_path / "role_of_forecast.py"
     module.write_text(
         "from dataclasses import replace\n"
+        "from hybridrl.forecast.role_models import forecasts_role\n"
         "from hybridrl.trainer.ppo.roles import ROLES\n"
-        "ROLES['late'] = replace(ROLES['ref'], name='late', forecast=lambda: lambda config, ranks: ranks)\n"
+        "ROLES['late'] = replace(ROLES['ref'], name='late')\n"
+        "forecasts_role('late')(lambda part, config, ranks: ranks)\n"
     )
     config = settings(micro_model, **{"actor_rollout_ref.model.external_lib": module})
     try:
@@ -152,8 +151,7 @@ def test_a_run_on_gpus_is_checked_before_models_load(micro_model: Path, capsys: 
         return SimpleNamespace(
             resource_pool=SimpleNamespace(use_gpu=on_gpu),
             device_memory=lambda: [{"total_gb": total}],
-            execute_rank_zero_sync=call
-            or (lambda method, *arguments: {"forecast_roles": forecast_roles}[method](*arguments)),
+            execute_rank_zero_sync=call or (lambda method, function, *arguments: function(*arguments)),
         )
 
     check_before_loading(config, group(1.0, on_gpu=False))
@@ -279,7 +277,7 @@ def test_fine_tuning_that_cannot_fit_is_told_the_keys_that_would_fit(
     group = SimpleNamespace(
         resource_pool=SimpleNamespace(use_gpu=True),
         device_memory=lambda: [{"total_gb": 0.9 * found.peak / GIB}],
-        execute_rank_zero_sync=lambda method, *arguments: {"forecast_model": forecast_model}[method](*arguments),
+        execute_rank_zero_sync=lambda method, function, *arguments: function(*arguments),
     )
     tuning.check_before_loading(config, group)  # type: ignore[arg-type]
     told = capsys.readouterr().err
@@ -304,7 +302,7 @@ def test_the_command_prints_fine_tuning_and_names_an_engine_without_a_forecast(
     assert all(part in told for part in ("update_model", "model: weights", "optimizer", "activations"))
     unknown = tuning.TuningForecast({"model": None}, {"model": "engine.strategy=own:Engine"})
     with pytest.raises(PlacementError, match=r"engine\.strategy=own:Engine has none"):
-        print_found(lambda _: unknown, lambda *_: None, [[1]])
+        print_expected(lambda _: unknown, lambda *_: None, [[1]])
 
 
 TIGHT = {
@@ -388,9 +386,8 @@ def test_a_setting_that_another_one_refuses_is_not_named(tmp_path: Path) -> None
         assert not fits and (("model.tiled_mlp.enabled", True) in changes) is not compiled
 
 
-def test_a_worker_of_a_policy_returns_why_it_has_no_forecast(tmp_path: Path) -> None:
-    config, nobody = settings(tmp_path / "gone"), object.__new__(ActorRolloutRefWorker)
-    found = nobody.forecast_roles(config, {"actor_rollout": 1})
+def test_a_worker_returns_why_there_is_no_forecast(tmp_path: Path) -> None:
+    found = attempted(forecast_roles, settings(tmp_path / "gone"), {"actor_rollout": 1})
     assert isinstance(found, NotComputed) and found.reason.startswith("ModelError: ")
 
 
@@ -419,7 +416,7 @@ def test_workers_stay_where_a_forecast_cannot_be_computed(
         assert tuning.check_before_loading(gone, on_gpu) is None
         told = capsys.readouterr().err
         assert "there is no forecast of memory: ModelError: " in told and str(tmp_path / "gone") in told
-        assert group.execute_rank_zero_sync("forecast_model", config, 1) == found.roles["model"]
+        assert on_first_worker(group, forecast_model, config, 1) == found.roles["model"]
     finally:
         pool.release()
 

@@ -15,10 +15,10 @@ from hybridrl.config import load_config, validate
 from hybridrl.config.checks.check_judge import SERVED_FIELDS
 from hybridrl.config.served import QUESTION_CHARACTERS, served_judge
 from hybridrl.errors import ConfigError, ModelError, RewardError, RolloutError
+from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.reward import create_reward_manager
 from hybridrl.reward.judge import TEMPLATE as QUESTION
-from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.judge import check_judge_model, judges_of
 from hybridrl.trainer.ppo.roles import active_roles
 from hybridrl.trainer.ppo.served import check_served
@@ -78,7 +78,7 @@ def test_a_judge_in_a_pool_of_its_own_and_a_function_make_the_reward(
     ]
     with trained(*words, *own) as (trainer, _):
         group = trainer.groups["judge"]
-        assert group.world_size == 2 and not group.takes_turns and len(group.pools[0].replicas) == 2
+        assert group.world_size == 2 and not group.takes_turns and len(group.supervisors[0].replicas) == 2
         assert "reward_model" not in trainer.groups and group.method_seconds["answer"] > 0
     for kind in ("rollouts", "validation"):
         rows = check_judgements(tmp_path / "run" / kind / "1.jsonl", micro_model)
@@ -98,7 +98,7 @@ def test_a_judge_takes_turns_with_the_policys_engine(
     with trained(*words, *more) as (trainer, result):
         group = trainer.groups["judge"]
         assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
-        assert not group.pools[0].supervisor.memory, "memory that was not given back"
+        assert not group.supervisors[0].memory, "memory that was not given back"
         assert lent(trainer, result.batch) == 1
     rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", micro_model, system=None)
     assert [row["score"] for row in rows] == pytest.approx([2 * row["judge"] for row in rows])

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError, ModelError
+from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.trainer.ppo.build import prepare
-from hybridrl.trainer.ppo.forecast import forecast_run
 
 BETA, LR = 0.3, 2e-3
 

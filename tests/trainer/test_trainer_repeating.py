@@ -13,10 +13,10 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 
 from hybridrl.checkpoint import verify
 from hybridrl.config import load_config
+from hybridrl.config.dotted import set_key
 from hybridrl.config.roles import ROLES, part_of
 from hybridrl.config.teachers import teachers_of
 from hybridrl.errors import MicroBatchError, WorkerUserError
-from hybridrl.trainer.forecast import set_key
 from hybridrl.trainer.ppo.run_ppo import run_ppo
 from hybridrl.trainer.repeating import settings_to_repeat
 from hybridrl.trainer.run import TrainingRun

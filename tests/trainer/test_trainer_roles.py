@@ -16,10 +16,12 @@ from trainer_tools import trained
 from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
 from hybridrl.config.checks.check_algorithm import check_full_kl
 from hybridrl.config.roles import phases_per_token
-from hybridrl.engine.forecast import Workload
-from hybridrl.engine.train_engine import MicroBatching, train_engine_class
+from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.ppo.forecast import changes_that_fit
+from hybridrl.forecast import role_models
+from hybridrl.forecast.engine_models import forecast_engine
+from hybridrl.forecast.ppo_run import changes_that_fit
+from hybridrl.forecast.sizes import Workload
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.roles import (
     ROLES,
@@ -170,12 +172,11 @@ def test_the_check_of_full_kl_asks_the_row_of_the_reference_where_it_runs(monkey
 def test_a_run_that_does_not_fit_is_told_keys_of_a_role_of_ones_own(tiny_model, monkeypatch, learns) -> None:
     """They are found by the types of its groups, whatever their names; a frozen role has no optimizer."""
 
-    def forecast(config, ranks):
-        part, micro = ROLES["umpire"].settings_of(config), MicroBatching(1, None)
+    def forecast(part, config, ranks):
+        micro = MicroBatching(1, None)
         work = Workload(100, 200, 1, micro if learns else None, micro)
         optim = part.optim if learns else None
-        engine = train_engine_class("language_model", part.strategy)
-        return engine.forecast("language_model", part.model, part.engine, optim, ranks, work)
+        return forecast_engine("language_model", part.strategy, part.model, part.engine, optim, ranks, work)
 
     spec = RoleSpec(
         name="umpire",
@@ -186,9 +187,10 @@ def test_a_run_that_does_not_fit_is_told_keys_of_a_role_of_ones_own(tiny_model, 
         settings=UmpireSettings,
         passes=(Pass("umpire", "compute_umpire"),),
         update=Update("update_umpire", "update_umpire", fields=()) if learns else None,
-        forecast=lambda: forecast,
     )
     monkeypatch.setitem(ROLES, "umpire", spec)
+    monkeypatch.setattr(role_models, "_ROLES", dict(role_models._ROLES))
+    role_models.forecasts_role("umpire")(forecast)
     config = config_of(
         f"actor_rollout_ref.model.path={tiny_model}",
         "algorithm.adv_estimator=grpo",

@@ -20,8 +20,8 @@ from hybridrl.config.checks.idle import check_idle
 from hybridrl.config.roles import ROLES, shares_pool
 from hybridrl.config.served import divide, served_reward_model, served_teachers
 from hybridrl.errors import ConfigError, RolloutError
+from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tiny import build_tiny_model
-from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.served import check_served
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
@@ -110,10 +110,10 @@ def test_teachers_divide_a_pool_of_their_own_and_outlive_a_replica(
     with trained(*words(micro_model, two_sources, *own, f"trainer.default_local_dir={tmp_path}")) as (trainer, result):
         group = trainer.groups["teacher"]
         assert group.world_size == 3 and not group.takes_turns
-        assert [[place.bundle for place in pool.placements] for pool in group.pools] == [[0], [1, 2]]
+        assert [[replica.placement.bundle for replica in pool.replicas] for pool in group.supervisors] == [[0], [1, 2]]
         assert set(result.batch.non_tensor_batch["data_source"]) == {"even", "odd"}
         check_batch(result.batch, teachers)
-        assert [pool.rerun > 0 for pool in group.pools] == [False, True] and not dies.exists()
+        assert [pool.scheduler.rerun > 0 for pool in group.supervisors] == [False, True] and not dies.exists()
         assert group.method_seconds["compute_teacher"] > 0
     assert "requests run again" in capfd.readouterr().err
 
@@ -133,9 +133,9 @@ def test_models_take_turns_on_the_policys_devices(
         for name, models in (("teacher", 2), ("reward_model", 1)):
             group = trainer.groups[name]
             assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
-            assert [len(pool.replicas) for pool in group.pools] == [2] * models
-            for pool in group.pools:
-                assert not pool.supervisor.memory, "memory that was not given back"
+            assert [len(pool.replicas) for pool in group.supervisors] == [2] * models
+            for pool in group.supervisors:
+                assert not pool.memory, "memory that was not given back"
         assert trainer.n_devices == 2
         fields = result.batch
         check_batch(fields, teachers)

@@ -62,7 +62,7 @@ def places(trainer: RayPPOTrainer) -> dict[str, Any]:
     found: dict[str, Any] = {
         role: group.execute_all_sync("execute_func_rank_zero", place) for role, group in trainer.groups.items()
     }
-    pool: Any = trainer.rollout.pool  # type: ignore[attr-defined]
+    pool: Any = trainer.rollout.supervisor  # type: ignore[attr-defined]
     found["replicas"] = [(replica.info.node_id, replica.placement.ranks) for replica in pool.replicas]
     return found
 

@@ -155,8 +155,8 @@ def test_installed_verl_is_left_alone(tmp_path: Path, finish: Finish) -> None:
 def test_data_set_built_with_the_configuration_that_verl_has(config: str, micro_model: Path, sort_data: Path) -> None:
     from omegaconf import OmegaConf
 
-    from hybridrl.data import RLHFDataset
     from hybridrl.models.tokenizer import load_tokenizer
+    from hybridrl.verl_compat.utils.dataset.rl_dataset import RLHFDataset
 
     values = {"max_prompt_length": 64, "prompt_key": "prompt", "my_own": 3}
     settings = values if config == "dict" else OmegaConf.create(values)

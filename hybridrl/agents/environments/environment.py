@@ -39,10 +39,10 @@ class Action(str):
         Args:
             texts: one per call.
         """
-        return answers_of(list(zip(self.shown, texts, strict=True)))
+        return answers_of(list(zip(self.template_calls, texts, strict=True)))
 
     @property
-    def shown(self) -> list[FunctionCall]:
+    def template_calls(self) -> list[FunctionCall]:
         """`calls` as the chat template gets them: one that cannot be read has no name of the model's choice."""
         return [call if isinstance(call, FunctionCall) else FunctionCall("invalid_call", {}) for call in self.calls]
 

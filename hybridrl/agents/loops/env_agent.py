@@ -152,7 +152,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             return False
         messages = messages_of(step.observation) or [{"role": "user", "content": ""}]
         episode.messages += messages
-        calls = action.shown if any(message["role"] == "tool" for message in messages) else ()
+        calls = action.template_calls if any(message["role"] == "tool" for message in messages) else ()
         tokens = self.turns.following(episode.response_ids[-1], messages, episode.tools or None, calls)
         longer = len(episode.response_ids) + len(tokens)
         limit = self.rollout_config.max_model_len

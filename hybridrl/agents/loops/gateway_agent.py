@@ -13,7 +13,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.protocol.names import IMAGE_FILES, MULTI_MODAL_INPUTS
-from hybridrl.rollout.images import PromptImages, split_images
+from hybridrl.rollout.request_images import PromptImages, split_images
 from hybridrl.rollout.trace import training_trace, write_trace
 from hybridrl.scored import Unscored, UnscoredError
 

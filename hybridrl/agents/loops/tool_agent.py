@@ -14,7 +14,7 @@ from hybridrl.chat.session_images import images_in
 from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
-from hybridrl.protocol.bookkeeping import taken
+from hybridrl.protocol.bookkeeping import reserved
 from hybridrl.scored import Unscored
 
 _UNREADABLE = "invalid_call"  # the name of a call that has none
@@ -95,7 +95,7 @@ class ToolAgentLoop(AgentLoopBase):
             if user is not None:
                 await user.close()
         data.metrics.tool_calls = session.seconds
-        if own := taken(data.extra_fields):
+        if own := reserved(data.extra_fields):
             raise RolloutError(
                 f"a tool set the extra field {own[0]!r}, which is the name of a column that the run itself uses; give "
                 "the field another name"

@@ -19,8 +19,7 @@ from hybridrl.agents.workers.setup import SessionWorkerSetup
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.replicas.pool import request_number
-from hybridrl.rollout.request import Request
+from hybridrl.rollout.request import Request, request_number
 from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.entry_settings import read_own
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.conditions import Unmet
 from hybridrl.config.schema.reward import RewardPartConfig

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.own_settings import fault_of_name
-from hybridrl.config.roles import POLICY, ROLES, pool_of
+from hybridrl.config.entry_settings import engine_group, engine_settings, fault_of_name, other_places
+from hybridrl.config.roles import POLICY, REFERENCE, ROLES, pool_of
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.strategies import engine_group, engine_settings, other_places
 from hybridrl.errors import ModelError
 from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry, import_external_lib
 
@@ -112,7 +111,7 @@ def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
     where = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}.kl_loss_type"
-    own, other = pool_of(ROLES[POLICY], config), pool_of(ROLES["ref"], config)
+    own, other = pool_of(ROLES[POLICY], config), pool_of(ROLES[REFERENCE], config)
     if not in_reward and not (actor.use_kl_loss and actor.kl_loss_type == "full"):
         return
     if config.has_reference_model and other != own:

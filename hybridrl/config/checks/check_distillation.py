@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.checks.paths import check_model
-from hybridrl.config.roles import ROLES, pool_of
+from hybridrl.config.entry_settings import engine_group, engine_settings, other_places
+from hybridrl.config.roles import POLICY, ROLES, TEACHER, pool_of
 from hybridrl.config.schema.distillation import DistillationLossConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.strategies import engine_group, engine_settings, other_places
 from hybridrl.config.teachers import Teachers, teachers_of, unread_keys
 from hybridrl.errors import ConfigError
 from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES, Registry
@@ -40,7 +40,7 @@ def check_distillation(config: PPOTrainerConfig) -> Iterator[str]:
     yield from _check_loss(config.distillation.distillation_loss)
     if config.distillation.reads == "vocabulary":
         yield from _check_same_process(config, teachers)
-    placed = config.placement.roles.get("teacher")
+    placed = config.placement.roles.get(TEACHER)
     if config.distillation.nnodes and placed is not None:
         yield (
             f"placement.roles.teacher={placed} and distillation.nnodes={config.distillation.nnodes} both say where "
@@ -106,7 +106,7 @@ def _check_same_process(config: PPOTrainerConfig, teachers: Teachers) -> Iterato
     instead = "or use a loss over the teacher's most likely tokens, such as forward_kl_topk_tail"
     if len(teachers.teachers) > 1:
         yield f"{why}, so it takes one teacher, and {_TEACHERS} has {len(teachers.teachers)}; leave one, {instead}"
-    teacher, policy = pool_of(ROLES["teacher"], config), pool_of(ROLES["actor_rollout"], config)
+    teacher, policy = pool_of(ROLES[TEACHER], config), pool_of(ROLES[POLICY], config)
     if teacher != policy:
         yield (
             f"{why}, and the teacher's pool {teacher} is not the actor's {policy}; set distillation.nnodes=0 and "

@@ -11,13 +11,13 @@ from typing import Any
 
 from hybridrl.config.checks.check_algorithm import check_names
 from hybridrl.config.checks.paths import check_model
+from hybridrl.config.entry_settings import engine_group, ranks_per_sequence
 from hybridrl.config.roles import ROLES, RoleSpec, active_roles, groups_of
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RunConfig, TrainerConfig
-from hybridrl.config.strategies import engine_group, ranks_per_sequence
 from hybridrl.errors import ConfigError
 from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.utils.user_code import names_file

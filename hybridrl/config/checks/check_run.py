@@ -29,8 +29,8 @@ from hybridrl.config.checks.step_scores import check_step_scores
 from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
+from hybridrl.config.entry_settings import read_reward_kwargs
 from hybridrl.config.output import as_dict
-from hybridrl.config.own_settings import read_reward_kwargs
 from hybridrl.config.schema.data import PromptConfig
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.rollout import RolloutConfig
@@ -112,7 +112,7 @@ def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
 
 def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     policy, trainer = config.actor_rollout_ref, config.trainer
-    yield check_names("actor_rollout_ref.", policy.model.external_lib, _chosen(config))  # also registers roles
+    yield check_names("actor_rollout_ref.", policy.model.external_lib, _named_entries(config))  # also registers roles
     yield check_roles(config)
     yield _check_prompts(config)
     yield _check_reward(config)
@@ -132,7 +132,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_devices(trainer, config.ray_kwargs.ray_init)
 
 
-def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
+def _named_entries(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     """Everything that the run chooses by name: for each key, the registry and the name."""
     policy, manager = config.actor_rollout_ref, config.reward.reward_manager
     choices: dict[str, tuple[Registry[Any], str]] = {

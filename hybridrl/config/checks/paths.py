@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
-from hybridrl.config.own_settings import read_own
+from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.reward import RewardPartConfig, ScoringConfig
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.paths import check_class, check_files
 from hybridrl.config.data_names import KINDS
+from hybridrl.config.entry_settings import ranks_per_sequence
 from hybridrl.config.schema.data import PairsDataConfig, SFTDataConfig
 from hybridrl.config.schema.node import default_of
 from hybridrl.config.schema.objective import DPOConfig
 from hybridrl.config.schema.root import SupervisedConfig
-from hybridrl.config.strategies import ranks_per_sequence
 from hybridrl.registry import OBJECTIVE_KINDS, OBJECTIVES, TRAIN_ENGINES
 
 _PROGRAMS = {"sft_trainer": "main_sft", "dpo_trainer": "main_dpo", "rm_trainer": "main_rm"}

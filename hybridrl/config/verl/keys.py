@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.convert import show
-from hybridrl.config.own_settings import may_be_own
+from hybridrl.config.entry_settings import may_be_own
 from hybridrl.config.schema.node import declared, is_free
 from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
 from hybridrl.config.verl.tables import NoEffect, Pending, aliases, no_effect, pending
@@ -37,7 +37,7 @@ class _Waiting:
     item: Assignment
     is_default: bool
 
-    def shown(self) -> str:
+    def assignment_text(self) -> str:
         return f"{self.item.key}={show(self.item.value)}{self.item.origin}"
 
 
@@ -102,7 +102,8 @@ class RewriteResult:
                 if not other.is_default
             ]
             too = f" {', '.join(others)} {'go' if len(others) > 1 else 'goes'} with it." if others and switches else ""
-            sentences.append(f"{value.shown()}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
+            text = value.assignment_text()
+            sentences.append(f"{text}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
         return sentences
 
     def notices(self) -> list[str]:
@@ -157,7 +158,7 @@ class KeyBook:
         shared = all(key is None or key.startswith(tuple(f"{name}." for name in groups)) for key in keys)
         return self.root in roots or (other in roots and shared)
 
-    def known(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """Every key that may be written, for suggestions."""
         return sorted({*self.fields, *self._pending, *self._no_effect})
 
@@ -322,7 +323,7 @@ class KeyBook:
 
         In each group, from the innermost that exists outwards, a key with the same last part counts as nearest.
         """
-        valid_keys, parts = self.known(), name.split(".")
+        valid_keys, parts = self.all_keys(), name.split(".")
         for depth in range(len(parts) - 1, -1, -1):
             group = "".join(f"{part}." for part in parts[:depth])
             if group and group[:-1] not in self.groups:

@@ -24,6 +24,7 @@ from hybridrl.errors import ModelError
 from hybridrl.layouts.module_slices import ModuleSlice
 from hybridrl.layouts.slices import TensorSlice, whole
 from hybridrl.models import loading, lora, value
+from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device, distributed
 
 
@@ -239,7 +240,7 @@ def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> di
 
 def _write_hf(model: HFModel, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if model.model_type != "language_model":
+    if not KINDS[model.model_type].predicts_tokens:
         value.save_value_model(tensors, model.config, folder)
     else:
         loading.save_language_model(tensors, model.config, folder, model.settings.trust_remote_code)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrl.engine.batch_images import BatchImages
 from hybridrl.engine.capabilities import (
     ComparesVocabulary,
     ComputesFromLogits,
@@ -22,11 +23,9 @@ from hybridrl.engine.capabilities import (
     ReplaysRouting,
     WeightShard,
 )
-from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
-from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward_pass import ForwardPass
 from hybridrl.engine.fsdp.offload import warn_unused_policy
 from hybridrl.engine.fsdp.packing import check_attention, check_windows, keeps_rows_apart, may_pack
@@ -37,8 +36,7 @@ from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of
 from hybridrl.engine.fsdp.source import ModuleSource, check_four_bit
 from hybridrl.engine.fsdp.state import FSDPState
-from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
-from hybridrl.engine.images import BatchImages
+from hybridrl.engine.fsdp.vision_models import check_vision, prepare_vision
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout
@@ -47,6 +45,7 @@ from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, regist
 from hybridrl.errors import ModelError
 from hybridrl.layouts.topology import ShardedLayout
 from hybridrl.models import attention, loading
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.liger import apply_liger, check_liger, runs_liger
 from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rope import check_length
@@ -128,10 +127,6 @@ class FSDPEngine(
     def check_replay(cls, model: Any, engine: Any) -> None:
         check_routing(model, engine)
 
-    @classmethod
-    def forecast(cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
-        return forecast(model_type, model, engine, optim, ranks, work)
-
     def initialize(self) -> None:
         model, engine = self.model_config, self.engine_config
         self.compute_dtype = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
@@ -160,7 +155,7 @@ class FSDPEngine(
         self.packed = bool(model.use_remove_padding) and self.shares_prefixes is not True
         self.packed = self.packed and may_pack(model.path, self.config, self.compute_dtype)
         if self.packed or self.shares_prefixes is not False:
-            self.work = work_of(self.config, value_model=self.model_type != "language_model")
+            self.work = work_of(self.config, value_model=not KINDS[self.model_type].predicts_tokens)
         self._build()
         self.module.eval()
         self._check_packing()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hybridrl.engine.batch_images import with_some_image
 from hybridrl.engine.chunked_function import Hidden
 from hybridrl.engine.fsdp.adapted import required_adapter
 from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
@@ -18,7 +19,6 @@ from hybridrl.engine.fsdp.fusing import Fusing, fusing_requested
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel
 from hybridrl.engine.fsdp.sharing import with_attention
 from hybridrl.engine.fsdp.state import FSDPState
-from hybridrl.engine.images import with_some_image
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.micro_batched import OutputRequest
 from hybridrl.engine.microbatch import MicroBatchLayout, dummy_layout

@@ -20,6 +20,7 @@ from hybridrl.engine.megatron.mapping import Family, family_of, padded_vocabular
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState
 from hybridrl.errors import ModelError
 from hybridrl.models import loading
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.model_config import config_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
@@ -325,7 +326,7 @@ def build_chunks(plan: Blueprint, config: Any, state: ParallelState) -> list[nn.
     from megatron.core.models.gpt import GPTModel
 
     tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron-core forks these generators while it builds
-    language, split = plan.model_type == "language_model", state.sizes.tp > 1
+    language, split = KINDS[plan.model_type].predicts_tokens, state.sizes.tp > 1
     options = dict(plan.family.model_kwargs(plan.hf_config))
     if not language:
         options["share_embeddings_and_output_weights"] = False

@@ -15,7 +15,7 @@ import torch
 from hybridrl.engine import saved_parts
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.megatron.mapping import LocalTensor
-from hybridrl.engine.megatron.optimizer import Shard
+from hybridrl.engine.megatron.sharded_optimizer import Shard
 from hybridrl.engine.megatron.state import MegatronState
 from hybridrl.engine.optim.low_bit import CODES, SCALE
 from hybridrl.engine.saved_parts import SEPARATOR, HFModel

@@ -19,17 +19,15 @@ from hybridrl.engine.capabilities import (
     WeightShard,
 )
 from hybridrl.engine.chunked_function import Hidden
-from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.megatron import build, checkpoint, hf_weights
 from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
-from hybridrl.engine.megatron.forecast import forecast
 from hybridrl.engine.megatron.forward import Arranger, Outputs, packing_unsupported_reason
 from hybridrl.engine.megatron.mapping import WeightMap
 from hybridrl.engine.megatron.offload import DiscardedStorages, MegatronOffload, OffloadedStorages
-from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
-from hybridrl.engine.megatron.schedule import Comparison, Schedule
+from hybridrl.engine.megatron.pipeline import Comparison, Schedule
+from hybridrl.engine.megatron.sharded_optimizer import ShardedOptimizer, usable_settings
 from hybridrl.engine.megatron.state import MegatronState
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import MicroBatchLayout
@@ -37,6 +35,7 @@ from hybridrl.engine.saved_parts import HFModel, Parts, State
 from hybridrl.engine.train_engine import Engine, Geometry, register_train_engine
 from hybridrl.errors import ModelError
 from hybridrl.layouts.topology import MegatronLayout
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.routers import check_overrides
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -103,12 +102,6 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         super().check_optimizer(usable_settings(optim))
 
     @classmethod
-    def forecast(
-        cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
-    ) -> Forecast | None:
-        return forecast(model_type, model, engine, optim, ranks, work)
-
-    @classmethod
     def check_first_weights(cls, model: Any, engine: Any) -> None:
         if dist_checkpoint_of(model.path, engine) is None:
             super().check_first_weights(model, engine)
@@ -162,7 +155,7 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
             most = self.engine_config.most_tokens
             outputs = Outputs.of(self.chunks[-1], self.state, plan, settings.sequence_parallel, fused, most)
             idle = ["model.use_fused_kernels"] if fused and outputs.why_whole else []
-            if most is not None and self.model_type != "language_model":
+            if most is not None and not KINDS[self.model_type].predicts_tokens:
                 idle.append("entropy_from_logits_with_chunking")
             if idle and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
                 notify(f"{self.model_config.path}: {', '.join(idle)} has no effect, because {outputs.why_whole}")

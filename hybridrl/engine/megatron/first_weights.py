@@ -13,7 +13,7 @@ from hybridrl.engine.megatron.mapping import WeightMap
 from hybridrl.errors import ModelError
 
 if TYPE_CHECKING:
-    from hybridrl.engine.megatron.optimizer import Shard
+    from hybridrl.engine.megatron.sharded_optimizer import Shard
 
 #: Folders of a model directory in which a distributed checkpoint may be.
 _FOLDERS = (".", "dist_ckpt")
@@ -99,7 +99,7 @@ def load_dist_checkpoint(weights: WeightMap, folder: Path) -> None:
         state_dicts: dict[str, Any] = {}
         for number, chunk in enumerate(weights.chunks):
             own = chunk.sharded_state_dict()  # type: ignore[operator]
-            if weights.model_type == "value_model" and not _has_value_head(stored):
+            if weights.has_value_head and not _has_value_head(stored):
                 own = {name: item for name, item in own.items() if not name.startswith("output_layer.")}
             state_dicts[f"chunk{number}"] = own
         loaded = dist_checkpointing.load(state_dicts, str(folder))

@@ -28,6 +28,7 @@ from hybridrl.engine.micro_batched import OutputRequest
 from hybridrl.engine.microbatch import MicroBatchLayout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.models import attention
+from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device
 
 #: functions of logits, each with the hidden states of the engine that it compares a micro-batch with
@@ -252,7 +253,7 @@ class Outputs:
     ) -> Outputs:
         """The outputs of the last chunk of a model; `fused` has an effect where logits can be computed by chunks."""
         part = VocabularyShard.of(plan.vocabulary, padded_vocabulary(plan.vocabulary, state.sizes.tp), state.tp_group)
-        language = plan.model_type == "language_model"
+        language = KINDS[plan.model_type].predicts_tokens
         reason = fusing_unsupported_reason(chunk) if language else "a value model has no logits"
         return cls(chunk, state, part, sequence_parallel, reason, fused and reason is None, most_tokens)
 

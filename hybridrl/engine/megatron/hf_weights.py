@@ -26,12 +26,12 @@ from hybridrl.errors import ModelError
 from hybridrl.layouts.slices import TensorSlice, count, whole
 from hybridrl.models.loading import WEIGHT_PATTERNS, check_weights
 from hybridrl.models.model_config import checked_source
-from hybridrl.models.surplus import is_further, tell_shortened
+from hybridrl.models.surplus import is_further, warn_if_shortened
 from hybridrl.models.value import HEAD_NAME
 from hybridrl.utils import device
 
 if TYPE_CHECKING:
-    from hybridrl.engine.megatron.optimizer import Shard
+    from hybridrl.engine.megatron.sharded_optimizer import Shard
 
 #: Whole tensors are exported together until they have this many bytes.
 BUCKET_BYTES = 64 << 20
@@ -229,7 +229,7 @@ def _check_unused(weights: WeightMap, source: TensorSource) -> None:
         and not is_known(f"model.{name}")  # saved without its head
         and not any(re.search(pattern, name) for pattern in weights.family.unused)
     )
-    if surplus and not tell_shortened(surplus, weights.config, source.where):
+    if surplus and not warn_if_shortened(surplus, weights.config, source.where):
         raise ModelError(
             f"{source.where} has {len(surplus)} tensors that the table of {type(weights.family).__name__} does not "
             f"name, the first {surplus[0]}; the model would compute something else without them. Use strategy=fsdp2, "
@@ -239,7 +239,7 @@ def _check_unused(weights: WeightMap, source: TensorSource) -> None:
 
 def _check_tied(weights: WeightMap, reader: _Reader) -> None:
     """Refuse a checkpoint whose output layer differs from the embedding, which this model uses in its place."""
-    if not weights.is_tied or weights.model_type == "value_model":
+    if not weights.is_tied or weights.has_value_head:
         return
     for name in weights.output_names & reader.names:
         for entry in weights.entries:

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
 from hybridrl.layouts.slices import TensorSlice
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.value import HEAD_NAME
 from hybridrl.registry import MEGATRON_FAMILIES, EntryMetadata
 
@@ -378,6 +379,7 @@ class WeightMap:
         model_type: `language_model` or `value_model`, whose head stands in place of the vocabulary's.
 
     Attributes:
+        has_value_head: whether a value head stands in place of the output layer.
         is_tied: whether a language model's output layer is its embedding.
         embedding_names, output_names: Hugging Face names of the embedding and of a language model's output layer.
 
@@ -393,7 +395,8 @@ class WeightMap:
         ranks: Ranks | None = None,
         model_type: str = "language_model",
     ) -> None:
-        self.family, self.config, self.chunks, self.model_type = family, config, list(chunks), model_type
+        self.family, self.config, self.chunks = family, config, list(chunks)
+        self.has_value_head = not KINDS[model_type].predicts_tokens
         self.ranks = Ranks.current() if ranks is None else ranks
         text = text_config(config)
         self.layers = int(text.num_hidden_layers)
@@ -416,7 +419,7 @@ class WeightMap:
 
     def _table(self) -> dict[str, Kind]:
         table = dict(self.family.rules)
-        if self.model_type == "value_model":
+        if self.has_value_head:
             table[_OUTPUT] = Replicated(f"{HEAD_NAME}.weight", may_be_absent=True)
             table["output_layer.bias"] = Replicated(f"{HEAD_NAME}.bias", may_be_absent=True)
         elif self.is_tied:

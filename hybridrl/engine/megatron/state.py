@@ -10,7 +10,7 @@ from torch import nn
 from hybridrl.engine.megatron.hf_weights import Exporter
 from hybridrl.engine.megatron.mapping import LocalTensor, WeightMap
 from hybridrl.engine.megatron.offload import MegatronOffload
-from hybridrl.engine.megatron.optimizer import ShardedOptimizer
+from hybridrl.engine.megatron.sharded_optimizer import ShardedOptimizer
 
 
 class MegatronState:

@@ -34,9 +34,9 @@ from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout.batch import batch_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
-from hybridrl.rollout.images import join_images
 from hybridrl.rollout.inference_engine import register_inference_engine
 from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
+from hybridrl.rollout.request_images import join_images
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory

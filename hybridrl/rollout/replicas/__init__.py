@@ -1,1 +1,1 @@
-"""Replicas of an inference engine: the Ray actors, their handles, and the pool that feeds them."""
+"""Replicas of an inference engine: Ray actors, their handles, the scheduler of requests, the supervisor."""

@@ -18,10 +18,10 @@ from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
-from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
+from hybridrl.rollout.request_images import ReceivedImages
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import keep_exit_codes
@@ -70,7 +70,7 @@ class ReplicaHealth:
 
 
 class Replica:
-    """The actor's class; `ReplicaPool` starts it.
+    """The actor's class; `ReplicaHandle` starts it.
 
     Args:
         engine_name: `rollout.name`.

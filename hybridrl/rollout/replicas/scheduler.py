@@ -2,9 +2,10 @@
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.replicas.actor import end_of_log
@@ -22,13 +23,12 @@ class Scheduler:
         lock: guards the scheduler and the replicas' states.
 
     Attributes:
-        peak: most requests at once since it was last reset, including those that wait for a replica.
         rerun: number of requests that ran again because their replica was lost.
         error: why every request fails from now on.
     """
 
     def __init__(self, settings: PoolSettings, replicas: Sequence[ReplicaHandle], lock: threading.RLock) -> None:
-        self.peak = self.rerun = 0
+        self._peak = self.rerun = 0
         self.error: RolloutError | None = None
         self._settings = settings
         self._replicas = replicas
@@ -47,9 +47,14 @@ class Scheduler:
         return len(self.balancer)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Queue requests; replicas get them as they have room."""
+        """Queue requests; replicas get them as they have room.
+
+        Raises:
+            RolloutError: every request fails.
+        """
         with self._lock:
-            self.raise_if_failed()
+            if self.error is not None:
+                raise self.error
             futures: list[Future[Completion]] = []
             for request in requests:
                 if request.id in self._futures:
@@ -58,9 +63,31 @@ class Scheduler:
                 self._futures[request.id] = future
                 futures.append(future)
             self.balancer.add(requests)
-            self.peak = max(self.peak, len(self._futures))
+            self._peak = max(self._peak, len(self._futures))
             self.dispatch()
         return futures
+
+    def generate(
+        self, requests: Sequence[Request], done: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """A completion of each request, in their order.
+
+        Args:
+            done: is called with the number of a request and its completion as soon as that is there, in any thread.
+
+        Raises:
+            RolloutError: the engine refuses a request, a request ended its replica again and again, or replicas cannot
+                be kept alive.
+        """
+        futures = self.submit(requests)
+        if done is not None:
+            for number, future in enumerate(futures):
+                future.add_done_callback(partial(_report, done, number))
+        completions = [future.result() for future in futures]
+        for completion in completions:
+            if completion.finish_reason == "error":
+                raise RolloutError(f"request {completion.id} failed: {completion.error}")
+        return completions
 
     def dispatch(self) -> None:
         """Send queued requests to the replicas that have room. The lock is held."""
@@ -142,10 +169,16 @@ class Scheduler:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def raise_if_failed(self) -> None:
-        """Raise `error` if there is one."""
-        if self.error is not None:
-            raise self.error
+    def take_peak(self) -> int:
+        """Most requests at once since the last call, including those that wait for a replica."""
+        peak, self._peak = self._peak, 0
+        return peak
+
+
+def _report(done: Callable[[int, Completion], None], number: int, future: Future[Completion]) -> None:
+    """Pass on the completion of a request, if it has one."""
+    if not future.cancelled() and future.exception() is None and future.result().finish_reason != "error":
+        done(number, future.result())
 
 
 def _sent(request: Request) -> Request:

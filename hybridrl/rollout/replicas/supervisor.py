@@ -1,4 +1,4 @@
-"""Processes of a pool: started, watched, restarted when they are lost, and kept at the trainer's weights.
+"""Replicas of an engine: started, watched, restarted when they are lost, and kept at the trainer's weights.
 
 One thread watches the replicas: it collects completions and asks for their health. Another sends the trainer's weights
 to restarted replicas, but only while the trainer keeps the weights of the last `update_weights`, that is until
@@ -19,7 +19,13 @@ from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.notify import notify
 from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
-from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaProcess, ReplicaState
+from hybridrl.rollout.replicas.handle import (
+    PoolSettings,
+    ReplicaHandle,
+    ReplicaPlacement,
+    ReplicaProcess,
+    ReplicaState,
+)
 from hybridrl.rollout.replicas.scheduler import Scheduler
 from hybridrl.rollout.request import MEMORY_TAGS
 
@@ -32,32 +38,34 @@ _CLOSE_S = 20.0
 
 
 class Supervisor:
-    """Keeps the replicas of a pool running.
+    """Keeps replicas running that generate with the same weights; requests go to its `scheduler`.
 
     Args:
         settings: engine, model, limits.
-        replicas: of the pool.
-        scheduler: gets completions, and the requests of lost replicas.
-        lock: guards the replicas' states.
-        send_weights: see `ReplicaPool`.
+        placements: one per replica.
+        send_weights: sends the trainer's present weights to these engines, and returns what `stream` reports; None
+            where weights never change.
 
     Attributes:
+        settings: as given.
+        replicas: one for each placement.
+        scheduler: takes requests, gets completions and the requests of lost replicas.
         version: of the weights of the last update; -1 before the first.
     """
 
     def __init__(
         self,
         settings: PoolSettings,
-        replicas: Sequence[ReplicaHandle],
-        scheduler: Scheduler,
-        lock: threading.RLock,
-        send_weights: Callable[[list[UpdateTarget]], Any] | None,
+        placements: Sequence[ReplicaPlacement],
+        send_weights: Callable[[list[UpdateTarget]], Any] | None = None,
     ) -> None:
+        if not placements:
+            raise ValueError("at least one replica is needed")
         self.version = -1
-        self._settings = settings
-        self._replicas = replicas
-        self._scheduler = scheduler
-        self._lock = lock
+        self.settings = settings
+        self.replicas = [ReplicaHandle(index, placement) for index, placement in enumerate(placements)]
+        self._lock = threading.RLock()  # guards the scheduler and the replicas' states
+        self.scheduler = Scheduler(settings, self.replicas, self._lock)
         self._send_weights = send_weights
         self._flow_lock = threading.RLock()  # weights, memory and pauses: one change at a time
         self._trainer_has_version = False  # the trainer's weights are still those of `version`
@@ -65,49 +73,53 @@ class Supervisor:
         self._paused = False
         self._closed = threading.Event()
         self._update_seconds = 0.0
-        self._restarting = ThreadPoolExecutor(max_workers=len(replicas), thread_name_prefix="replica-restart")
+        self._restarting = ThreadPoolExecutor(max_workers=len(placements), thread_name_prefix="replica-restart")
         self._watcher = threading.Thread(target=self._watch, name="replica-watcher", daemon=True)
         self._sender = threading.Thread(target=self._send_to_restarted, name="replica-weights", daemon=True)
 
     # ------------------------------------------------------------------ start and end
 
     def start(self) -> list[ReplicaInfo]:
-        """See `ReplicaPool.start`."""
-        starting = [(replica, replica.create(self._settings)) for replica in self._replicas]
-        deadline = time.monotonic() + self._settings.start_timeout_s
+        """Start all replicas at once, and wait for them.
+
+        Raises:
+            RolloutError: one does not start; the message holds the end of its log.
+        """
+        starting = [(replica, replica.create(self.settings)) for replica in self.replicas]
+        deadline = time.monotonic() + self.settings.start_timeout_s
         for replica, ref in starting:
             replica.wait_started(ref, deadline - time.monotonic())
             replica.state = ReplicaState.EMPTY
-        if self._settings.spec.load_weights:
+        if self.settings.spec.load_weights:
             self.version = 0
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.state = ReplicaState.READY
         self._watcher.start()
         if self._send_weights is not None:
             self._sender.start()
-        return [replica.info for replica in self._replicas if replica.info is not None]
+        return [replica.info for replica in self.replicas if replica.info is not None]
 
     def close(self) -> None:
-        """See `ReplicaPool.close`."""
+        """End all replicas; requests in flight fail."""
         with self._lock:
             self._closed.set()
         for thread in (self._watcher, self._sender):
             if thread.is_alive():
                 thread.join(_CLOSE_S)
-        closing = [replica.actor.close.remote() for replica in self._replicas if replica.is_running]
+        closing = [replica.actor.close.remote() for replica in self.replicas if replica.is_running]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.actor is not None:
                 ray.kill(replica.actor)
-        self._scheduler.fail(RolloutError("the rollout was closed"))
+        self.scheduler.fail(RolloutError("the rollout was closed"))
         self._restarting.shutdown(wait=False, cancel_futures=True)
 
     def _fail(self, what: str, error: Exception) -> None:
-        """End all requests for an error in a thread of the pool; the log has its traceback."""
+        """End all requests for an error in a thread of this class; the log has its traceback."""
         logger.error(what, exc_info=error)
         notify(f"{what}: {error!r}", "error")
-        self._scheduler.fail(RolloutError(f"{what}: {error!r}"))
+        self.scheduler.fail(RolloutError(f"{what}: {error!r}"))
 
     # ------------------------------------------------------------------ the watching thread
 
@@ -116,14 +128,14 @@ class Supervisor:
             try:
                 self._poll()
             except Exception as error:
-                self._fail("the replica pool failed", error)
+                self._fail("watching the replicas failed", error)
                 return
 
     def _poll(self) -> None:
         """Wait for the next answers of the replicas, and handle them."""
         refs: dict[Any, tuple[str, ReplicaProcess]] = {}
         with self._lock:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 if not replica.is_running:
                     continue
                 if replica.collecting is None:
@@ -147,17 +159,17 @@ class Supervisor:
                 continue
             if method == "collect":
                 process.replica.collecting = None
-                self._scheduler.collect(process.replica, answer)
+                self.scheduler.collect(process.replica, answer)
             else:
                 process.replica.health = None
                 self._check_health(process, answer)
-        for replica in self._replicas:
+        for replica in self.replicas:
             waited = time.monotonic() - replica.health_asked
-            if replica.is_running and replica.health is not None and waited > self._settings.stuck_timeout_s:
+            if replica.is_running and replica.health is not None and waited > self.settings.stuck_timeout_s:
                 self.handle_loss(replica.process(), f"it has not answered for {waited:.0f} s")
 
     def _check_health(self, process: ReplicaProcess, health: ReplicaHealth) -> None:
-        if health.silent_s > self._settings.stuck_timeout_s:
+        if health.silent_s > self.settings.stuck_timeout_s:
             self.handle_loss(
                 process,
                 f"its engine has computed nothing for {health.silent_s:.0f} s with {health.in_flight} requests in "
@@ -180,12 +192,12 @@ class Supervisor:
             replica.state, replica.collecting, replica.health = ReplicaState.DOWN, None, None
             replica.incarnation = ""
             ray.kill(process.actor)  # it may be alive, hang, and hold what others wait for
-            requests = self._scheduler.remove_from(replica)
+            requests = self.scheduler.remove_from(replica)
             replica.failures += 1
             replica.restarts += 1
-            limit = self._settings.max_restarts
+            limit = self.settings.max_restarts
             if replica.failures > limit:
-                self._scheduler.fail(
+                self.scheduler.fail(
                     RolloutError(
                         f"replica {replica.index} failed {replica.failures} times without finishing a request "
                         f"(actor_rollout_ref.rollout.max_restarts={limit}); the last time {why}"
@@ -193,7 +205,7 @@ class Supervisor:
                     )
                 )
                 return
-            self._scheduler.run_again(replica, requests, why)
+            self.scheduler.run_again(replica, requests, why)
         notify(f"replica {replica.index}: {why}; {len(requests)} requests run again", "warning")
         self._restart_if_down(replica)
 
@@ -206,7 +218,7 @@ class Supervisor:
 
     def _may_take_memory(self) -> bool:
         """Whether engines may take their devices' memory; without devices they always may."""
-        return self.memory.issuperset(MEMORY_TAGS) or not self._replicas[0].placement.devices
+        return self.memory.issuperset(MEMORY_TAGS) or not self.replicas[0].placement.devices
 
     def _restart(self, replica: ReplicaHandle) -> None:
         process = replica.process()
@@ -214,9 +226,9 @@ class Supervisor:
             with self._lock:
                 if self._closed.is_set():
                     return
-                ref = replica.create(self._settings)
+                ref = replica.create(self.settings)
                 process = replica.process()
-            replica.wait_started(ref, self._settings.start_timeout_s)
+            replica.wait_started(ref, self.settings.start_timeout_s)
             with self._lock:
                 replica.health_asked = time.monotonic()
                 replica.state = ReplicaState.EMPTY
@@ -236,11 +248,11 @@ class Supervisor:
             for process in processes:
                 if process.replica.incarnation == process.incarnation and process.replica.is_running:
                     process.replica.state = ReplicaState.READY
-            self._scheduler.dispatch()
+            self.scheduler.dispatch()
 
     def _running(self) -> list[ReplicaProcess]:
         with self._lock:
-            return [replica.process() for replica in self._replicas if replica.is_running]
+            return [replica.process() for replica in self.replicas if replica.is_running]
 
     def _without_weights(self) -> list[ReplicaProcess]:
         return [process for process in self._running() if process.replica.state is ReplicaState.EMPTY]
@@ -252,7 +264,7 @@ class Supervisor:
             RolloutError: the method raised.
         """
         refs = [(process, getattr(process.actor, method).remote(*args)) for process in processes]
-        limit = self._settings.stuck_timeout_s
+        limit = self.settings.stuck_timeout_s
         deadline = time.monotonic() + limit
         answered = []
         for process, ref in refs:
@@ -273,15 +285,26 @@ class Supervisor:
     # ------------------------------------------------------------------ weights
 
     def update_weights(self, version: int) -> Any:
-        """See `ReplicaPool.update_weights`."""
+        """Send every replica the trainer's present weights; requests in flight wait and continue under the new ones.
+
+        Returns:
+            What `send_weights` returned; None where no replica is running.
+
+        Raises:
+            RolloutError: replicas cannot be kept alive.
+        """
         with self._flow_lock:
-            self._scheduler.raise_if_failed()
+            if self.scheduler.error is not None:
+                raise self.scheduler.error
             self.version = version
             self._trainer_has_version = True
             return self._update(self._running())
 
     def weights_will_change(self) -> None:
-        """See `ReplicaPool.weights_will_change`."""
+        """Send no weights until the next `update_weights`, because the trainer is about to change them.
+
+        Returns when a transfer that has begun is complete.
+        """
         with self._flow_lock:
             self._trainer_has_version = False
 
@@ -292,7 +315,7 @@ class Supervisor:
         if not processes:
             return None
         started = time.perf_counter()
-        report = self._send_weights([process.target(self._settings.processes) for process in processes])
+        report = self._send_weights([process.target(self.settings.processes) for process in processes])
         self._update_seconds = time.perf_counter() - started
         processes = self._call(processes, "end_update", self.version)
         if self._may_generate():
@@ -321,64 +344,58 @@ class Supervisor:
             return
         if not self._shares_memory() or "kv_cache" not in self.memory:
             self._update(restarted)
-        elif not any(replica.state is ReplicaState.READY for replica in self._replicas):
-            self._release(["kv_cache"])
+        elif not any(replica.state is ReplicaState.READY for replica in self.replicas):
+            self.release(["kv_cache"])
             self._update(self._without_weights())
             self.resume(["kv_cache"])
 
     def _shares_memory(self) -> bool:
         """Whether the trainer, which sends weights, has no room next to the caches of engines."""
-        frees = self._settings.spec.config.free_cache_engine
-        return frees and any(replica.placement.ranks and replica.placement.devices for replica in self._replicas)
+        frees = self.settings.spec.config.free_cache_engine
+        return frees and any(replica.placement.ranks and replica.placement.devices for replica in self.replicas)
 
     # ------------------------------------------------------------------ memory and pauses
 
-    def release(self, tags: Sequence[str]) -> None:
-        """See `ReplicaPool.release`."""
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Return device memory. Requests wait, and keep their tokens, until `resume` has taken all of it back.
+
+        A trainer that is about to change the weights calls `weights_will_change` before.
+        """
         with self._flow_lock:
-            self.weights_will_change()
-            self._release(tags)
+            released = [tag for tag in tags if tag in self.memory]
+            if not released:
+                return
+            # A replica that is just starting takes its memory in any case, so it has to be asked to release it, too.
+            while True:
+                with self._lock:
+                    starting = any(replica.state is ReplicaState.STARTING for replica in self.replicas)
+                    if not (starting and self.replicas[0].placement.devices) or self.scheduler.error is not None:
+                        self.memory -= set(released)  # from here on none is started
+                        break
+                time.sleep(_POLL_S)
+            self._call(self._call(self._running(), "pause"), "release", released)
 
-    def lend(self, tags: Sequence[str]) -> None:
-        """See `ReplicaPool.lend`."""
-        with self._flow_lock:
-            self._release(tags)
-
-    def _release(self, tags: Sequence[str]) -> None:
-        released = [tag for tag in tags if tag in self.memory]
-        if not released:
-            return
-        # A replica that is just starting takes its memory in any case, so it has to be asked to release it, too.
-        while True:
-            with self._lock:
-                starting = any(replica.state is ReplicaState.STARTING for replica in self._replicas)
-                if not (starting and self._replicas[0].placement.devices) or self._scheduler.error is not None:
-                    self.memory -= set(released)  # from here on none is started
-                    break
-            time.sleep(_POLL_S)
-        self._call(self._call(self._running(), "pause"), "release", released)
-
-    def resume(self, tags: Sequence[str]) -> None:
-        """See `ReplicaPool.resume`."""
+    def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Take device memory again."""
         with self._flow_lock:
             resumed = [tag for tag in tags if tag not in self.memory]
             if not resumed:
                 return
             self._call(self._running(), "resume", resumed)
             self.memory |= set(resumed)
-            for replica in self._replicas:
+            for replica in self.replicas:
                 self._restart_if_down(replica)
             if self._may_generate():
                 self._call(self._running(), "unpause")
 
     def pause(self) -> None:
-        """See `ReplicaPool.pause`."""
+        """Stop generating until `unpause`; requests keep their tokens."""
         with self._flow_lock:
             self._paused = True
             self._call(self._running(), "pause")
 
     def unpause(self) -> None:
-        """See `ReplicaPool.unpause`."""
+        """Continue generating."""
         with self._flow_lock:
             self._paused = False
             if self._may_generate():
@@ -389,12 +406,25 @@ class Supervisor:
 
     # ------------------------------------------------------------------ state
 
+    def health(self) -> list[str]:
+        """The `ReplicaState` of each replica."""
+        return [replica.state.value for replica in self.replicas]
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts of replicas so far."""
+        return sum(replica.restarts for replica in self.replicas)
+
     def statistics(self) -> dict[str, dict[str, float]]:
-        """See `ReplicaPool.statistics`."""
+        """Statistics of each replica by its number.
+
+        `restarts` and `in_flight` always; while it is running also `InferenceEngine.stats`, the version of its weights
+        and the seconds of their last update.
+        """
         with self._lock:
             statistics = {
                 str(replica.index): {"restarts": float(replica.restarts), "in_flight": float(len(replica.in_flight))}
-                for replica in self._replicas
+                for replica in self.replicas
             }
         refs = [(process.replica, process.actor.stats.remote()) for process in self._running()]
         deadline = time.monotonic() + _CLOSE_S

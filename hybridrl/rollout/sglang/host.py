@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
-    from hybridrl.rollout.routing import RecordedLayers
+    from hybridrl.rollout.returned_experts import RecordedLayers
     from hybridrl.rollout.sglang.compat import PartialOutput, Server
     from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
@@ -135,7 +135,7 @@ class HostedEngine:
 
     @functools.cached_property
     def _routing(self) -> "RecordedLayers":
-        from hybridrl.rollout.routing import RecordedLayers
+        from hybridrl.rollout.returned_experts import RecordedLayers
 
         return RecordedLayers(self.spec.model)
 

@@ -19,10 +19,10 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import RotaryPositions, is_vision_model, offset_after
-from hybridrl.rollout.images import PromptImages, check_interleaved, split_images
+from hybridrl.rollout.request_images import PromptImages, check_interleaved, split_images
 
-#: numbers of a patch of Qwen2.5-VL; SGLang takes patches of another size for embeddings of tokens
-_PATCH_NUMBERS = 1176
+#: numbers of a patch, by model type; SGLang takes patches of another size for embeddings of tokens
+_PATCH_NUMBERS = {"qwen2_5_vl": 1176}
 
 
 def check_images(config: RolloutConfig, model: ModelConfig) -> None:
@@ -37,10 +37,10 @@ def check_images(config: RolloutConfig, model: ModelConfig) -> None:
     check_interleaved(reader, model.path, "SGLang")
     vision = reader.vision_config
     numbers = vision.patch_size**2 * vision.temporal_patch_size * getattr(vision, "in_channels", 3)
-    if reader.model_type == "qwen2_5_vl" and numbers != _PATCH_NUMBERS:
+    if numbers != (readable := _PATCH_NUMBERS.get(reader.model_type, numbers)):
         raise RolloutError(
             f"{model.path}: its patches have {numbers} numbers (vision_config of its config.json), and SGLang reads "
-            f"patches of {_PATCH_NUMBERS} alone (patch_size=14); set actor_rollout_ref.rollout.name=vllm or hf"
+            f"patches of {readable} alone (patch_size=14); set actor_rollout_ref.rollout.name=vllm or hf"
         )
     if config.pipeline_model_parallel_size > 1:
         raise RolloutError(

@@ -30,7 +30,7 @@ from hybridrl.rollout.inference_engine import (
     register_inference_engine,
 )
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
-from hybridrl.rollout.routing import RecordedLayers
+from hybridrl.rollout.returned_experts import RecordedLayers
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat, leftovers, prefill
 from hybridrl.rollout.vllm.images import ImageInputs, check_images
@@ -39,7 +39,7 @@ from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-EXTENSION = "hybridrl.rollout.vllm.worker.WeightReceiverExtension"
+EXTENSION = "hybridrl.rollout.vllm.worker_extension.WeightReceiverExtension"
 #: sizes of an attention head that vLLM's CPU kernels support
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _LOOK_S = 0.25

@@ -33,10 +33,11 @@ from hybridrl.models.vision import (
     offset_after,
     tokens_per_image,
 )
-from hybridrl.rollout.images import PromptImages, check_interleaved
+from hybridrl.models.vision_families import vision_family
+from hybridrl.rollout.request_images import PromptImages, check_interleaved
 from hybridrl.utils.stand_ins import gpu_packages
 
-#: the classes of vLLM that compute the models of `hybridrl.models.vision.FAMILIES`
+#: the classes of vLLM that compute the models of `hybridrl.models.vision_families`
 _CLASSES = {
     "qwen2_5_vl": ("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("vllm.model_executor.models.qwen3_vl", "Qwen3VLForConditionalGeneration"),
@@ -135,7 +136,7 @@ class ImageInputs:
 
     def _seconds(self, tensors: ImageTensors) -> ImageTensors:
         """Add the seconds between patches where there are only images: vLLM joins images of several requests."""
-        if self._config.model_type != "qwen2_5_vl" or SECONDS in tensors:
+        if vision_family(self._config).writes_times or SECONDS in tensors:
             return tensors
         return {**tensors, SECONDS: torch.zeros(len(tensors[GRID]))}
 
@@ -257,10 +258,10 @@ def _replace_processor(model_type: str) -> None:
             items = inputs.mm_data_items.get("image", ())
             images: Sequence[Any] = [items.get(index) for index in range(len(items))]
             if any(image is not Dummies.blank for image in images):
-                raise ValueError("images of requests have to be patches (hybridrl.rollout.images)")
+                raise ValueError("images of requests have to be patches (hybridrl.rollout.request_images)")
             config = self.info.get_hf_config()
             largest = _largest(config, self.info.ctx.model_config.max_model_len)
-            if config.model_type == "qwen2_5_vl":
+            if not vision_family(config).writes_times:
                 largest[SECONDS] = torch.zeros(1)
             count = int(tokens_per_image(config, largest["image_grid_thw"]))
             every = {name: torch.cat([tensor] * len(images)) for name, tensor in largest.items()}

@@ -24,7 +24,7 @@ from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
-from hybridrl.single_controller.ray.images import with_images
+from hybridrl.single_controller.ray.image_references import with_images
 from hybridrl.utils import work_folder
 from hybridrl.utils.child_processes import ignore_stop_signals, keep_exit_codes
 

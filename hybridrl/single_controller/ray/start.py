@@ -119,7 +119,7 @@ class _Patience:
             except Exception as error:  # Ray raises RuntimeErrors and others for what is not there yet
                 still, ended = watch.why_given_up(), self._ended()
                 if still or ended:
-                    why = f"{' and '.join(ended)} ended" if ended else still
+                    why = f"{' and '.join(ended)} ended" if ended else str(still)
                     checks = _failed_checks(_logs_of(self._own())) if ended else ""
                     if checks:
                         why += f" by itself: {checks}"

@@ -19,11 +19,11 @@ from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSetting
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
-from hybridrl.single_controller.ray.images import with_references
+from hybridrl.single_controller.ray.image_references import with_references
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 from hybridrl.utils import work_folder
-from hybridrl.utils.spans import TimedSpan, kept
+from hybridrl.utils.spans import TimedSpan, new_buffer
 
 # A call that takes longer counts as hanging, unless the group has its own `timeout_s`.
 DEFAULT_TIMEOUT_S = 7200.0
@@ -141,7 +141,7 @@ class RayWorkerGroup(WorkerGroup):
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
         #: seconds that the slowest rank spent in each method, summed over calls
         self.method_seconds: dict[str, float] = {}
-        self._spans: deque[TimedSpan] = kept()
+        self._spans: deque[TimedSpan] = new_buffer()
         self.oom_kills_at_start = postmortem.oom_kills()
         self._sub_role = ""
         self._shared = _Shared()
@@ -287,7 +287,7 @@ class RayWorkerGroup(WorkerGroup):
             {name: value for name, value in self.__dict__.items() if not isinstance(value, GroupMethod)},
             role=role,
             method_seconds={},
-            _spans=kept(),
+            _spans=new_buffer(),
             ray_cls_with_init=RayClassWithInitArgs(classes[role]),
             _sub_role=role,
             _mesh_info={},
@@ -397,11 +397,6 @@ class RayWorkerGroup(WorkerGroup):
         spans = list(self._spans)
         self._spans.clear()
         return spans
-
-    def pop_method_seconds(self) -> dict[str, float]:
-        """Return `method_seconds` since the previous call of this method."""
-        seconds, self.method_seconds = self.method_seconds, {}
-        return seconds
 
     # --- state
 

@@ -22,8 +22,7 @@ from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
 from hybridrl.reward.judge_pool import JudgePool, judges_in
 from hybridrl.rollout.client import PoolClient
-from hybridrl.rollout.replicas.pool import request_number
-from hybridrl.rollout.request import MEMORY_TAGS, Request
+from hybridrl.rollout.request import Request, request_number
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.scored import Reason, UnscoredError
 from hybridrl.trainer.ppo.served import ServedRole
@@ -41,7 +40,7 @@ class ServedJudge(ServedRole):
         """Start the replicas; see `ServedRole.init_model`."""
         super().init_model(steps, updates_per_step)
         self._tokenizer = tokenizer_of(self.models[0].model)
-        self._client = PoolClient(self.pools[0])
+        self._client = PoolClient(self.supervisors[0])
         self._began = 0.0  # the present turn
         self._lock = threading.Lock()
         self._answering, self._since = 0, 0.0
@@ -57,13 +56,13 @@ class ServedJudge(ServedRole):
         if not self.takes_turns:
             yield
             return
-        (pool,) = self.pools
-        pool.resume(MEMORY_TAGS)
+        (supervisor,) = self.supervisors
+        supervisor.resume()
         self._began = time.monotonic()
         try:
             yield
         finally:
-            self._give_back(pool)
+            self._give_back(supervisor)
 
     async def answer(self, judge: JudgeConfig, messages: list[dict[str, str]]) -> tuple[str, float]:
         """Answer a conversation.
@@ -87,7 +86,7 @@ class ServedJudge(ServedRole):
             try:
                 completion = await self._client.generate(request)
             except asyncio.CancelledError:  # its sample was given up
-                self.pools[0].abort([request.id])
+                self.supervisors[0].scheduler.abort([request.id])
                 raise
         if completion.finish_reason not in ("stop", "length"):
             why = completion.error or f"it ended with {completion.finish_reason}"
@@ -117,7 +116,7 @@ class ServedJudge(ServedRole):
 
     @property
     def _longest(self) -> int:
-        return self.pools[0].settings.spec.max_model_len
+        return self.supervisors[0].settings.spec.max_model_len
 
 
 def _sampling(judge: JudgeConfig, question: str) -> SamplingParams:

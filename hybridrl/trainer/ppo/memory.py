@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
-from hybridrl.trainer.memory_peaks import PhasePeaks
-from hybridrl.trainer.ppo.forecast import RunForecast
+from hybridrl.trainer.memory_peaks import ExpectedMemory, PhasePeaks
 from hybridrl.trainer.ppo.roles import ROLES
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 
@@ -43,7 +42,7 @@ def memory_advice() -> dict[str, str]:
     return advice
 
 
-def phase_peaks(groups: Mapping[str, RayWorkerGroup], forecast: RunForecast | None = None) -> PhasePeaks:
+def phase_peaks(groups: Mapping[str, RayWorkerGroup], forecast: ExpectedMemory | None = None) -> PhasePeaks:
     """Return the object that measures the peak of memory in each phase of a step.
 
     Args:

@@ -23,12 +23,20 @@ from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class, missing_packages
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
-from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, PrefillRequest, PromptLogprobs, Request
+from hybridrl.rollout.replicas.handle import PoolSettings
+from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.request import (
+    GREEDY_TOKEN,
+    Completion,
+    PrefillRequest,
+    PromptLogprobs,
+    Request,
+    request_number,
+)
 from hybridrl.rollout.start import replica_placements
 from hybridrl.single_controller.ray import RayResourcePool
 from hybridrl.utils.cores import available_cores
-from hybridrl.utils.spans import TimedSpan, kept
+from hybridrl.utils.spans import TimedSpan, new_buffer
 
 _KEY = "actor_rollout_ref.rollout"
 #: what an engine has to be able to, by what is asked of a model: its fact, and what it serves
@@ -70,9 +78,9 @@ class ServedRole:
         self.role, self.models = role, tuple(models)
         self.resource_pool, self.takes_turns = pool, shared
         self.method_seconds: dict[str, float] = {}
-        self.pools: list[ReplicaPool] = []
+        self.supervisors: list[Supervisor] = []
         self._threads, self._log_folder = threads, log_folder
-        self._spans = kept()
+        self._spans = new_buffer()
 
     @property
     def world_size(self) -> int:
@@ -93,14 +101,14 @@ class ServedRole:
         for model, (first, count) in zip(self.models, shares, strict=True):
             every = replica_placements(self.resource_pool, model.devices, self.takes_turns)
             placements = every[first // model.devices :][:count]
-            self.pools.append(ReplicaPool(self._settings(model, threads), placements))
+            self.supervisors.append(Supervisor(self._settings(model, threads), placements))
         if self.takes_turns:  # one that starts needs the memory that the others give back
-            for pool in self.pools:
-                pool.start()
-                self._give_back(pool)
+            for supervisor in self.supervisors:
+                supervisor.start()
+                self._give_back(supervisor)
             return
-        with ThreadPoolExecutor(len(self.pools)) as starting:
-            list(starting.map(ReplicaPool.start, self.pools))
+        with ThreadPoolExecutor(len(self.supervisors)) as starting:
+            list(starting.map(Supervisor.start, self.supervisors))
 
     def _settings(self, model: ServedModel, threads: int) -> PoolSettings:
         tokenizer = tokenizer_of(model.model)
@@ -145,14 +153,14 @@ class ServedRole:
         """
         started = time.time()
         futures: list[Sequence[Future[Completion]]] = []
-        for pool, mine in zip(self.pools, requests, strict=True):
+        for supervisor, mine in zip(self.supervisors, requests, strict=True):
             if self.takes_turns and mine:
-                pool.resume(MEMORY_TAGS)
-            futures.append(pool.submit(mine))
+                supervisor.resume()
+            futures.append(supervisor.scheduler.submit(mine))
             if self.takes_turns and mine:
                 for future in futures[-1]:
                     future.result()
-                self._give_back(pool)
+                self._give_back(supervisor)
 
         def collect() -> DataProto:
             logprobs = [
@@ -169,9 +177,9 @@ class ServedRole:
             ready.get()
         return ready
 
-    def _give_back(self, pool: ReplicaPool) -> None:
-        if self.takes_turns and pool.settings.spec.config.free_cache_engine:
-            pool.lend(MEMORY_TAGS)
+    def _give_back(self, supervisor: Supervisor) -> None:
+        if self.takes_turns and supervisor.settings.spec.config.free_cache_engine:
+            supervisor.release()
 
     def take_spans(self) -> list[TimedSpan]:
         """Return when calls ran since the previous call of this method; the newest few thousand."""
@@ -181,8 +189,8 @@ class ServedRole:
 
     def close(self) -> None:
         """End the replicas."""
-        for pool in self.pools:
-            pool.close()
+        for supervisor in self.supervisors:
+            supervisor.close()
 
 
 class OnceComputed:
@@ -240,7 +248,7 @@ class ServedTeachers(ServedRole):
         for row, number in enumerate(numbers):
             if used[row]:
                 rows[number].append(row)
-        tops = [pool.settings.spec.top for pool in self.pools]
+        tops = [supervisor.settings.spec.top for supervisor in self.supervisors]
 
         def request(row: int, top: int) -> Request:
             ids = fields["input_ids"][row][attention[row]].tolist()

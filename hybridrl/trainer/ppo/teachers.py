@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
-from hybridrl.config.roles import ROLES, pool_of, pools_of
+from hybridrl.config.roles import ROLES, TEACHER, pool_of, pools_of
 from hybridrl.config.teachers import TEACHER_INDEX, teachers_of
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.info import check_files, check_same_tokenizer
@@ -36,10 +36,10 @@ def check_teachers(config: PPOTrainerConfig, tokenizer: Any) -> None:
             f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} is a vision-language model; leave "
             "distillation.enabled off, or choose a language model"
         )
-    pool = pool_of(ROLES["teacher"], config)
+    pool = pool_of(ROLES[TEACHER], config)
     for teacher in teachers_of(config).teachers:
         check_same_tokenizer(teacher.model, tokenizer, teacher.where, path="model_path")
-        if ROLES["teacher"].served(config):
+        if ROLES[TEACHER].served(config):
             checked_source(teacher.model.path, f"{teacher.where}.model_path")
             check_files(teacher.model)
         elif pool is not None:  # without one, `resource_pools` refuses the role

@@ -29,8 +29,7 @@ from hybridrl.reward import RewardManager
 from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.interrupt import StepAbandoned
-from hybridrl.trainer.memory_peaks import as_metrics
-from hybridrl.trainer.ppo.forecast import check_before_loading
+from hybridrl.trainer.memory_peaks import as_metrics, check_memory
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.judge import judges_of
 from hybridrl.trainer.ppo.learner import Learner, StepResult
@@ -88,8 +87,6 @@ class RayPPOTrainer:
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn or reward_fn
         self.scorer = Scorer.of(config, tokenizer)
-        managers = [self.reward_fn, self.val_reward_fn] if config.reward.reward_model.serves_judge else []
-        self._judges = [judge for manager in managers for judge in judges_of(manager)]
         generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
@@ -134,7 +131,7 @@ class RayPPOTrainer:
         )
         self.n_devices = sum({id(g.resource_pool): g.world_size for g in self.groups.values()}.values())
         self.learner = self.learner_class(self.config, self.groups, self.run.failed_batches)
-        forecast = check_before_loading(self.config, self.groups[POLICY])
+        forecast = check_memory(self.config, self.groups[POLICY])
         self.learner.init_models(self.run.total_steps)
         self.utilization = self._measured_roles()
         self.profiler = StepProfiler(self.config.global_profiler, self._profiled_roles())
@@ -143,7 +140,8 @@ class RayPPOTrainer:
         self.scorer.connect(self.groups, self.rollout)
         for spec in self.learner.roles:
             if spec.asked_in:
-                self.groups[spec.name].answer_for(self._judges, self.config)
+                judges = [judge for manager in (self.reward_fn, self.val_reward_fn) for judge in judges_of(manager)]
+                self.groups[spec.name].answer_for(judges, self.config)
         self.sampler = self.sampler_class(
             self.config,
             self.rollout,

@@ -1,7 +1,7 @@
 """Reads and checks tokenizer and data before a model is loaded, while Ray and the worker processes start."""
 
 from hybridrl.config import PairsDataConfig, SupervisedConfig
-from hybridrl.config.strategies import engine_settings
+from hybridrl.config.entry_settings import engine_settings
 from hybridrl.data import create_preference_dataset, create_sft_dataset
 from hybridrl.errors import ModelError
 from hybridrl.models.info import checked_identity, tokenizer_of

@@ -66,11 +66,11 @@ def _started_trainer(config: SupervisedConfig) -> Iterator["SupervisedTrainer"]:
         )
 
     with workers_starting(config.ray_kwargs, manager, trainer_config.device, spawn) as started:
-        from hybridrl.trainer.supervised.forecast import check_before_loading
+        from hybridrl.trainer.memory_peaks import check_memory
         from hybridrl.trainer.supervised.prepare_supervised import prepare  # takes seconds, as Ray's start does
 
         trainer = prepare(config)
         notify(f"{trainer.sizes()}; loading the model {config.model.path}")
         group = started()
-        trainer.init_workers(group, check_before_loading(config, group))
+        trainer.init_workers(group, check_memory(config, group))
         yield trainer

@@ -17,9 +17,8 @@ from hybridrl.data import create_pair_loader, create_sft_loader
 from hybridrl.data.loader import PaddedLoader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
-from hybridrl.trainer.forecast import MemoryForecast
 from hybridrl.trainer.interrupt import StepAbandoned
-from hybridrl.trainer.memory_peaks import PhasePeaks, as_metrics
+from hybridrl.trainer.memory_peaks import ExpectedMemory, PhasePeaks, as_metrics
 from hybridrl.trainer.ppo.batching import sequence_work, spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.run_profiler import ProfiledRole, StepProfiler
@@ -91,7 +90,7 @@ class SupervisedTrainer:
         what = "conversations" if self.objective.rows_together == 1 else "pairs"
         return f"{len(self.train_loader.dataset)} {what}, {val} for validation, {self.run.total_steps} steps"
 
-    def init_workers(self, group: WorkerGroup, forecast: MemoryForecast | None = None) -> None:
+    def init_workers(self, group: WorkerGroup, forecast: ExpectedMemory | None = None) -> None:
         """Have the started worker processes load the model, and a second copy of it if it is the reference.
 
         Args:

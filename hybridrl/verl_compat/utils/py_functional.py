@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from hybridrl.protocol.merge import same
+from hybridrl.protocol.union import same
 from hybridrl.verl_compat.utils.metric.utils import Metric
 
 __all__ = [

@@ -14,8 +14,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
 from hybridrl.protocol import concat_tensordict
-from hybridrl.protocol.merge import same
 from hybridrl.protocol.rows import cat_fields, fields_of, index_tensor, row_indices, slice_tensor
+from hybridrl.protocol.union import same
 
 __all__ = [
     "assert_tensordict_eq",

@@ -1,8 +1,10 @@
-"""Settings that a user's own loss, estimator or engine declares: typed and checked like all others.
+"""Settings that an entry of a registry declares: typed and checked like all others.
 
-A registry entry may come with a dataclass of settings. They belong to the same group as the key that chooses the entry,
-so `actor.policy_loss.my_beta=0.1` is a setting as soon as the chosen loss declares `my_beta`. The configuration holds
-them as attributes of that group; the dataclass itself is the group's attribute `own`.
+An entry (a loss, an estimator, an engine, ...) may come with a dataclass of settings. They belong to the same group as
+the key that chooses the entry (`EntryGroup`), so `actor.policy_loss.my_beta=0.1` is a setting if the chosen loss
+declares `my_beta`. The configuration holds them as attributes of that group; the dataclass itself is the group's
+attribute `own`. Training engines read one of the `ENGINE_GROUPS`: that of the type that their settings derive from.
+Settings in a mapping whose keys users choose (`roles.NAME`, `reward.reward_kwargs`) are read by `read_own`.
 """
 
 import dataclasses
@@ -11,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.convert import build, nearest
-from hybridrl.config.schema.engine import EngineConfig
+from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
+from hybridrl.config.schema.megatron import MegatronConfig
+from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, ValueLimits, is_group
 from hybridrl.config.schema.root import ROOTS
-from hybridrl.config.strategies import EngineGroup, engine_groups, group_type
-from hybridrl.errors import UserError
+from hybridrl.errors import ConfigError, UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
@@ -28,8 +31,15 @@ from hybridrl.registry import (
 
 
 @dataclass(frozen=True)
-class OpenGroup:
-    """A group that accepts the settings of the entry named by `chosen_by`, which `external_lib` may define."""
+class EntryGroup:
+    """A group that accepts the settings of an entry.
+
+    Attributes:
+        path: where it is.
+        chosen_by: the key that chooses the entry.
+        registry: what the entry is chosen from.
+        external_lib: the key that names the user's modules, which may register the entry.
+    """
 
     path: str
     chosen_by: str
@@ -37,18 +47,49 @@ class OpenGroup:
     external_lib: str
 
 
+#: the groups that the schema has for training engines; an engine with other settings, or none, reads the first
+ENGINE_GROUPS: tuple[type[EngineConfig], ...] = (FSDPConfig, MegatronConfig)
+#: settings of engines that decide which ranks compute a token's outputs
+_PLACES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "ulysses_sequence_parallel_size"),
+)
+
+
+def group_type(settings: type | None) -> type[EngineConfig]:
+    """The group that holds settings of this class (`settings` of `register_train_engine`)."""
+    bases = () if settings is None else settings.__mro__
+    return next((base for base in bases if base in ENGINE_GROUPS), ENGINE_GROUPS[0])
+
+
+def engine_groups(cls: type, prefix: str = "", model: str = "") -> Iterator[EntryGroup]:
+    """Yield every group of settings of a training engine below a dataclass of settings.
+
+    Args:
+        prefix: where the settings are, ending in a dot.
+        model: the settings of the model of engines that have none below `prefix`.
+    """
+    fields = dataclasses.fields(cls)
+    model = next((f"{prefix}{field.name}" for field in fields if field.type is ModelConfig), model)
+    chooses = any(field.name == "strategy" for field in fields)
+    for field in filter(is_group, fields):
+        path, kind = f"{prefix}{field.name}", field.type
+        assert isinstance(kind, type)
+        if issubclass(kind, EngineConfig):
+            chosen_by = f"{prefix}strategy" if chooses else f"{path}.strategy"
+            yield EntryGroup(path, chosen_by, TRAIN_ENGINES, f"{model}.external_lib")
+        else:
+            yield from engine_groups(kind, f"{path}.", model)
+
+
 _POLICY = "actor_rollout_ref"
 _POLICY_LIB = f"{_POLICY}.model.external_lib"
-OPEN_GROUPS = (
-    OpenGroup(f"{_POLICY}.actor.policy_loss", f"{_POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES, _POLICY_LIB),
-    OpenGroup("algorithm", "algorithm.adv_estimator", ADV_ESTIMATORS, _POLICY_LIB),
-    OpenGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
-    *dict.fromkeys(
-        OpenGroup(group.path, group.chosen_by, TRAIN_ENGINES, f"{group.model}.external_lib")
-        for tree in ROOTS.values()
-        for group in engine_groups(tree, model=f"{_POLICY}.model")
-    ),
-    *(OpenGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
+ENTRY_GROUPS = (
+    EntryGroup(f"{_POLICY}.actor.policy_loss", f"{_POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES, _POLICY_LIB),
+    EntryGroup("algorithm", "algorithm.adv_estimator", ADV_ESTIMATORS, _POLICY_LIB),
+    EntryGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
+    *dict.fromkeys(group for tree in ROOTS.values() for group in engine_groups(tree, model=f"{_POLICY}.model")),
+    *(EntryGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
 )
 
 
@@ -59,7 +100,7 @@ def may_be_own(name: str, groups: Container[str], fields: Container[str]) -> boo
         groups: the tree's groups.
         fields: the tree's settings.
     """
-    for group in OPEN_GROUPS:
+    for group in ENTRY_GROUPS:
         if group.path in groups and name.startswith(f"{group.path}."):
             first = f"{group.path}.{name.removeprefix(f'{group.path}.').split('.')[0]}"
             return first not in groups and first not in fields
@@ -72,9 +113,9 @@ def add_own_settings(
     faults: dict[str, str],
     origins: Mapping[str, str],
     suggest: Callable[[str], str],
-    groups: Sequence[OpenGroup] = OPEN_GROUPS,
+    groups: Sequence[EntryGroup] = ENTRY_GROUPS,
 ) -> None:
-    """Set `own` of every open group, from the values of `tree` that no key of the schema took.
+    """Set `own` of every `EntryGroup`, from the values of `tree` that no key of the schema took.
 
     Args:
         config: the typed configuration, or a mapping with typed groups.
@@ -83,7 +124,7 @@ def add_own_settings(
             fit.
         origins: where a key was set.
         suggest: returns the schema's keys similar to an unknown one, as the end of a sentence.
-        groups: the open groups.
+        groups: those of the schema, or others.
     """
     for group in groups:
         node = _at(config, group.path)
@@ -159,7 +200,7 @@ def _choices(config: ConfigNode | Mapping[str, Any], name: str) -> tuple[Any, ..
     return limits.choices
 
 
-def _may_have_settings(group: OpenGroup, name: Any, unknown: list[str]) -> bool:
+def _may_have_settings(group: EntryGroup, name: Any, unknown: list[str]) -> bool:
     """Whether the entry may have own settings: a built-in one has none outside the schema and need not be imported."""
     return group.registry.knows(name) and (bool(unknown) or not group.registry.is_builtin(name))
 
@@ -237,7 +278,7 @@ def _nested(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def _add_of_engines(
-    config: Mapping[str, Any], tree: Mapping[str, Any], faults: dict[str, str], engines: Sequence[EngineGroup]
+    config: Mapping[str, Any], tree: Mapping[str, Any], faults: dict[str, str], engines: Sequence[EntryGroup]
 ) -> None:
     """Have groups of settings follow the choice of their engine, and set their `own`; see `add_own_settings`."""
     open_groups = []
@@ -247,7 +288,7 @@ def _add_of_engines(
             continue
         if "strategy" not in values:
             _at(config, group.path).strategy = _at(config, group.chosen_by)
-        open_groups.append(OpenGroup(group.path, group.chosen_by, TRAIN_ENGINES, f"{group.model}.external_lib"))
+        open_groups.append(group)
 
     def nearest_in_group(name: str) -> str:
         path, _, last = name.rpartition(".")
@@ -270,3 +311,53 @@ def _unknown(
             yield f"{prefix}{name}", f"{prefix}{name}: unknown key{nearest(name, list(fields))}; there are: {has}"
         elif is_group(fields[name]) and isinstance(value, Mapping):
             yield from _unknown(fields[name].type, value, f"{prefix}{name}.", open_paths)  # type: ignore[arg-type]
+
+
+def engine_settings(part: Any, external_lib: str | None = None) -> EngineConfig:
+    """The settings that the training engine of `part.strategy` reads.
+
+    Args:
+        part: settings of a role, with `strategy` and a group for each kind of engine; or such a group itself.
+        external_lib: `external_lib` of the role's model, which may register the strategy.
+
+    Raises:
+        ConfigError: `part` has no group for this engine.
+    """
+    import_external_lib(external_lib)
+    name = engine_group(part)
+    settings: EngineConfig = getattr(part, name) if name else part
+    return settings
+
+
+def engine_group(part: Any) -> str:
+    """The name in `part` of what `engine_settings` returns; empty where that is `part` itself."""
+    kind = group_type(TRAIN_ENGINES.settings(part.strategy))
+    if isinstance(part, kind):
+        return ""
+    for field in dataclasses.fields(part):
+        if isinstance(getattr(part, field.name), kind):
+            return field.name
+    raise ConfigError(
+        f"strategy={part.strategy} reads settings of the type {kind.__name__}, and {type(part).__name__} has no such "
+        "group; add one to it, or choose another strategy"
+    )
+
+
+def ranks_per_sequence(part: Any) -> int:
+    """How many ranks share each sequence in the training engine of `part.strategy`; see `engine_settings`.
+
+    One where `part` chooses no engine, or one that does not exist or whose settings it lacks, which another check
+    reports.
+    """
+    if not TRAIN_ENGINES.knows(getattr(part, "strategy", "")):
+        return 1
+    kind = group_type(TRAIN_ENGINES.settings(part.strategy))
+    try:
+        return int(getattr(engine_settings(part), kind.sequence_shared_by))
+    except ConfigError:
+        return 1
+
+
+def other_places(own: EngineConfig, other: EngineConfig) -> list[str]:
+    """Names of the settings by which two engines compute a token's outputs on different ranks."""
+    return [name for name in _PLACES if (getattr(own, name, None) or 1) != (getattr(other, name, None) or 1)]

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from hybridrl.algorithms import functional, linear_statistics
-from hybridrl.engine.forecast import Forecast, Workload, fused_attention, layer_rows, logits_rows, peak_of
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.fsdp.sharing import may_share
@@ -23,6 +22,8 @@ from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
 from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.forecast.meta_tensors import fused_attention, layer_rows, logits_rows, peak_of
+from hybridrl.forecast.sizes import Forecast, Workload
 from hybridrl.models import attention, four_bit, loading, lora
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.model_config import config_of
@@ -68,7 +69,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     if model.load_in_4bit:
         four_bit.convert(module)
     loading.disable_dropout(module)
-    fused = bool(model.use_fused_kernels) and model_type == "language_model"
+    fused = bool(model.use_fused_kernels) and KINDS[model_type].predicts_tokens
     passes = _Passes(module, fused, packed, shares, work, engine)
     shards = 1 if ranks == 1 else (ranks if engine.fsdp_size in (-1, 0) else min(engine.fsdp_size, ranks))
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

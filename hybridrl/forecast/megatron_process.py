@@ -63,7 +63,7 @@ atexit.register(_process.close)
 
 
 def call(request: Any) -> Any:
-    """Return the result of `hybridrl.engine.megatron.forecast.compute` for a request, or raise its error.
+    """Return the result of `hybridrl.forecast.megatron_rank.compute` for a request, or raise its error.
 
     Raises:
         RuntimeError: the process failed with an error that is no `UserError`; the message has its traceback.
@@ -81,7 +81,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    from hybridrl.engine.megatron.forecast import compute
+    from hybridrl.forecast.megatron_rank import compute
 
     while select.select([requests], [], [], _IDLE_S)[0]:
         try:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PairsDataConfig, SupervisedConfig
+from hybridrl.config.dotted import get_key
 from hybridrl.config.unread import unread_by
+from hybridrl.forecast import remedies, run_forecast
+from hybridrl.forecast.role_models import forecast_model
+from hybridrl.forecast.run_forecast import Changes, MemoryForecast, on_first_worker
+from hybridrl.forecast.sizes import Forecast
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
-from hybridrl.trainer import forecast as shared
-from hybridrl.trainer.forecast import MemoryForecast, get_key
-from hybridrl.workers.forecast import Forecast, forecast_model
 
 ForModel = Callable[[SupervisedConfig, int, str], Forecast | None]
 
@@ -41,16 +43,16 @@ class TuningForecast(MemoryForecast):
     engines: Mapping[str, str]
 
     def phases(self) -> dict[str, float]:
-        one, frozen = self.roles[_ROLE], self.roles.get(_REFERENCE)
-        if one is None:
+        model, frozen = self.roles[_ROLE], self.roles.get(_REFERENCE)
+        if model is None:
             return {}
         beside = frozen.resident if frozen else 0
-        found: dict[str, float] = {"update_model": one.update + beside}
-        if one.pass_activations:
-            found["testing"] = one.without_gradients + beside
+        peaks: dict[str, float] = {"update_model": model.update + beside}
+        if model.pass_activations:
+            peaks["testing"] = model.without_gradients + beside
         if frozen:
-            found["reference"] = one.resident + frozen.without_gradients
-        return found
+            peaks["reference"] = model.resident + frozen.without_gradients
+        return peaks
 
 
 def forecast_tuning(config: SupervisedConfig, compute: ForModel = forecast_model) -> TuningForecast:
@@ -67,9 +69,9 @@ def forecast_tuning(config: SupervisedConfig, compute: ForModel = forecast_model
     return TuningForecast({name: compute(config, sum(_pool(config)), name) for name in names}, engines)
 
 
-def changes_that_fit(config: SupervisedConfig, total: float, compute: ForModel = forecast_model) -> shared.Changes:
+def changes_that_fit(config: SupervisedConfig, total: float, compute: ForModel = forecast_model) -> Changes:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice."""
-    return shared.fewest_changes(config, total, lambda tried: forecast_tuning(tried, compute).peak, _candidates)
+    return remedies.fewest_changes(config, total, lambda settings: forecast_tuning(settings, compute).peak, _candidates)
 
 
 def _candidates(config: SupervisedConfig) -> Iterator[dict[str, Any]]:
@@ -87,7 +89,7 @@ def _candidates(config: SupervisedConfig) -> Iterator[dict[str, Any]]:
             if sum(_pool(config)) > 1 and not get_key(config, key):
                 yield {key: True}
         elif value == "8 bits":
-            if settings := shared.eight_bit_adam(key, config.optim):
+            if settings := remedies.eight_bit_adam(key, config.optim):
                 yield settings
         elif get_key(config, key) != value:
             yield {key: value}
@@ -108,17 +110,19 @@ def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> Tun
         The forecast, if there is one.
 
     Raises:
-        PlacementError: it cannot fit; see `hybridrl.trainer.forecast.refuse_if_too_large`.
+        PlacementError: it cannot fit; see `hybridrl.forecast.run_forecast.refuse_if_too_large`.
     """
 
     def compute(config: SupervisedConfig, ranks: int, role: str) -> Forecast | None:
-        found: Forecast | None = shared.asked(group, "forecast_model", config, ranks, role)
-        return found
+        forecast: Forecast | None = on_first_worker(group, forecast_model, config, ranks, role)
+        return forecast
 
-    return shared.check_group(
+    return run_forecast.check_group(
         group,
         lambda _: forecast_tuning(config, compute),
-        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute)),
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total, compute)
+        ),
     )
 
 
@@ -129,8 +133,10 @@ def print_forecast(config: SupervisedConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs, or its engine has no forecast.
     """
     import_external_lib(config.model.external_lib)
-    shared.print_found(
+    run_forecast.print_expected(
         lambda _: forecast_tuning(config),
-        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total)
+        ),
         [_pool(config)],
     )

@@ -1,6 +1,6 @@
 """The memory that `MegatronEngine` will take: one rank's part of the model on the meta device, and its schedule.
 
-A process of its own computes it (`hybridrl.engine.megatron.forecast_process`), because it is a rank of a group that
+A process of its own computes it (`hybridrl.forecast.megatron_process`), because it is a rank of a group that
 does not exist, and does not use a GPU.
 """
 
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from hybridrl.engine.forecast import Forecast, Workload, layer_rows, logits_rows, peak_of
-from hybridrl.engine.megatron import build, forecast_process
+from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.forward import Outputs, packing_unsupported_reason
-from hybridrl.engine.megatron.optimizer import gradient_buffers, shards_of, usable_settings
 from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state, stages_differ
-from hybridrl.engine.megatron.schedule import Comparison
-from hybridrl.engine.micro_batched import OUTPUTS, OutputRequest
+from hybridrl.engine.megatron.pipeline import Comparison
+from hybridrl.engine.megatron.sharded_optimizer import gradient_buffers, shards_of, usable_settings
+from hybridrl.engine.micro_batched import OutputRequest
 from hybridrl.engine.microbatch import PREFERRED_CELLS, MicroBatchLayout
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.forecast import megatron_process
+from hybridrl.forecast.meta_tensors import layer_rows, logits_rows, peak_of
+from hybridrl.forecast.sizes import Forecast, Workload
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.model_config import config_of
 from hybridrl.registry import import_external_lib
@@ -48,7 +50,7 @@ class ForecastDevice:
 
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
-    """Request to the forecast process: arguments of `Engine.forecast`, with a dtype independent of the device."""
+    """Request to the forecast process: arguments of `forecast`, with a dtype independent of the device."""
 
     model_type: str
     model: Any
@@ -67,7 +69,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     Raises:
         ModelError: the model, its layout or a setting cannot be used.
     """
-    largest_stage: Forecast | None = forecast_process.call(request_for(model_type, model, engine, optim, ranks, work))
+    largest_stage: Forecast | None = megatron_process.call(request_for(model_type, model, engine, optim, ranks, work))
     return largest_stage
 
 
@@ -130,7 +132,7 @@ class _Stage:
         self._kind = request.target.kind
 
     def forecast(self) -> Forecast:
-        from hybridrl.engine.megatron.on_meta import on_meta, rank_alone
+        from hybridrl.forecast.megatron_meta import on_meta, rank_alone
 
         request = self._request
         with rank_alone(self._rank(), request.ranks):
@@ -164,7 +166,7 @@ class _Stage:
         return self._stage * (self._request.ranks // sizes.pp) + part * sizes.tp
 
     def _build(self) -> None:
-        from hybridrl.engine.megatron.on_meta import MetaArranger, MetaSchedule, prepare
+        from hybridrl.forecast.megatron_meta import MetaArranger, MetaSchedule, prepare
 
         request, target, state = self._request, self._request.target, self._state
         settings = request.engine
@@ -206,8 +208,9 @@ class _Stage:
         Args:
             response: response tokens per row whose outputs are computed; None for all.
         """
-        work, outputs = self._request.work, OUTPUTS[self._plan.model_type]
-        if self._plan.model_type == "language_model":
+        work, kind = self._request.work, KINDS[self._plan.model_type]
+        outputs = kind.outputs
+        if kind.predicts_tokens:
             outputs = ("log_probs", "entropy") if work.entropy else ("log_probs",)
         request, comparison = OutputRequest(outputs, 1.0), Comparison()
         layouts = self._layouts(micro, work.response if response is None else response, training)
@@ -256,7 +259,7 @@ class _Stage:
 
     def _set_chunk_size(self, tokens: int) -> None:
         outputs = self._schedule.outputs
-        if outputs is None or self._plan.model_type != "language_model":
+        if outputs is None or not KINDS[self._plan.model_type].predicts_tokens:
             return
         words = len(self._chunks[-1].shared_embedding_or_output_weight())  # type: ignore[operator]
         triton = self._request.target.triton and self._sizes.tp == 1

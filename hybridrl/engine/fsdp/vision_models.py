@@ -8,7 +8,8 @@ from torch import nn
 
 from hybridrl.errors import ModelError
 from hybridrl.models.model_config import config_of
-from hybridrl.models.vision import FAMILIES, is_vision_model, place_images_by_position, vision_tower
+from hybridrl.models.vision import is_vision_model, place_images_by_position, vision_tower
+from hybridrl.models.vision_families import FAMILIES
 
 
 def check_vision(model: Any, engine: Any) -> None:

@@ -17,8 +17,9 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import GRID, PIXELS, SECONDS, ImageTensors, digest, media_tokens, tokens_per_image
+from hybridrl.models.vision_families import vision_family
 from hybridrl.rollout.image_place import ImagePlace
-from hybridrl.single_controller.ray.images import reference_of, tensors_of
+from hybridrl.single_controller.ray.image_references import reference_of, tensors_of
 
 _LOCK = threading.Lock()
 _digests: Any = WeakIdKeyDictionary()  # patches -> digest of all images, and of each
@@ -159,7 +160,7 @@ def check_interleaved(config: PreTrainedConfig, path: str, engine: str) -> None:
         RolloutError: the engine would compute other positions.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if config.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
+    if vision_family(config).interleaves and not rope.get("mrope_interleaved"):
         raise RolloutError(
             f"{path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
             f"which {engine} computes other positions for images than transformers; add it, or set "

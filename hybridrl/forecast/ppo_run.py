@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hybridrl.config import ModelConfig, OptimConfig, PPOTrainerConfig
+from hybridrl.config.dotted import get_key
+from hybridrl.config.entry_settings import engine_group, group_type
 from hybridrl.config.roles import POLICY, ROLES, MicroBatches, RoleSpec, active_roles, groups_of
 from hybridrl.config.schema.engine import EngineConfig
 from hybridrl.config.served import ServedModel
-from hybridrl.config.strategies import engine_group, group_type
+from hybridrl.forecast import remedies, run_forecast
+from hybridrl.forecast.role_models import forecast_roles
+from hybridrl.forecast.run_forecast import MemoryForecast, on_first_worker
+from hybridrl.forecast.sizes import Forecast
 from hybridrl.registry import INFERENCE_ENGINES, TRAIN_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from hybridrl.trainer import forecast as shared
-from hybridrl.trainer.forecast import MemoryForecast, get_key
 from hybridrl.trainer.ppo.roles import resource_pools
-from hybridrl.workers.forecast import Forecast, forecast_roles
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
 
 _MIB = 1024**2
 _ENGINE_BYTES = 2  # of a parameter in an inference engine: bfloat16
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
-_LOG_PROB_TOKENS = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
 #: settings of a model that learns, the cheapest first
 _OF_MODELS: tuple[tuple[str, Any], ...] = (
     ("enable_gradient_checkpointing", True),
@@ -58,47 +59,47 @@ class RunForecast(MemoryForecast):
 
     def phases(self) -> dict[str, float]:
         """The peak of each phase, on the devices where it runs."""
-        found: dict[str, float] = {}
+        peaks: dict[str, float] = {}
         policy = self.roles.get(POLICY)
         if policy is not None:
             resident = self._resident(POLICY)
-            found["gen"] = resident + max(self.engine, policy.weights - policy.kept_weights)
+            peaks["gen"] = resident + max(self.engine, policy.weights - policy.kept_weights)
             sent = resident - policy.resident + policy.without_gradients - policy.pass_activations
-            found["update_weights"] = sent + max(self.receiving, self.sleeping)
-        found |= self._served_phases()
-        for name, one in self.roles.items():
+            peaks["update_weights"] = sent + max(self.receiving, self.sleeping)
+        peaks |= self._served_phases()
+        for name, model in self.roles.items():
             spec = ROLES.get(name)
-            if one is None or spec is None:
+            if model is None or spec is None:
                 continue
-            others = self._resident(name) - one.resident + (self.sleeping if self._with_policy(name) else 0)
+            others = self._resident(name) - model.resident + (self.sleeping if self._with_policy(name) else 0)
             if spec.scoring is not None:  # an engine on the same devices keeps its weights meanwhile
                 engine = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
-                found[spec.scoring.phase] = self._resident(name) - one.resident + engine + one.without_gradients
+                peaks[spec.scoring.phase] = self._resident(name) - model.resident + engine + model.without_gradients
             for each in spec.passes:
-                found[each.phase] = others + one.without_gradients
+                peaks[each.phase] = others + model.without_gradients
             if spec.update is not None:
-                found[spec.update.phase] = others + one.update
-        return found
+                peaks[spec.update.phase] = others + model.update
+        return peaks
 
     def _served_phases(self) -> dict[str, float]:
         """The peaks while the engines of served roles read."""
-        found: dict[str, float] = {}
-        for name, taken in self.served.items():
+        peaks: dict[str, float] = {}
+        for name, engines in self.served.items():
             spec = ROLES[name]
-            peak = self._resident(name) - self.idle[name] + max(taken, self.idle[name])
+            peak = self._resident(name) - self.idle[name] + max(engines, self.idle[name])
             phase = spec.asked_in if spec.scoring is None else spec.scoring.phase
             if phase:
                 beside = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
-                found[phase] = peak + beside
+                peaks[phase] = peak + beside
             for each in spec.passes:
-                found[each.phase] = peak + (self.sleeping if self._with_policy(name) else 0.0)
-        return found
+                peaks[each.phase] = peak + (self.sleeping if self._with_policy(name) else 0.0)
+        return peaks
 
     def _resident(self, role: str) -> float:
-        """What all models keep on the devices of this role."""
-        there = [one for name, one in self.roles.items() if self.pools[name] == self.pools[role]]
-        engines = sum(kept for name, kept in self.idle.items() if self.pools[name] == self.pools[role])
-        return engines + sum(one.resident for one in there if one is not None)
+        """Bytes that all models keep on the devices of this role."""
+        models = [model for name, model in self.roles.items() if self.pools[name] == self.pools[role]]
+        engines = sum(size for name, size in self.idle.items() if self.pools[name] == self.pools[role])
+        return engines + sum(model.resident for model in models if model is not None)
 
     def _with_policy(self, role: str) -> bool:
         return self.pools[role] == self.pools.get(POLICY)
@@ -137,11 +138,11 @@ def forecast_run(
         sleeping=0.0 if rollout.free_cache_engine else engine,
         receiving=receiving,
         pools={str(name): str(manager.mapping[name]) for name in ranks},
-        served={name: max(_taken(models, total)) for name, models in served.items()},
+        served={name: max(_engine_bytes(models, total)) for name, models in served.items()},
         idle={
             name: sum(
-                0.0 if model.rollout.free_cache_engine else taken
-                for model, taken in zip(models, _taken(models, total), strict=True)
+                0.0 if model.rollout.free_cache_engine else size
+                for model, size in zip(models, _engine_bytes(models, total), strict=True)
             )
             for name, models in served.items()
         },
@@ -153,7 +154,7 @@ def _ranks(manager: ResourcePoolManager) -> dict[str, int]:
     return {str(name): sum(manager.resource_pool_spec[pool]) for name, pool in manager.mapping.items() if name in ROLES}
 
 
-def _taken(models: Sequence[ServedModel], total: float | None) -> list[float]:
+def _engine_bytes(models: Sequence[ServedModel], total: float | None) -> list[float]:
     """Bytes that the engine of each model takes of a device."""
     return [0.0 if total is None else model.rollout.gpu_memory_utilization * total for model in models]
 
@@ -164,12 +165,12 @@ def _chosen_engine(config: PPOTrainerConfig, role: str) -> str:
 
 
 def refuse_if_too_large(
-    config: PPOTrainerConfig, found: RunForecast, total: float, compute: ForRoles = forecast_roles
+    config: PPOTrainerConfig, expected: RunForecast, total: float, compute: ForRoles = forecast_roles
 ) -> None:
     """Refuse a run that cannot fit, and warn of one that cannot with sequences of full length.
 
     Args:
-        found: its forecast.
+        expected: its forecast.
         total: bytes of a device.
         compute: see `forecast_run`.
 
@@ -177,18 +178,18 @@ def refuse_if_too_large(
         PlacementError: a phase takes more than a device has, however short sequences are; the error names the keys
             that would make it fit.
     """
-    shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute))
+    run_forecast.refuse_if_too_large(expected, total, lambda: changes_that_fit(config, total, compute))
 
 
 def changes_that_fit(
     config: PPOTrainerConfig, total: float, compute: ForRoles = forecast_roles
 ) -> tuple[list[tuple[str, Any]], bool]:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice."""
-    return shared.fewest_changes(
+    return remedies.fewest_changes(
         config,
         total,
-        lambda tried: forecast_run(tried, total, compute).peak,
-        lambda tried: _candidates(tried, total, compute),
+        lambda settings: forecast_run(settings, total, compute).peak,
+        lambda settings: _candidates(settings, total, compute),
         _value,
     )
 
@@ -196,18 +197,23 @@ def changes_that_fit(
 def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[dict[str, Any]]:
     rollout = config.actor_rollout_ref.rollout
     sequence = rollout.prompt_length + rollout.response_length
-    for key, value in _changes(config):
+
+    def fullest() -> str:
+        phases = forecast_run(config, total, compute).phases()
+        return max(phases, key=lambda name: phases[name], default="")
+
+    for key, value in _changes(config, fullest):
         if value == "a sequence":
             if _value(config, key) > sequence:
                 yield {key: sequence}
         elif value == "what is left":
-            found = forecast_run(config, total, compute)
-            left = (total - found.phases().get("gen", 0.0) + found.engine) / total
-            fitting = math.floor(100 * left) / 100
+            expected = forecast_run(config, total, compute)
+            share = (total - expected.phases().get("gen", 0.0) + expected.engine) / total
+            fitting = math.floor(100 * share) / 100
             if _LEAST_UTILIZATION <= fitting < _value(config, key):
                 yield {key: fitting}
         elif value == "8 bits":
-            if settings := shared.eight_bit_adam(key, _value(config, key)):
+            if settings := remedies.eight_bit_adam(key, _value(config, key)):
                 yield settings
         elif _value(config, key) != value:
             yield {key: value}
@@ -249,10 +255,10 @@ class _Tunable:
         return bool(self.spec.passes) and not (update is not None and update.value_head)
 
     @property
-    def limit(self) -> MicroBatches | None:
-        """How rows are divided in its update, or where it scores."""
-        phase = self.spec.update or self.spec.scoring
-        return None if phase is None else phase.batching
+    def phases(self) -> dict[str, MicroBatches | None]:
+        """The phases in which it computes, with the settings that divide rows into micro-batches."""
+        phases = (self.spec.update, self.spec.scoring, *self.spec.passes)
+        return {phase.phase: phase.batching for phase in phases if phase is not None}
 
 
 def _read_by_engine(settings: Any) -> Iterator[tuple[str, str]]:
@@ -263,36 +269,42 @@ def _read_by_engine(settings: Any) -> Iterator[tuple[str, str]]:
             yield group, field.name
 
 
-def _changes(config: PPOTrainerConfig) -> Iterator[tuple[str, Any]]:
+def _changes(config: PPOTrainerConfig, fullest: Callable[[], str]) -> Iterator[tuple[str, Any]]:
     """Yield keys of the run's roles with values that save memory, the cheapest first.
 
-    Those of optimizers, which come last, also change the results a little.
+    What a model computes counts in its own phases alone, so its keys are left out in others. Those of optimizers, which
+    come last, also change the results a little.
+
+    Args:
+        fullest: returns the phase that takes the most with the settings that `config` has by then.
     """
     ranks = _ranks(resource_pools(config))
     roles = [_Tunable.of(spec, config, ranks[spec.name]) for spec in active_roles(config)]
     learners = [role for role in roles if role.spec.update is not None]
     frozen = [role for role in roles if role.spec.update is None]
 
-    def of_engines(name: str, chosen: Iterable[_Tunable]) -> Iterator[tuple[str, Any]]:
-        return ((role.engine[name], True) for role in chosen if name in role.engine)
+    def of_engines(name: str, roles: Iterable[_Tunable]) -> Iterator[tuple[str, Any]]:
+        return ((role.engine[name], True) for role in roles if name in role.engine)
 
     yield from dict.fromkeys(
-        (f"{role.model}.use_fused_kernels", True) for role in roles if role.model and role.computes_logits
+        (f"{role.model}.use_fused_kernels", True)
+        for role in roles
+        if role.model and role.computes_logits and fullest() in role.phases
     )
     for role in roles:
-        if role.limit is not None and hasattr(_value(config, role.limit.where), role.limit.tokens):
-            yield f"{role.limit.where}.{role.limit.tokens}", "a sequence"
-        if role.spec.name == POLICY:
-            yield _LOG_PROB_TOKENS, "a sequence"
+        for phase, limit in role.phases.items():
+            if limit is not None and phase == fullest() and hasattr(_value(config, limit.where), limit.tokens):
+                yield f"{limit.where}.{limit.tokens}", "a sequence"
     for name, value in _OF_MODELS:
-        yield from ((f"{role.model}.{name}", value) for role in learners if role.model)
+        for role in learners:
+            if role.model and role.spec.update is not None and role.spec.update.phase == fullest():
+                yield f"{role.model}.{name}", value
     for name in ("sequence_parallel", "use_distributed_optimizer"):
         yield from of_engines(name, learners)
     yield _UTILIZATION, "what is left"
     yield from of_engines("grad_offload", learners)
-    yield from of_engines("optimizer_offload", (role for role in learners if role.spec.name == POLICY))
+    yield from of_engines("optimizer_offload", learners)
     yield from of_engines("param_offload", frozen)
-    yield from of_engines("optimizer_offload", (role for role in learners if role.spec.name != POLICY))
     yield from of_engines("param_offload", learners)
     yield from of_engines("offload_policy", (role for role in learners if role.ranks > 1))
     for role in learners:
@@ -324,13 +336,15 @@ def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> Ru
     """
 
     def compute(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:
-        found: dict[str, Forecast | None] = shared.asked(policy, "forecast_roles", config, dict(ranks))
-        return found
+        forecasts: dict[str, Forecast | None] = on_first_worker(policy, forecast_roles, config, dict(ranks))
+        return forecasts
 
-    return shared.check_group(
+    return run_forecast.check_group(
         policy,
         lambda total: forecast_run(config, total, compute),
-        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute)),
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total, compute)
+        ),
     )
 
 
@@ -341,8 +355,10 @@ def print_forecast(config: PPOTrainerConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
-    shared.print_found(
+    run_forecast.print_expected(
         lambda total: forecast_run(config, total),
-        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
+        lambda expected, total: run_forecast.refuse_if_too_large(
+            expected, total, lambda: changes_that_fit(config, total)
+        ),
         list(resource_pools(config).resource_pool_spec.values()),
     )

@@ -17,11 +17,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.engine.forecast import fused_attention
 from hybridrl.engine.megatron.forward import Arranger, RankLayout, packed_parameters
 from hybridrl.engine.megatron.layers import CausalAttention
-from hybridrl.engine.megatron.schedule import Schedule
+from hybridrl.engine.megatron.pipeline import Schedule
 from hybridrl.engine.microbatch import MicroBatchLayout
+from hybridrl.forecast.meta_tensors import fused_attention
 from hybridrl.utils import device
 
 META = torch.device("meta")
