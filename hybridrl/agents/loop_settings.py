@@ -49,12 +49,13 @@ def check_loop_settings(
     idle: dict[tuple[str, str], list[str]] = {}
     schema: type = type(config)
     for item in conditional(schema):
-        value = value_at(config, item.key)
-        if value is None or item.key in _NOTICED or value == default_at(config, item.key):
+        needs = [condition for condition, _ in item.needs if isinstance(condition, LoopNeed)]
+        unmet = [need for need in needs if not any(map(need.fact.met_by, loops))]
+        if not unmet or item.key in _NOTICED:
             continue
-        for condition, _ in item.needs:
-            if isinstance(condition, LoopNeed) and not any(map(condition.fact.met_by, loops)):
-                idle.setdefault((condition.because, condition.remedy), []).append(f"{item.key}={value}")
+        value = value_at(config, item.key)
+        if value is not None and value != default_at(config, item.key):
+            idle.setdefault((unmet[0].because, unmet[0].remedy), []).append(f"{item.key}={value}")
     own = config.actor_rollout_ref.rollout.agent.default_agent_loop
     faults = [
         f"{', '.join(settings)}: no row uses a loop that reads {'it' if len(settings) == 1 else 'them'}; the rows of "

@@ -19,7 +19,7 @@ from hybridrl.agents.environments.install import pinned_file
 from hybridrl.agents.environments.verifiers import VerifiersServer
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.preprocess.verifiers import main, rl_row
-from hybridrl.errors import RolloutError
+from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol.names import MISSING_SAMPLES
 from hybridrl.utils.agent_host import AgentJob
@@ -144,7 +144,8 @@ def test_data_without_tasks_are_refused(model: Path, loops: Path, tmp_path: Path
     for columns in ({}, {"agent_name": ["single_turn_agent", "letters"]}, {"agent_name": ["single_turn_agent", None]}):
         with pytest.raises(RolloutError, match=words):
             agents_of(**columns)
-    agents_of(agent_name=["single_turn_agent"] * 2).close()
+    with pytest.raises(ConfigError, match=r"default_agent_loop=letters"):
+        agents_of(agent_name=["single_turn_agent"] * 2)  # none is answered by the loop that is set
     agents_of(verifiers_task=["{}"] * 2).close()
     create_agents(config, tokenizer, [OwnRows()]).close()  # which columns its rows have, only they can tell
 

@@ -68,7 +68,6 @@ def test_the_end_of_a_process_is_movement(tmp_path: Path) -> None:
 def test_reading_and_writing_is_movement_where_it_counts(tmp_path: Path) -> None:
     program = "import time\nwhile True:\n    open('/dev/null', 'w').write('x' * 9999)\n    time.sleep(0.05)"
     assert looks(program, tmp_path, io=True) < 0.5
-    assert looks(program, tmp_path) > 0.8
 
 
 def test_a_start_goes_on_while_something_moves_and_long_waits_are_told(
