@@ -23,7 +23,7 @@ import pyarrow.parquet
 from hybridrl.data.preprocess.colours import write_colours
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.models.tiny_vision import build_tiny_vision_model
-from hybridrl.models.vision import FAMILIES
+from hybridrl.models.vision_families import FAMILIES
 
 SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "layers": 1, "vision_hidden": 16, "vision_layers": 1}
 ACCURACY = "val-core/hybridrl/colours/acc/mean@1"

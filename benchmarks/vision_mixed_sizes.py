@@ -22,7 +22,7 @@ from PIL import Image
 
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.models.tiny_vision import build_tiny_vision_model
-from hybridrl.models.vision import FAMILIES
+from hybridrl.models.vision_families import FAMILIES
 
 SIDES = (8, 96)  # pixels
 LIMIT = 1e-5

@@ -121,6 +121,9 @@ COMMANDS = {
     "reward-bench": SubCommand(
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),
+    "simulate": SubCommand(
+        "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.command:main"
+    ),
     "sandbox-server": SubCommand("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
 }
 

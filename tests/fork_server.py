@@ -93,7 +93,7 @@ OF_CONTROLLERS = (
     "hybridrl.serve.child",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
-    "hybridrl.trainer.ppo.build",
+    "hybridrl.trainer.ppo.prepare_ppo",
     "hybridrl.workers.actor_rollout_ref",
     "hybridrl.observe.figures",
     "matplotlib.backends.backend_agg",

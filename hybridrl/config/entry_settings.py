@@ -181,9 +181,9 @@ def fault_of_name(registry: Registry[Any], name: str, key: str, external_lib: st
     if registry.is_builtin(name):
         return None
     if not registry.knows(name):
-        known = registry.names()
+        names = registry.names()
         return (
-            f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}. Register your own with "
+            f"{key}={name}: unknown; choose from {', '.join(names)}{nearest(name, names, 1)}. Register your own with "
             f"{registry.decorators[-1]} in a module that {external_lib} names, or name it as module:attribute"
         )
     try:
@@ -209,11 +209,11 @@ def _own_fields(settings: type | None, group: type) -> dict[str, bool]:
     """The fields that are new keys, and whether each must be set: neither keys of the schema nor read elsewhere."""
     if settings is None:
         return {}
-    known = {field.name for field in dataclasses.fields(group)}
+    schema_fields = {field.name for field in dataclasses.fields(group)}
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         for field in dataclasses.fields(settings)
-        if field.name not in known and field.metadata.get("path") is None
+        if field.name not in schema_fields and field.metadata.get("path") is None
     }
 
 
@@ -292,8 +292,8 @@ def _add_of_engines(
 
     def nearest_in_group(name: str) -> str:
         path, _, last = name.rpartition(".")
-        known = list(_at(config, path).keys())
-        return f"{nearest(last, known)}; there are: {', '.join(known)}"
+        keys = list(_at(config, path).keys())
+        return f"{nearest(last, keys)}; choose from {', '.join(keys)}"
 
     add_own_settings(config, tree, faults, {}, nearest_in_group, open_groups)
 
@@ -308,7 +308,7 @@ def _unknown(
             continue
         if name not in fields:
             has = ", ".join(fields) or "none"
-            yield f"{prefix}{name}", f"{prefix}{name}: unknown key{nearest(name, list(fields))}; there are: {has}"
+            yield f"{prefix}{name}", f"{prefix}{name}: unknown key{nearest(name, list(fields))}; choose from {has}"
         elif is_group(fields[name]) and isinstance(value, Mapping):
             yield from _unknown(fields[name].type, value, f"{prefix}{name}.", open_paths)  # type: ignore[arg-type]
 
@@ -344,7 +344,7 @@ def engine_group(part: Any) -> str:
 
 
 def ranks_per_sequence(part: Any) -> int:
-    """How many ranks share each sequence in the training engine of `part.strategy`; see `engine_settings`.
+    """Return the number of ranks that share a sequence in the engine of `part.strategy`; see `engine_settings`.
 
     One where `part` chooses no engine, or one that does not exist or whose settings it lacks, which another check
     reports.

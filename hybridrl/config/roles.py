@@ -74,7 +74,7 @@ class Pass:
         phase: its name in `timing_s/<phase>`.
         method: the method of the worker group. It gets `MODEL_INPUTS` and `OPTIONAL_INPUTS`, and returns
             tensors with the same rows.
-        needed: whether the run reads the result, by its `trainer.ppo.needs.Needs`.
+        needed: whether the run reads the result, by its `trainer.ppo.run_requirements.RunRequirements`.
         advice: what to change if the phase runs out of memory.
         per_token: whether `timing_per_token_ms/<phase>` is reported.
         optional: further fields that it gets if the batch has them.
@@ -375,7 +375,7 @@ register_role(
             ),
         ),
         served=served_teachers,
-        server=_imported("hybridrl.trainer.ppo.served", "ServedTeachers"),
+        server=_imported("hybridrl.trainer.ppo.served_role", "ServedTeachers"),
     )
 )
 register_role(
@@ -427,7 +427,7 @@ register_role(
             batching=MicroBatches("reward.reward_model", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
         ),
         served=served_reward_model,
-        server=_imported("hybridrl.trainer.ppo.served", "ServedRewardModel"),
+        server=_imported("hybridrl.trainer.ppo.served_role", "ServedRewardModel"),
     )
 )
 
@@ -444,7 +444,7 @@ register_role(
         mesh="judge",
         asked_in="reward",
         served=served_judge,
-        server=_imported("hybridrl.trainer.ppo.judge", "ServedJudge"),
+        server=_imported("hybridrl.trainer.ppo.served_judge", "ServedJudge"),
     )
 )
 

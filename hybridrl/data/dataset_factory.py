@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.schema.node import default_of
 from hybridrl.data.loader import PaddedLoader, PairLoader, PromptLoader, RowDataset, SFTLoader
 from hybridrl.data.preference_dataset import PreferenceDataset
 from hybridrl.data.rl_dataset import RLHFDataset
@@ -93,6 +94,8 @@ def _create(
     cls: Any = default
     if custom is not None and custom.path is not None:
         cls = load_class(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name", error=DataError)
+    elif processor is None:
+        _check_media_keys(config)
     signature = inspect.signature(cls)
     arguments: dict[str, Any] = {
         "data_files": files,
@@ -121,6 +124,17 @@ def _create(
             f"hybridrl.data.{default.__name__}."
         ) from error
     return cls(**arguments)
+
+
+def _check_media_keys(config: Any) -> None:
+    """Refuse columns of images and videos for a model that reads text."""
+    for name in ("image_key", "video_key"):
+        field = type(config).__dataclass_fields__.get(name)
+        if field is not None and getattr(config, name) not in (None, default_of(field)):
+            raise DataError(
+                f"data.{name}={getattr(config, name)} has no effect, because the model reads text alone. Remove it, or "
+                "take a vision-language model"
+            )
 
 
 def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: RowDataset) -> Sampler:

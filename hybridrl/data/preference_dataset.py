@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from hybridrl.config import PairsDataConfig
     from hybridrl.models.vision import ImageProcessor
 
+#: columns of scores of the two answers, as public data sets call them
+_SCORES = (
+    *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating")),
+    *(("rating_chosen", "rating_rejected"), ("chosen-rating", "rejected-rating"), ("reward_chosen", "reward_rejected")),
+)
 _CHUNK = 512
 _NAMED_ROWS = 5
 _LONG_ENOUGH = 8  # characters of a prompt, with which answers do not begin by chance
@@ -148,6 +153,7 @@ class PreferenceDataset(ConversationDataset):
         self._fields.warn()
         self._report_counts(total=len(self._rows))
         self._rows = self._rows[rows]
+        self._warn_of_scores()
         self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
@@ -312,6 +318,22 @@ class PreferenceDataset(ConversationDataset):
             raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {error}.") from None
         padded = self.table.has_padding(index)
         return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), *answer]
+
+    def _warn_of_scores(self) -> None:
+        """Warn where columns of scores say that the rejected answers are the better ones."""
+        for names in _SCORES:
+            if not all(name in self.table.columns for name in names):
+                continue
+            chosen, rejected = (self.table.column(name) for name in names)
+            pairs = [(chosen[row], rejected[row]) for row in self._rows]
+            worse = sum(all(isinstance(score, int | float) for score in pair) and pair[0] < pair[1] for pair in pairs)
+            if worse:
+                notify(
+                    f"{self.key}: in {worse} of {len(pairs)} rows the column {names[0]!r} is below {names[1]!r}, so "
+                    f"the answers in column {self.config.chosen_key!r} are the worse ones there. Exchange "
+                    "data.chosen_key and data.rejected_key if all are, or leave these rows out",
+                    "warning",
+                )
 
     def _read_margins(self, name: str) -> list[float]:
         self.table.require(name, "data.margin_key")

@@ -9,6 +9,7 @@ from hybridrl.engine.train_engine import (
     NonFiniteError,
     create_train_engine,
     register_train_engine,
+    train_engine_class,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "NonFiniteError",
     "create_train_engine",
     "register_train_engine",
+    "train_engine_class",
 ]

@@ -18,7 +18,7 @@ from hybridrl.forecast.run_forecast import MemoryForecast, on_first_worker
 from hybridrl.forecast.sizes import Forecast
 from hybridrl.registry import INFERENCE_ENGINES, TRAIN_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from hybridrl.trainer.ppo.roles import resource_pools
+from hybridrl.trainer.ppo.role_groups import resource_pools
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
 

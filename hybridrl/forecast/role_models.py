@@ -23,14 +23,14 @@ T = TypeVar("T")
 RoleForecast = Callable[[Any, PPOTrainerConfig, int], Forecast | None]
 Function = TypeVar("Function", bound=RoleForecast)
 
-_ROLES: dict[str, RoleForecast] = {}
+ROLE_FORECASTS: dict[str, RoleForecast] = {}
 
 
 def forecasts_role(name: str) -> Callable[[Function], Function]:
     """Function decorator: this function computes the memory of the models of a role in `hybridrl.config.roles`."""
 
     def add(function: Function) -> Function:
-        _ROLES[name] = function
+        ROLE_FORECASTS[name] = function
         return function
 
     return add
@@ -69,7 +69,7 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
 
 
 def _of_role(name: str, config: PPOTrainerConfig, ranks: int) -> Forecast | None:
-    compute = _ROLES.get(name)
+    compute = ROLE_FORECASTS.get(name)
     return None if compute is None else compute(ROLES[name].settings_of(config), config, ranks)
 
 

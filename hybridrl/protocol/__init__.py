@@ -10,7 +10,7 @@ the batch as a whole. `DataProtoFuture` is a batch that workers are still comput
     future.py     results that are still being computed
 """
 
-from hybridrl.protocol.data import DataProto, DataProtoConfig, DataProtoItem
+from hybridrl.protocol.dataproto import DataProto, DataProtoConfig, DataProtoItem
 from hybridrl.protocol.functions import (
     all_gather_data_proto,
     collate_fn,

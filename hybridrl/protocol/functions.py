@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from hybridrl.errors import BatchError
-from hybridrl.protocol.data import DataProto, DataProtoItem
+from hybridrl.protocol.dataproto import DataProto, DataProtoItem
 from hybridrl.protocol.rows import cat_fields, fields_of, object_array
 
 

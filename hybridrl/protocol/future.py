@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from hybridrl.protocol.data import DataProto
+from hybridrl.protocol.dataproto import DataProto
 from hybridrl.protocol.functions import concat_tensordict
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hybridrl.protocol.data import DataProto
+from hybridrl.protocol.dataproto import DataProto
 from hybridrl.scored import Unscored
 
 _UID, _SAMPLE = "uid", "sample"

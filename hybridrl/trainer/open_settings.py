@@ -26,13 +26,13 @@ def open_mappings(*trees: dict[str, Any]) -> None:
     tree has by their own keys already are kept.
     """
     for where in (ROLE_SETTINGS, TEACHERS):
-        given = [tree.pop(where, None) or {} for tree in trees]
-        names = [name for mapping in given for name in mapping]
+        mappings = [tree.pop(where, None) or {} for tree in trees]
+        names = [name for mapping in mappings for name in mapping]
         names += [
             key.removeprefix(f"{where}.").split(".")[0] for tree in trees for key in tree if key.startswith(f"{where}.")
         ]
         for name in dict.fromkeys(names):
-            for tree, mapping in zip(trees, given, strict=True):
+            for tree, mapping in zip(trees, mappings, strict=True):
                 tree |= dict(_settings_of(where, name, mapping.get(name, {}))) | tree
 
 
@@ -61,30 +61,31 @@ def names_model(key: str) -> bool:
     return inner in (*paths, *(() if second is None else (second[0],)))
 
 
-def _settings_of(where: str, name: str, given: Any) -> Iterator[tuple[str, Any]]:
+def _settings_of(where: str, name: str, raw: Any) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a role or teacher by whole keys."""
     prefix = f"{where}.{name}."
     spec = ROLES.get(name) if where == ROLE_SETTINGS else None
     schema = TeacherModelConfig if where == TEACHERS else spec.settings if spec is not None else None
-    if not isinstance(given, Mapping):
-        yield prefix.removesuffix("."), given
+    if not isinstance(raw, Mapping):
+        yield prefix.removesuffix("."), raw
         return
-    known = set() if schema is None else set(declared(schema))
-    found = dict(leaves(given, known))
-    if schema is not None and not _must_be_set(schema) - set(given):
+    keys = set() if schema is None else set(declared(schema))
+    own = dict(leaves(raw, keys))
+    if schema is not None and not _must_be_set(schema) - set(raw):
         faults: dict[str, str] = {}
-        settings = build(schema, given, faults, {}, prefix)
-        values = dict(leaves(dataclasses.asdict(settings), known))
+        settings = build(schema, raw, faults, {}, prefix)
+        values = dict(leaves(dataclasses.asdict(settings), keys))
         if spec is not None and (second := spec.copy(settings)) is not None:
             values[second[0]] = second[1].path  # what it follows, if it is not given
         unfit = {key.removeprefix(prefix) for key in faults}
-        found = {**values, **{key: value for key, value in found.items() if key not in values or key in unfit}}
-    yield from ((f"{prefix}{key}", value) for key, value in found.items())
+        own = {**values, **{key: value for key, value in own.items() if key not in values or key in unfit}}
+    yield from ((f"{prefix}{key}", value) for key, value in own.items())
 
 
 def _must_be_set(schema: type) -> set[str]:
     missing = dataclasses.MISSING
-    return {one.name for one in dataclasses.fields(schema) if one.default is missing and one.default_factory is missing}
+    fields = dataclasses.fields(schema)
+    return {field.name for field in fields if field.default is missing and field.default_factory is missing}
 
 
 def _is_model(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What changed between the settings that a run began with and those it is resumed with.
+"""Changes between the settings that a run began with and those it is resumed with.
 
 `config.yaml` in the run's folder holds the settings of its first start. Each resume with other settings adds an entry
 to `config_changes.yaml` next to it, so that the settings of every step are known afterwards.
@@ -118,13 +118,13 @@ def find_changes(folder: Path, config: ConfigNode) -> list[SettingChange]:
     except (OSError, UserError, yaml.YAMLError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} or {CHANGES} next to it cannot be read ({type(error).__name__}: {error}), so it is unknown "
-            "whether this run continues that one; remove both to continue with the settings of now"
+            "whether this run continues that one; remove both to continue with the present settings"
         ) from error
     tree = yaml.safe_load(yaml.safe_dump(settings_of(config)))
-    found, wanted = _program_of(groups), _program_of(tree)
-    if found != wanted:
+    earlier_program, program = _program_of(groups), _program_of(tree)
+    if earlier_program != program:
         raise OtherExperimentError(
-            f"{folder} holds a run of {found}, and this is {wanted}",
+            f"{folder} holds a run of {earlier_program}, and this is {program}",
             ": set trainer.default_local_dir to another folder",
         )
     now = dict(leaves(tree, set(declared(type(config)))))
@@ -162,7 +162,9 @@ def compare(
     now = definition_of(config) if now is None else now
     redefined = changed_keys(before, now)
     compared = set(redefined) | compared_keys(before, now)
-    changes = [replace(one, redefines=one.key in redefined) if one.key in compared else one for one in changes]
+    changes = [
+        replace(change, redefines=change.key in redefined) if change.key in compared else change for change in changes
+    ]
     by_value = {change.key for change in changes}
     contents: dict[
         tuple[str | None, str | None], SettingChange
@@ -191,7 +193,7 @@ def check_same_experiment(folder: Path, changes: list[SettingChange]) -> None:
             ". Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
             "trainer.resume_mode=disable to start over in this one. To continue that run with the new values on "
             "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N",
-            any(one.is_another_experiment and _is_model(one.key.removeprefix(_CONTENT_OF)) for one in changes),
+            any(change.is_another_experiment and _is_model(change.key.removeprefix(_CONTENT_OF)) for change in changes),
         )
 
 
@@ -226,8 +228,8 @@ def _resolved(key: str, raw: Any, values: Mapping[str, Any]) -> Any:
     config = OmegaConf.create({})
     for name, value in {**values, key: raw}.items():
         OmegaConf.update(config, name, value, force_add=True)
-    found = OmegaConf.select(config, key)
-    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    selected = OmegaConf.select(config, key)
+    return OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
 
 
 def _is_model(key: str) -> bool:

@@ -11,6 +11,7 @@ import ray
 
 from hybridrl.config import CheckpointConfig, ModelConfig, OptimConfig, RayConfig
 from hybridrl.config.entry_settings import engine_group, engine_settings
+from hybridrl.config.schema.node import ConfigNode
 from hybridrl.errors import ModelError, UserError
 from hybridrl.notify import notify
 from hybridrl.observe.events import beginning
@@ -27,6 +28,21 @@ USES_GPU = {
     "cpu": False,
     "cuda": True,
 }  # trainer.device -> use_gpu of the resource pools; None uses a GPU if there is one
+
+
+#: settings whose effect depends on the model, by the last parts of their names
+_OF_MODELS = (
+    *("freeze_vision_tower", "router_aux_loss_coef", "router_replay.mode", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "target_modules", "exclude_modules"),
+)
+
+
+def depends_on_model(config: ConfigNode) -> bool:
+    """Whether a setting was set that only some models have: such models are looked at before anything starts.
+
+    Other runs look at their models while Ray starts, which saves seconds.
+    """
+    return any(key.endswith(_OF_MODELS) for key in config.set_keys)
 
 
 def check_engine(

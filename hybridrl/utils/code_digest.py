@@ -141,7 +141,7 @@ def _installed_folders() -> list[Path]:
 
 
 class _Collection:
-    """What a Python file reads: itself, the modules that it imports, the files that it names.
+    """The files that a Python file reads: itself, the modules that it imports, the files that it names.
 
     Of the first `_ANALYSED` files everything is found. Of further ones, which belong to large packages, only the
     imports are, and they are compared by their bytes: that takes a tenth of the time.

@@ -247,7 +247,7 @@ class _Reader:
                 yield from self._of_pattern(str(values[0]), node.keywords)
 
     def _of_pattern(self, pattern: str, keywords: list[ast.keyword]) -> Iterator[tuple[Path, str]]:
-        """What `glob.glob(pattern, root_dir=...)` lists."""
+        """Return the paths that `glob.glob(pattern, root_dir=...)` lists."""
         roots = [self.value(word.value) for word in keywords if word.arg == "root_dir"]
         parts = Path(*(root for root in roots if root is not None), os.path.expanduser(pattern)).parts
         magic = next((number for number, part in enumerate(parts) if glob.has_magic(part)), None)

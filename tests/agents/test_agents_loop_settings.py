@@ -87,7 +87,7 @@ def test_what_verls_scripts_set_stays_a_notice() -> None:
 
 
 def test_a_run_says_so_before_it_starts(micro_model: Path, sort_data: Path) -> None:
-    from hybridrl.trainer.ppo.build import prepare
+    from hybridrl.trainer.ppo.prepare_ppo import prepare
 
     words = [f"actor_rollout_ref.model.path={micro_model}", f"data.train_files={sort_data}/train.parquet"]
     words += [

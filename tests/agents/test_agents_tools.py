@@ -102,7 +102,7 @@ def test_calls_that_cannot_be_made_are_answered_with_the_reason() -> None:
     calls = [("add", {"a": 1}), ("sub", {"a": 1}), ("add", {"b": 1}), ("add", {"a": 1, "c": 2}), ("add", {"a": "x"})]
     results, _ = run([tool_of(add)], calls)
     assert [one.fault for one in results] == ["", "unknown", "arguments", "arguments", "error"]
-    assert results[0].text == "2" and "there are: add" in results[1].text and "needs a" in results[2].text
+    assert results[0].text == "2" and "choose from add" in results[1].text and "needs a" in results[2].text
     assert "no parameter c" in results[3].text and "TypeError" in results[4].text
     results, _ = run([tool_of(add)], [("add", {"a": 1})] * 3, MultiTurnConfig(max_parallel_calls=2))
     assert [one.fault for one in results] == ["", "", "limit"] and "at most 2" in results[2].text

@@ -87,7 +87,7 @@ def test_a_run_merges_into_what_transformers_computes_with(
 
 OWN_ROLE = """
 from hybridrl.config.schema.prime import PrimeConfig
-from hybridrl.trainer.ppo.roles import ROLES, RoleSpec, register_role
+from hybridrl.trainer.ppo.role_groups import ROLES, RoleSpec, register_role
 
 register_role(
     RoleSpec(

@@ -135,7 +135,7 @@ def test_own_settings_are_checked_like_every_other(own_module, change, named) ->
 )
 def test_a_wrong_name_is_the_fault_and_not_the_settings_of_what_was_meant(own_module, key, setting) -> None:
     for name, said in (
-        ("own_los", "unknown; there are"),
+        ("own_los", "unknown"),
         (f"{own_module}:own_los", f"{own_module} defines no own_los. It defines LossSettings, own_loss"),
         ("no_such_module_x:own_loss", "a module that can be imported"),
     ):

@@ -360,7 +360,7 @@ def test_an_optimizer_may_be_in_a_file(here):
             ["dpo.loss_type=bradley_terry"],
             "main_rm",
         ),
-        ("dpo", ["dpo.loss_type=sigmod"], "unknown; there are"),
+        ("dpo", ["dpo.loss_type=sigmod"], "unknown"),
         ("dpo", ["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "Set dpo.loss_type=sigmoid or simpo"),
         ("dpo", ["dpo.loss_type=orpo", "dpo.reference=cache"], "dpo.reference=cache has no effect"),
         (

@@ -268,3 +268,14 @@ def test_wrong_tools_are_refused(column: dict[str, Any], said: str, write: Any, 
 def test_a_named_column_of_tools_must_exist(write: Any, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'functions'.*data.tools_key"):
         conversations(write("a.jsonl", [{"messages": TALK}]), tokenizer, tools_key="functions")
+
+
+@pytest.mark.parametrize("names", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating")])
+def test_pairs_whose_scores_say_the_opposite_are_told(
+    names: tuple[str, str], write: Any, tokenizer: Any, capsys: Any
+) -> None:
+    scores = [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (None, 2.0)]
+    pair = {"prompt": "Sort: 21", "chosen": "12", "rejected": "21"}
+    rows = [{**pair, names[0]: chosen, names[1]: rejected} for chosen, rejected in scores]
+    create_preference_dataset(write("a.jsonl", rows), PairsDataConfig(shuffle=False), tokenizer)
+    assert f"1 of 4 rows the column {names[0]!r} is below {names[1]!r}" in " ".join(capsys.readouterr().err.split())

@@ -489,3 +489,9 @@ def test_a_ground_truth_that_nothing_would_read_is_refused(write, rows, tokenize
     file = write("answers.jsonl", [{**row, "reward_model": value, "answer": "5"} for row in rows])
     settings = DataConfig(max_prompt_length=100, ground_truth_key="answer")
     assert RLHFDataset(file, tokenizer, settings)[0]["reward_model"]["ground_truth"] == "5"
+
+
+@pytest.mark.parametrize("name", ["image_key", "video_key"])
+def test_a_column_of_images_for_a_model_that_reads_text_is_refused(write, rows, tokenizer, name):
+    with pytest.raises(DataError, match=f"data.{name}=pictures"):
+        create_rl_dataset(write("a.parquet", rows), DataConfig(**{name: "pictures"}), tokenizer)

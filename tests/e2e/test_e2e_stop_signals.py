@@ -17,7 +17,7 @@ import psutil
 import pytest
 from e2e_tools import Job, records
 
-PPO, SFT, EVALUATION = (f"hybridrl.trainer.main_{name}" for name in ("ppo", "sft", "eval"))
+PPO, SFT, EVALUATION, GENERATION = (f"hybridrl.trainer.main_{name}" for name in ("ppo", "sft", "eval", "generation"))
 
 # The score says whether a program that the reward function starts can be ended as anywhere else.
 REWARD = """
@@ -238,3 +238,40 @@ def test_main_eval_ends_by_the_signal_with_all_that_it_has_started(
     assert job.wait() == -signal.SIGTERM and "ended by SIGTERM" in job.output, job.output[-4000:]
     assert not list(tmp_path.glob("*.json"))
     assert_ends(processes)
+
+
+@pytest.mark.slow(40)
+@pytest.mark.parametrize("send", [to_group, to_each])
+def test_main_generation_keeps_its_parts_and_goes_on(
+    start_real: Callable[..., Job],
+    micro_model: Path,
+    sort_data: Path,
+    tmp_path: Path,
+    hold: Hold,
+    send: Callable[[Job, int], None],
+) -> None:
+    """Signalled within the third part: the first two are there, and the same command answers the rest."""
+    output = tmp_path / "out" / "answers.parquet"
+    words = [
+        f"data.path={sort_data / 'test.parquet'}",
+        f"data.output_path={output}",
+        "data.batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"actor_rollout_ref.model.external_lib={hold.at('generation', 3)}",
+    ]
+    job = start_real(*words, module=GENERATION)
+    job.wait_for(hold.reached)
+    parts = output.with_name("answers.parquet.parts")
+    job.wait_for(lambda: (parts / "part_000001.parquet").exists())
+    processes = family(job)
+    send(job, signal.SIGTERM)
+    assert job.wait() == -signal.SIGTERM and "ended by SIGTERM" in job.output, job.output[-4000:]
+    assert_ends(processes)
+    assert len(list(parts.glob("part_*.parquet"))) == 2 and not output.exists()
+    hold.go()
+    job = start_real(*words, module=GENERATION)
+    assert job.wait() == 0, job.output[-4000:]
+    assert json.loads(output.with_suffix(".metrics.json").read_text())["parts_of_earlier_runs"] == 2
+    assert len(pd.read_parquet(output)) == 16 and not parts.exists()

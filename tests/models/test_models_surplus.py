@@ -17,7 +17,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.info import check_files
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.model_config import load_model_config
-from hybridrl.trainer.ppo.build import check_engines
+from hybridrl.trainer.ppo.prepare_ppo import check_engines
 
 KINDS_TRIED = ("language_model", "value_model", "reward_model")
 

@@ -276,3 +276,34 @@ def test_large_batches_take_the_same_values_through_huge_pages(dtype):
     assert joined.dtype == dtype
     assert torch.equal(joined.view(view), wide.view(view))
     assert torch.equal(data[order].batch["x"].view(view), wide.view(view)[torch.from_numpy(order)])
+
+
+JAGGED_ROWS = [[30, 31, 32], [10], [40, 41], [20, 21, 22, 23]]
+#: every method that gives rows, and which rows it gives
+GIVES_ROWS = {
+    "slice": (lambda batch: batch[1:3], [1, 2]),
+    "list": (lambda batch: batch[[3, 0]], [3, 0]),
+    "mask": (lambda batch: batch[torch.tensor([True, False, True, False])], [0, 2]),
+    "select": (lambda batch: batch.select(batch_keys=["x"]), [0, 1, 2, 3]),
+    "pop": (lambda batch: copy.deepcopy(batch).pop(batch_keys=["x"]), [0, 1, 2, 3]),
+    "rename": (lambda batch: copy.deepcopy(batch).rename("y", "z"), [0, 1, 2, 3]),
+    "union": (lambda batch: batch.union(DataProto.from_dict({"q": torch.zeros(4)})), [0, 1, 2, 3]),
+    "chunk": (lambda batch: batch.chunk(2)[1], [2, 3]),
+    "split": (lambda batch: batch.split(3)[1], [3]),
+    "concat": (lambda batch: DataProto.concat([batch, batch[:1]]), [0, 1, 2, 3, 0]),
+    "repeat": (lambda batch: batch.repeat(2), [0, 0, 1, 1, 2, 2, 3, 3]),
+    "repeat_blocks": (lambda batch: batch.repeat(2, interleave=False), [0, 1, 2, 3, 0, 1, 2, 3]),
+    "sample_level_repeat": (lambda batch: batch.sample_level_repeat([1, 2, 0, 1]), [0, 1, 1, 3]),
+    "to": (lambda batch: batch.to("cpu"), [0, 1, 2, 3]),
+    "tensordict": (lambda batch: DataProto.from_tensordict(batch.to_tensordict()), [0, 1, 2, 3]),
+    "copy": (copy.copy, [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", GIVES_ROWS)
+def test_every_method_preserves_the_jagged_layout(name: str) -> None:
+    tensor = torch.nested.as_nested_tensor([torch.tensor(row) for row in JAGGED_ROWS], layout=torch.jagged)
+    method, rows = GIVES_ROWS[name]
+    found = method(DataProto.from_dict({"x": tensor, "y": torch.arange(4)})).batch["x"]
+    assert found.layout == torch.jagged
+    assert [row.tolist() for row in found.unbind()] == [JAGGED_ROWS[row] for row in rows]

@@ -20,7 +20,7 @@ from hybridrl.reward.factory import check_reward
 from hybridrl.reward.judge import last_score
 from hybridrl.reward.judge_pool import judges_in
 from hybridrl.scored import Reason, UnscoredError
-from hybridrl.trainer.ppo.roles import active_roles
+from hybridrl.trainer.ppo.role_groups import active_roles
 
 
 class Endpoint(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ from torch import nn
 
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.trainer.ppo.roles import Pass, RoleSpec, register_role
+from hybridrl.trainer.ppo.role_groups import Pass, RoleSpec, register_role
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import AlgorithmError
 from hybridrl.config import load_config
-from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.health_checks import HealthError
 from hybridrl.trainer.ppo.learner import StepResult
+from hybridrl.trainer.ppo.prepare_ppo import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 

@@ -14,7 +14,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.model_config import config_of
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.rollout.select import resolve_rollout
-from hybridrl.trainer.ppo.build import check_engines
+from hybridrl.trainer.ppo.prepare_ppo import check_engines
 from hybridrl.trainer.startup import check_engine
 from hybridrl.trainer.supervised.prepare_supervised import prepare
 

@@ -81,7 +81,7 @@ def test_a_role_of_ones_own_has_a_forecast(micro_model: Path, monkeypatch: pytes
     assert policy is not None
     monkeypatch.setitem(ROLES, "own", own)
     assert forecast_run(settings(micro_model)).roles["own"] is None
-    monkeypatch.setattr(role_models, "_ROLES", dict(role_models._ROLES))
+    monkeypatch.setattr(role_models, "ROLE_FORECASTS", dict(role_models.ROLE_FORECASTS))
     role_models.forecasts_role("own")(lambda part, config, ranks: replace(policy, weights=policy.weights * ranks))
     found = forecast_run(settings(micro_model))
     assert found.roles["own"] == replace(policy, weights=2 * policy.weights)
@@ -93,7 +93,7 @@ def test_roles_of_external_lib_are_forecast_before_a_worker_has_imported_it(micr
     module.write_text(
         "from dataclasses import replace\n"
         "from hybridrl.forecast.role_models import forecasts_role\n"
-        "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "from hybridrl.trainer.ppo.role_groups import ROLES\n"
         "ROLES['late'] = replace(ROLES['ref'], name='late')\n"
         "forecasts_role('late')(lambda part, config, ranks: ranks)\n"
     )

@@ -17,7 +17,7 @@ from hybridrl.config.checks.check_run import check
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RolloutError
 from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.generation.processes import check_reads_files
-from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.prepare_ppo import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.supervised.run_supervised import run_supervised
 

@@ -19,9 +19,9 @@ from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.reward import create_reward_manager
 from hybridrl.reward.judge import TEMPLATE as QUESTION
-from hybridrl.trainer.ppo.judge import check_judge_model, judges_of
-from hybridrl.trainer.ppo.roles import active_roles
-from hybridrl.trainer.ppo.served import check_served
+from hybridrl.trainer.ppo.role_groups import active_roles
+from hybridrl.trainer.ppo.served_judge import check_judge_model, judges_of
+from hybridrl.trainer.ppo.served_role import check_served
 
 ENGINE = f"{Path(__file__).parent / 'reading_engine.py'}:ReadingEngine"
 MODEL = "reward.reward_model"
@@ -78,7 +78,7 @@ def test_a_judge_in_a_pool_of_its_own_and_a_function_make_the_reward(
     ]
     with trained(*words, *own) as (trainer, _):
         group = trainer.groups["judge"]
-        assert group.world_size == 2 and not group.takes_turns and len(group.supervisors[0].replicas) == 2
+        assert group.world_size == 2 and not group.blocking and len(group.supervisors[0].replicas) == 2
         assert "reward_model" not in trainer.groups and group.method_seconds["answer"] > 0
     for kind in ("rollouts", "validation"):
         rows = check_judgements(tmp_path / "run" / kind / "1.jsonl", micro_model)
@@ -97,7 +97,7 @@ def test_a_judge_takes_turns_with_the_policys_engine(
     more = [f"actor_rollout_ref.rollout.name={ENGINE}", f"{JUDGE}.system_prompt=null", f"{MODEL}.weight=2"]
     with trained(*words, *more) as (trainer, result):
         group = trainer.groups["judge"]
-        assert group.takes_turns and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
+        assert group.blocking and group.resource_pool is trainer.groups["actor_rollout"].resource_pool
         assert not group.supervisors[0].memory, "memory that was not given back"
         assert lent(trainer, result.batch) == 1
     rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", micro_model, system=None)

@@ -20,7 +20,7 @@ from hybridrl.errors import ConfigError, ModelError, RolloutError
 from hybridrl.models.work import training_flops
 from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.ppo.adapter_probe import AdapterProbe, measure
-from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.prepare_ppo import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.supervised.run_supervised import run_supervised

@@ -26,9 +26,9 @@ from hybridrl.registry import POLICY_LOSSES
 from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metrics, draw_by_reward
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
-from hybridrl.trainer.ppo.needs import Needs, check_algorithm
 from hybridrl.trainer.ppo.prompt_pool import SURPLUS_FILE, PromptPool
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
+from hybridrl.trainer.ppo.run_requirements import RunRequirements, check_algorithm
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.losses import LossCounts, policy_loss_fn
@@ -392,7 +392,7 @@ def test_every_loss_passes_the_check_before_a_run(name) -> None:
 )
 def test_old_log_probs_are_computed_where_something_needs_them(words, needed) -> None:
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
-    assert Needs.of(load_config("ppo_trainer", [*base, *words])).old_log_probs is needed
+    assert RunRequirements.of(load_config("ppo_trainer", [*base, *words])).old_log_probs is needed
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_old_log_probs_are_computed_where_something_needs_them(words, needed) ->
 )
 def test_what_a_run_needs_follows_from_its_settings(words, needed) -> None:
     one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"
-    found = asdict(Needs.of(load_config("ppo_trainer", [one_update, *words])))
+    found = asdict(RunRequirements.of(load_config("ppo_trainer", [one_update, *words])))
     assert {name for name, value in found.items() if value} == needed
 
 
@@ -445,7 +445,9 @@ def test_an_estimator_of_ones_own_gets_old_log_probs_or_is_told_how(estimators_o
     one_update = ["actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
 
     def needed(name: str) -> bool:
-        return Needs.of(load_config("ppo_trainer", [f"algorithm.adv_estimator={name}", *one_update])).old_log_probs
+        return RunRequirements.of(
+            load_config("ppo_trainer", [f"algorithm.adv_estimator={name}", *one_update])
+        ).old_log_probs
 
     assert needed("named") and not needed("from_batch")
     ones = torch.ones(2, 3)

@@ -14,7 +14,7 @@ from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError, ModelError
 from hybridrl.forecast.ppo_run import forecast_run
 from hybridrl.models.tiny import build_tiny_model
-from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.prepare_ppo import prepare
 
 BETA, LR = 0.3, 2e-3
 

@@ -23,7 +23,7 @@ from hybridrl.forecast.engine_models import forecast_engine
 from hybridrl.forecast.ppo_run import changes_that_fit
 from hybridrl.forecast.sizes import Workload
 from hybridrl.trainer.ppo.memory import memory_advice
-from hybridrl.trainer.ppo.roles import (
+from hybridrl.trainer.ppo.role_groups import (
     ROLES,
     Pass,
     Role,
@@ -189,7 +189,7 @@ def test_a_run_that_does_not_fit_is_told_keys_of_a_role_of_ones_own(tiny_model, 
         update=Update("update_umpire", "update_umpire", fields=()) if learns else None,
     )
     monkeypatch.setitem(ROLES, "umpire", spec)
-    monkeypatch.setattr(role_models, "_ROLES", dict(role_models._ROLES))
+    monkeypatch.setattr(role_models, "ROLE_FORECASTS", dict(role_models.ROLE_FORECASTS))
     role_models.forecasts_role("umpire")(forecast)
     config = config_of(
         f"actor_rollout_ref.model.path={tiny_model}",
@@ -212,7 +212,7 @@ def test_external_lib_registers_roles_before_workers_start(micro_model, sort_dat
     module = tmp_path / "own_role.py"
     module.write_text(
         "import dataclasses\n"
-        "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "from hybridrl.trainer.ppo.role_groups import ROLES\n"
         "@dataclasses.dataclass\n"
         "class Settings:\n"
         "    x: int\n"

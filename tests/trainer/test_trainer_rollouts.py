@@ -9,7 +9,7 @@ from trainer_tools import trained
 
 from hybridrl.errors import UserError
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
-from hybridrl.trainer.ppo.roles import POLICY
+from hybridrl.trainer.ppo.role_groups import POLICY
 
 ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), None)
 pytestmark = [

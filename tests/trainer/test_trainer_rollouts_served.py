@@ -126,6 +126,6 @@ def test_a_judge_in_vllm_answers_as_transformers_does(
         f"{SERVED}.judge.parse.path={tmp_path / 'read.py'}",
         f"{SERVED}.judge.max_tokens=8",
     ) as (trainer, _):
-        assert trainer.groups["judge"].takes_turns
+        assert trainer.groups["judge"].blocking
     rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", judge, system=None)
     assert len({row["judge/judgement"] for row in rows}) > 1

@@ -19,7 +19,7 @@ from hybridrl.rollout.inference_engine import inference_engine_class
 from hybridrl.rollout.select import resolve_rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.learner import MODEL_INPUTS
-from hybridrl.trainer.ppo.needs import Needs
+from hybridrl.trainer.ppo.run_requirements import RunRequirements
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.workers.losses import check_router_replay
 
@@ -185,9 +185,9 @@ def test_the_settings_that_record_are_taken(grpo: list[str]) -> None:
 
 def test_the_pass_that_records_is_not_left_out(grpo: list[str]) -> None:
     once = [*grpo, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4"]
-    assert not Needs.of(load_config("ppo_trainer", once)).old_log_probs
-    assert Needs.of(load_config("ppo_trainer", [*once, R2])).old_log_probs
-    assert not Needs.of(load_config("ppo_trainer", [*once, R3])).old_log_probs
+    assert not RunRequirements.of(load_config("ppo_trainer", once)).old_log_probs
+    assert RunRequirements.of(load_config("ppo_trainer", [*once, R2])).old_log_probs
+    assert not RunRequirements.of(load_config("ppo_trainer", [*once, R3])).old_log_probs
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from trainer_tools import trained
 
 from hybridrl.config import load_config, validate
 from hybridrl.errors import UserError
-from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.prepare_ppo import prepare
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
 ACTOR = "actor_rollout_ref.actor"

@@ -290,5 +290,5 @@ def test_a_role_scores_a_session_once() -> None:
     )
     scorer, scoring = Scorer({}, config_of()), SimpleNamespace(weight=lambda config: 2.0)
     more = torch.tensor([[0.0, 1, 0], [2, 0, 0], [0, 0, 3], [0, 4, 0]])  # where each row ends
-    found = scorer._added(torch.zeros(4, 3), scoring, more, batch)  # type: ignore[arg-type]
+    found = scorer.add_scores(torch.zeros(4, 3), scoring, more, batch)  # type: ignore[arg-type]
     assert found.tolist() == [[0, 2, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]]

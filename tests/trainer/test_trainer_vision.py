@@ -24,8 +24,8 @@ from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.select import resolve_rollout
 from hybridrl.trainer.generation.processes import Endings
 from hybridrl.trainer.generation.responders import ClusterResponder
-from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.learner import StepResult
+from hybridrl.trainer.ppo.prepare_ppo import prepare
 from hybridrl.trainer.ppo.sampler import Sampler
 
 TESTS = Path(__file__).parents[1]

@@ -41,11 +41,11 @@ from hybridrl.trainer.ppo.batching import (
 )
 from hybridrl.trainer.ppo.correction import PROBE_ROWS, TRAINED_MASK, correct_rollout
 from hybridrl.trainer.ppo.memory import memory_advice
-from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
-from hybridrl.trainer.ppo.roles import POLICY, ROLES, RoleSpec, Update, active_roles
+from hybridrl.trainer.ppo.role_groups import POLICY, ROLES, RoleSpec, Update, active_roles
+from hybridrl.trainer.ppo.run_requirements import RunRequirements
 from hybridrl.trainer.ppo.sampler import ScoredBatch
-from hybridrl.trainer.ppo.teachers import add_teacher_index
+from hybridrl.trainer.ppo.teacher_rows import add_teacher_index
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
 from hybridrl.workers.distillation import Distillation
@@ -101,7 +101,7 @@ class Learner:
         self.failed_batches = failed_batches
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.reward_transform = RewardTransform(config.algorithm)
-        self.needs = Needs.of(config)
+        self.needs = RunRequirements.of(config)
         self.step = 0
         self.on_weights_change: list[Callable[[], None]] = []
         self._shares: dict[str, bool | None] = {}  # what the workers of a role answered
@@ -151,7 +151,7 @@ class Learner:
         add_teacher_index(batch, self.config)
         passes = [(spec, each) for spec in self.roles for each in spec.passes if each.needed(self.needs)]
         # Engines on devices of other roles answer before the models there begin, whose memory they need.
-        passes.sort(key=lambda pair: not getattr(self.groups[pair[0].name], "takes_turns", False))
+        passes.sort(key=lambda pair: not getattr(self.groups[pair[0].name], "blocking", False))
         inputs = _inputs(batch, [name for _, each in passes for name in each.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
         inputs.meta_info["ref_kl"] = self.needs.ref_kl

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.memory_peaks import ExpectedMemory, PhasePeaks
-from hybridrl.trainer.ppo.roles import ROLES
+from hybridrl.trainer.ppo.role_groups import ROLES
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -22,8 +22,8 @@ from hybridrl.rollout import Rollout
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.early_scores import EarlyScores
-from hybridrl.trainer.ppo.judge import ServedJudge
-from hybridrl.trainer.ppo.roles import POLICY, active_roles
+from hybridrl.trainer.ppo.role_groups import POLICY, active_roles
+from hybridrl.trainer.ppo.served_judge import ServedJudge
 
 
 class Scorer:
@@ -100,11 +100,11 @@ class Scorer:
             with timer.phase(scoring.phase):
                 scores = future.get().batch[scoring.column]
                 rewards, columns = getattr(read, "rewards", _at_the_end(scoring.column))(scores, inputs, batch)
-            result["reward_tensor"] = self._added(result["reward_tensor"], scoring, rewards, batch)
+            result["reward_tensor"] = self.add_scores(result["reward_tensor"], scoring, rewards, batch)
             result["reward_extra_info"] |= columns
         return result
 
-    def _added(self, rewards: torch.Tensor, scoring: Scoring, more: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    def add_scores(self, rewards: torch.Tensor, scoring: Scoring, more: torch.Tensor, batch: DataProto) -> torch.Tensor:
         assert self._config is not None
         sessions = sessions_of(batch)
         rows = torch.arange(len(more)) if sessions is None else sessions.last

@@ -11,8 +11,8 @@ from hybridrl.programs import ProgramResult
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.own_folder import settle_folder
-from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
-from hybridrl.trainer.startup import workers_starting
+from hybridrl.trainer.ppo.role_groups import resource_pools, spawn_worker_groups
+from hybridrl.trainer.startup import depends_on_model, workers_starting
 
 if TYPE_CHECKING:
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -50,6 +50,10 @@ def started_trainer(
     """
     validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
+    if depends_on_model(config):
+        from hybridrl.trainer.ppo.prepare_ppo import check_models
+
+        check_models(config)
     settle_folder(config)
     manager = resource_pools(config)
 
@@ -58,8 +62,8 @@ def started_trainer(
 
     with workers_starting(config.ray_kwargs, manager, config.trainer.device, spawn) as started:
         # takes seconds (transformers, datasets), as Ray's start does
-        from hybridrl.trainer.ppo.build import check_rollout, prepare
-        from hybridrl.trainer.ppo.served import ServedRole
+        from hybridrl.trainer.ppo.prepare_ppo import check_rollout, prepare
+        from hybridrl.trainer.ppo.served_role import ServedRole
 
         trainer = prepare(config, role_worker_mapping, manager)
         with closing(trainer.reward_fn):

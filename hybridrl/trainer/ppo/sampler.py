@@ -40,9 +40,9 @@ from hybridrl.trainer.ppo.episode import EpisodeBatch, counts_of, merged
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.missing import MissingPolicy
 from hybridrl.trainer.ppo.missing_statistics import MissingStatistics
-from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
+from hybridrl.trainer.ppo.run_requirements import RunRequirements
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Sampler:
         self.pool = pool
         self.scorer = scorer or Scorer({})
         self.failed_batches = failed_batches
-        self.needs = Needs.of(config)
+        self.needs = RunRequirements.of(config)
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
         self.missing = MissingPolicy(config, pool.pad_token_id)

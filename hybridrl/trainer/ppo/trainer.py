@@ -31,15 +31,15 @@ from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.interrupt import StepAbandoned
 from hybridrl.trainer.memory_peaks import as_metrics, check_memory
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
-from hybridrl.trainer.ppo.judge import judges_of
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
-from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.role_groups import POLICY, ROLLOUT, active_roles, spawn_worker_groups
 from hybridrl.trainer.ppo.role_scores import Scorer
-from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, active_roles, spawn_worker_groups
+from hybridrl.trainer.ppo.run_requirements import total_training_steps
 from hybridrl.trainer.ppo.sampler import Sampler, ScoredBatch
 from hybridrl.trainer.ppo.samples import Samples
+from hybridrl.trainer.ppo.served_judge import judges_of
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.run_profiler import ProfiledRole, StepProfiler

@@ -16,6 +16,12 @@ from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 from hybridrl.workers.objectives import Objective
 
 
+def check_training_engine(config: SupervisedConfig) -> None:
+    """Refuse settings of the training engine that do not fit the model."""
+    ranks = sum(config.placement.pools[config.placement.roles["model"]])
+    check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint)
+
+
 def prepare(config: SupervisedConfig) -> SupervisedTrainer:
     """Build the trainer, with everything that lives on the controller.
 
@@ -26,8 +32,7 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
     check_loggers(config.trainer.logger)
     tokenizer = tokenizer_of(config.model)
     identity = checked_identity(config.model, tokenizer)
-    ranks = sum(config.placement.pools[config.placement.roles["model"]])
-    check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint)
+    check_training_engine(config)
     check_length(config_of(config.model), data.max_length, f"model.path={config.model.path} with data.max_length")
     engine_settings(config.engine, config.model.external_lib)  # registers the objectives of external_lib
     if Objective(config.objective.loss_type, config.objective).output == "values":

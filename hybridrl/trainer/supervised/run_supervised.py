@@ -10,7 +10,7 @@ from hybridrl.notify import notify
 from hybridrl.programs import ProgramResult
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.own_folder import settle_folder
-from hybridrl.trainer.startup import USES_GPU, workers_starting
+from hybridrl.trainer.startup import USES_GPU, depends_on_model, workers_starting
 
 if TYPE_CHECKING:
     from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
@@ -40,6 +40,10 @@ def run_supervised(config: SupervisedConfig) -> ProgramResult:
 def _started_trainer(config: SupervisedConfig) -> Iterator["SupervisedTrainer"]:
     """Start everything that `fit` needs; the workers end with the block."""
     validate(config)
+    if depends_on_model(config):
+        from hybridrl.trainer.supervised.prepare_supervised import check_training_engine
+
+        check_training_engine(config)
     settle_folder(config)
     placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]

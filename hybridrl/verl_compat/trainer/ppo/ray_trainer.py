@@ -10,7 +10,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.ppo import advantage
 from hybridrl.trainer.ppo.advantage import apply_kl_penalty
-from hybridrl.trainer.ppo.roles import Role
+from hybridrl.trainer.ppo.role_groups import Role
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.verl_compat.trainer.ppo.utils import WorkerType
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hybridrl import data
 from hybridrl.single_controller.base import Worker
-from hybridrl.trainer.ppo.roles import Role
+from hybridrl.trainer.ppo.role_groups import Role
 from hybridrl.verl_compat.utils.dataset.rl_dataset import with_defaults
 
 __all__ = ["Role", "WorkerType", "create_rl_dataset", "create_rl_sampler", "need_critic", "need_reference_policy"]

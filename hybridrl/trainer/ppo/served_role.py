@@ -62,7 +62,7 @@ class ServedRole:
         log_folder: where the replicas' output goes; None leaves it to Ray.
 
     Attributes:
-        takes_turns: whether a call ends before it returns.
+        blocking: whether a call ends before it returns.
         method_seconds: seconds of each method so far.
     """
 
@@ -76,7 +76,7 @@ class ServedRole:
         log_folder: Path | None = None,
     ) -> None:
         self.role, self.models = role, tuple(models)
-        self.resource_pool, self.takes_turns = pool, shared
+        self.resource_pool, self.blocking = pool, shared
         self.method_seconds: dict[str, float] = {}
         self.supervisors: list[Supervisor] = []
         self._threads, self._log_folder = threads, log_folder
@@ -93,16 +93,16 @@ class ServedRole:
         Raises:
             RolloutError: one does not start; the message holds the end of its log.
         """
-        shares, faults = divide(self.models, [self.world_size], self.takes_turns)
+        shares, faults = divide(self.models, [self.world_size], self.blocking)
         if faults:
             raise RolloutError("; ".join(faults))
         processes = sum(model.devices * count for model, (_, count) in zip(self.models, shares, strict=True))
         threads = self._threads or max(1, available_cores() // processes)
         for model, (first, count) in zip(self.models, shares, strict=True):
-            every = replica_placements(self.resource_pool, model.devices, self.takes_turns)
+            every = replica_placements(self.resource_pool, model.devices, self.blocking)
             placements = every[first // model.devices :][:count]
             self.supervisors.append(Supervisor(self._settings(model, threads), placements))
-        if self.takes_turns:  # one that starts needs the memory that the others give back
+        if self.blocking:  # one that starts needs the memory that the others give back
             for supervisor in self.supervisors:
                 supervisor.start()
                 self._give_back(supervisor)
@@ -154,10 +154,10 @@ class ServedRole:
         started = time.time()
         futures: list[Sequence[Future[Completion]]] = []
         for supervisor, mine in zip(self.supervisors, requests, strict=True):
-            if self.takes_turns and mine:
+            if self.blocking and mine:
                 supervisor.resume()
             futures.append(supervisor.scheduler.submit(mine))
-            if self.takes_turns and mine:
+            if self.blocking and mine:
                 for future in futures[-1]:
                     future.result()
                 self._give_back(supervisor)
@@ -173,12 +173,12 @@ class ServedRole:
             return answer(logprobs)
 
         ready = OnceComputed(collect)
-        if self.takes_turns:
+        if self.blocking:
             ready.get()
         return ready
 
     def _give_back(self, supervisor: Supervisor) -> None:
-        if self.takes_turns and supervisor.settings.spec.config.free_cache_engine:
+        if self.blocking and supervisor.settings.spec.config.free_cache_engine:
             supervisor.release()
 
     def take_spans(self) -> list[TimedSpan]:

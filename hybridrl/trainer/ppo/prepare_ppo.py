@@ -22,10 +22,10 @@ from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
-from hybridrl.trainer.ppo.judge import check_judge_model
-from hybridrl.trainer.ppo.needs import check_algorithm
-from hybridrl.trainer.ppo.served import check_served
-from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
+from hybridrl.trainer.ppo.run_requirements import check_algorithm
+from hybridrl.trainer.ppo.served_judge import check_judge_model
+from hybridrl.trainer.ppo.served_role import check_served
+from hybridrl.trainer.ppo.teacher_rows import check_rows, check_teachers
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
 from hybridrl.workers.losses import check_kl_form, check_router_replay
@@ -49,9 +49,8 @@ def prepare(
     identity = checked_identity(model, tokenizer)
     _check_images(config)
     _check_tokenizers(config, tokenizer)
-    check_engines(config)
+    check_models(config)
     check_kl_form(config)
-    check_router_replay(config)
     check_teachers(config, tokenizer)
     check_judge_model(config)
     reward = create_reward_manager(config, tokenizer)
@@ -101,6 +100,12 @@ def _check_images(config: PPOTrainerConfig) -> None:
             f"actor_rollout_ref.model.path={policy.path} is a vision-language model, and critics of images are not "
             "built: set algorithm.adv_estimator to one without a critic, such as grpo"
         )
+
+
+def check_models(config: PPOTrainerConfig) -> None:
+    """Refuse settings that do not fit the models of the roles."""
+    check_engines(config)
+    check_router_replay(config)
 
 
 def check_engines(config: PPOTrainerConfig) -> None:

@@ -25,7 +25,7 @@ from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.request import Request, request_number
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.scored import Reason, UnscoredError
-from hybridrl.trainer.ppo.served import ServedRole
+from hybridrl.trainer.ppo.served_role import ServedRole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class ServedJudge(ServedRole):
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Have the device memory within the block, where other roles have the devices too."""
-        if not self.takes_turns:
+        if not self.blocking:
             yield
             return
         (supervisor,) = self.supervisors

@@ -14,7 +14,7 @@ from hybridrl.workers.losses import FULL_KL, PolicyLoss
 
 
 @dataclass(frozen=True)
-class Needs:
+class RunRequirements:
     """The results that a run computes for each batch.
 
     Attributes:
@@ -49,7 +49,7 @@ class Needs:
     teacher: bool = False
 
     @classmethod
-    def of(cls, config: PPOTrainerConfig) -> "Needs":
+    def of(cls, config: PPOTrainerConfig) -> "RunRequirements":
         """Derive the needs from the settings and from the inputs that the estimator names."""
         actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
         inputs = named_inputs(algorithm.adv_estimator)
