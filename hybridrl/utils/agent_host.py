@@ -77,7 +77,7 @@ class AgentJob:
     row: Mapping[str, Any] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """What the agent finds in its environment."""
+        """Return the variables of the agent's environment."""
         root = self.base_url.removesuffix("/v1")
         direct = _without_proxy(urllib.parse.urlsplit(self.base_url).hostname or "")
         return {
@@ -161,7 +161,7 @@ def _answer(run: Callable[[AgentJob, Path], Result], job: AgentJob, folder: Path
 
 
 def checked(value: Any) -> Result:
-    """What an agent may return.
+    """Return the result of an agent as numbers and records, or refuse it.
 
     Raises:
         AgentBroken: it is something else.
@@ -208,7 +208,7 @@ def _as_plain(result: Result) -> plain_results.Result:
 
 
 def agent_result(found: plain_results.Result) -> Result:
-    """What the agent returned, of a result of kind `score` or `missing`."""
+    """Return the value that the agent returned, of a result of kind `score` or `missing`."""
     if found.kind == "missing":
         return Unscored(Reason(found.reason), found.text)
     if found.score is None:
@@ -270,7 +270,7 @@ def _plain(value: Any) -> Any:
 
 
 def _content_of(file: Path) -> bytes:
-    """What a command has written.
+    """Return the bytes that a command has written.
 
     Raises:
         AgentBroken: it is no file, or too long.
