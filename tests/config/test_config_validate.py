@@ -272,7 +272,11 @@ def test_sft_that_works_passes(here):
             "save_contents=['hf_model']",
             "no health check could roll back",
         ),
-        ([f"{POLICY}.actor.optim.optimizer_impl=nowhere.optim"], "optimizer_impl=nowhere.optim", "package nowhere is not installed"),
+        (
+            [f"{POLICY}.actor.optim.optimizer_impl=nowhere.optim"],
+            "optimizer_impl=nowhere.optim",
+            "nowhere is not installed",
+        ),
         ([f"{POLICY}.actor.optim.optimizer_impl=./gone.py"], "optimizer_impl=./gone.py", "no such file"),
         ([f"{POLICY}.actor.optim.min_lr=1"], f"{POLICY}.actor.optim.min_lr=1.0", "lr=1e-06"),
         ([f"{POLICY}.actor.optim.optimizer_impl=bitsandbytes.optim"], "bitsandbytes.optim", "torchao.optim"),
