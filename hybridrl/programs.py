@@ -122,7 +122,7 @@ COMMANDS = {
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),
     "simulate": SubCommand(
-        "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.command:main"
+        "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),
     "sandbox-server": SubCommand("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
 }

@@ -19,8 +19,8 @@ from hybridrl.config.checks.check_agents import check_connections
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.processes.frames import MalformedMessage
-from hybridrl.processes.results import LARGEST_RESULT, decode_result
 from hybridrl.processes.template import Template
+from hybridrl.processes.untrusted_results import LARGEST_RESULT, decode_result
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.serve import RunServer

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import HEADER, LARGEST, MalformedMessage
-from hybridrl.processes.streams import FrameStream
 
 _BYTES = "\0bytes"  # the key of what stands for bytes in JSON
 

@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ != "__main__" or TYPE_CHECKING:
-    from hybridrl.sandbox.jail_watch import KILLED, Child, Watch, end_descendants, send
+    from hybridrl.sandbox.jail_watch import KILLED, JailedChild, Watch, end_descendants, send
 else:  # started by its path, where the package cannot be imported
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-    from jail_watch import KILLED, Child, Watch, end_descendants, send
+    from jail_watch import KILLED, JailedChild, Watch, end_descendants, send
 
 _NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mount, pid, net, ipc, uts
 _NEW_USER = 0x10000000
@@ -267,7 +267,7 @@ def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None, ques
             os._exit(_run(program, limits, uid))
         except BaseException as error:
             _report_failure(limits, error)
-    program_process = Child(child)
+    program_process = JailedChild(child)
     while (end := program_process.end()) is None:
         if select.select([question], [], [], _POLL_S)[0]:
             os.read(question, 1)

@@ -37,7 +37,7 @@ class Watch:
     """
 
     def __init__(self, child: int, inner: int, ask: int, wall_s: float, direct: bool) -> None:
-        self._child, self._inner, self._ask, self._wall_s, self._direct = Child(child), inner, ask, wall_s, direct
+        self._child, self._inner, self._ask, self._wall_s, self._direct = JailedChild(child), inner, ask, wall_s, direct
         self._reports: dict[str, Any] = {}
         self._rest = b""
         self.started: float | None = None
@@ -115,7 +115,7 @@ class Watch:
         return {"failed": f"the first process of the sandbox ended with status {end['code']}"}
 
 
-class Child:
+class JailedChild:
     """A child of this process: whether it was stopped, and how it ended.
 
     Args:

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hybridrl.errors import RolloutError
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection
 from hybridrl.processes.peer import JSON, Peer
 from hybridrl.processes.start import end_with_run
-from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire
 from hybridrl.serve.app import create_app

@@ -17,10 +17,10 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import MalformedMessage
 from hybridrl.processes.peer import JSON, Peer
 from hybridrl.processes.start import Child, ending
-from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from hybridrl.simulation.pool import SimulatedPool
+from hybridrl.simulation.simulated_pool import SimulatedPool
 from hybridrl.trainer.ppo.feeder import Feeder, Lot, LotResult
-from hybridrl.trainer.ppo.ledger import Group, GroupState, Ledger, Schedule
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger
 
 
 @dataclass(frozen=True)
 class World:
-    """What a simulated run consists of. All times are in seconds.
+    """A simulated run: its schedule, its latencies and its faults. All times are in seconds.
 
     Attributes:
-        schedule: how far generation runs ahead.
+        schedule: the limits of reading ahead.
         drain: nothing is in flight while weights are published.
         replicas, places: of the pool.
         samples: n, the samples of a prompt.
@@ -33,7 +33,7 @@ class World:
         replica_lost_s: mean time between losses of a replica, exponential; None: none is lost.
     """
 
-    schedule: Schedule
+    schedule: AdmissionSchedule
     drain: bool = False
     replicas: int = 2
     places: int = 3
@@ -52,8 +52,8 @@ class World:
 
 
 @dataclass
-class Checkpoint:
-    """What a resumed run begins with."""
+class SimulatedCheckpoint:
+    """The state that a resumed run begins with."""
 
     ledger: dict[str, Any]
     lots: list[tuple[list[str], list[int]]]
@@ -163,7 +163,9 @@ class Simulation:
 
     # ------------------------------------------------------------------ the run
 
-    async def run(self, checkpoint: Checkpoint | None = None, stop_after: int | None = None) -> Checkpoint | None:
+    async def run(
+        self, checkpoint: SimulatedCheckpoint | None = None, stop_after: int | None = None
+    ) -> SimulatedCheckpoint | None:
         """Train to the last step, or stop without warning after `stop_after` steps.
 
         Returns:
@@ -190,10 +192,10 @@ class Simulation:
 
     async def _step(self) -> None:
         world, results, feeder = self.world, self.results, self.feeder
-        taken = await feeder.take()
-        results.ages += [feeder.ledger.version - group.admitted for group in taken.groups]
-        results.generated_s += sum(map(sum, taken.rows))
-        results.longest_s += max(map(max, taken.rows))
+        step = await feeder.take()
+        results.ages += [feeder.ledger.version - group.admitted for group in step.groups]
+        results.generated_s += sum(map(sum, step.rows))
+        results.longest_s += max(map(max, step.rows))
         if world.shared:
             self.pool.pause()
         self.pool.weights_will_change()
@@ -204,8 +206,8 @@ class Simulation:
         await self.before_publish()
         await asyncio.sleep(world.publish_s)
         self.pool.publish()
-        feeder.release(taken.groups)
-        results.trained.append([group.seq for group in taken.groups])
+        feeder.release(step.groups)
+        results.trained.append([group.seq for group in step.groups])
 
     async def before_publish(self) -> None:
         """Prepare generation for new weights: first the groups that end, then the pause."""
@@ -220,14 +222,16 @@ class Simulation:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> SimulatedCheckpoint:
         """Return the state between two steps."""
         feeder = self.feeder
         lots = [([group.uid for group in lot.groups], [group.seq for group in lot.groups]) for lot in feeder.inflight()]
         trained = [list(step) for step in self.results.trained]
-        return Checkpoint(feeder.ledger.state(), lots, feeder.ready_rows(), feeder.reports(), trained, self.drawn)
+        return SimulatedCheckpoint(
+            feeder.ledger.state(), lots, feeder.ready_rows(), feeder.reports(), trained, self.drawn
+        )
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: SimulatedCheckpoint) -> None:
         """Begin where a checkpoint was written."""
         self.results.trained = [list(step) for step in checkpoint.trained]
         self.drawn = checkpoint.drawn

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import RolloutError
-from hybridrl.processes import results as plain_results
+from hybridrl.processes import untrusted_results as plain_results
 from hybridrl.processes.forked import default_in_children, restore_defaults
 from hybridrl.processes.frames import FrameConnection
 from hybridrl.processes.supervisor import split_off

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.gateway import AgentFailed, AgentHost
 from hybridrl.errors import RolloutError
-from hybridrl.processes.results import MalformedMessage, Result, decode_result
 from hybridrl.processes.supervisor import descendants
+from hybridrl.processes.untrusted_results import MalformedMessage, Result, decode_result
 from hybridrl.scored import Scored
 from hybridrl.utils.agent_host import AgentJob, AgentProgram
 

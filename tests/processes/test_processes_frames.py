@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection, MalformedMessage
 from hybridrl.processes.peer import JSON, PICKLE, Codec, Peer
-from hybridrl.processes.streams import FrameStream
 
 MESSAGES = st.lists(st.binary(max_size=200), max_size=8)
 

@@ -9,29 +9,29 @@ from random import Random
 import pytest
 
 from hybridrl.errors import DataError
-from hybridrl.simulation.command import best, main, response_times, schedules, simulate
+from hybridrl.simulation.simulate_command import best, main, response_times, schedules, simulate
 from hybridrl.simulation.world import World
-from hybridrl.trainer.ppo.ledger import Schedule
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule
 
 EQUAL = World(
-    Schedule(8, lot=8), places=2, samples=2, steps=30, response_s=lambda random: 1.0, reward_s=0.0, learn_s=1.0
+    AdmissionSchedule(8, lot=8), places=2, samples=2, steps=30, response_s=lambda random: 1.0, reward_s=0.0, learn_s=1.0
 )
 
 
 def test_equal_responses_on_shared_devices_gain_nothing() -> None:
     """16 responses on 8 places take 2 s, an update 1 s, new weights 0.5 s; nobody waits for a longest response."""
-    synchronous = simulate(EQUAL, 4, 0, Schedule(8, lot=8), 0)
+    synchronous = simulate(EQUAL, 4, 0, AdmissionSchedule(8, lot=8), 0)
     assert synchronous.step_s == pytest.approx(3.5)
     assert synchronous.ideal_s == pytest.approx(3.5)
     assert (synchronous.mean_age, synchronous.oldest) == (0, 0)
     assert synchronous.training_idle == pytest.approx(2.5 / 3.5)
     assert synchronous.generation_idle == pytest.approx(1.5 / 3.5)
-    assert simulate(EQUAL, 4, 0, Schedule(8, 1), 0).step_s == pytest.approx(3.5, rel=0.05)
+    assert simulate(EQUAL, 4, 0, AdmissionSchedule(8, 1), 0).step_s == pytest.approx(3.5, rel=0.05)
 
 
 def test_split_devices_are_bounded_by_the_slower_half() -> None:
     """Two devices generate 16 responses on 4 places in 4 s; the other two take 2 s for an update."""
-    split = simulate(EQUAL, 4, 2, Schedule(8, 2), 0)
+    split = simulate(EQUAL, 4, 2, AdmissionSchedule(8, 2), 0)
     assert split.ideal_s == pytest.approx(4.5)
     assert 4.5 <= split.step_s < 1.1 * 4.5
 

@@ -12,24 +12,24 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from hybridrl.simulation.pool import SimulatedPool
+from hybridrl.simulation.simulated_pool import SimulatedPool
 from hybridrl.simulation.virtual_loop import HangError, run_virtual
-from hybridrl.simulation.world import Checkpoint, Simulation, World, ideal_step_s
+from hybridrl.simulation.world import SimulatedCheckpoint, Simulation, World, ideal_step_s
 from hybridrl.trainer.ppo.feeder import Lot, LotResult
-from hybridrl.trainer.ppo.ledger import Group, GroupState, Ledger, LedgerError, Schedule
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger, LedgerError
 
 FAULTS: dict[str, Any] = {"reward_lost": 0.03, "uniform": 0.1, "replica_lost_s": 8.0}
 WORLDS = {
-    "synchronous": World(Schedule(4, lot=4), shared=True, **FAULTS),
-    "synchronous, small lots": World(Schedule(4, lot=3, lots_at_once=2), shared=True, **FAULTS),
-    "one step ahead": World(Schedule(4, 1), **FAULTS),
-    "one step ahead, shared devices": World(Schedule(4, 1), shared=True, **FAULTS),
-    "one step ahead, drained": World(Schedule(4, 1), drain=True, **FAULTS),
-    "shared and drained": World(Schedule(4, 1, lot=2), drain=True, shared=True, **FAULTS),
-    "half a step ahead": World(Schedule(4, 0.5), samples=2, **FAULTS),
-    "window": World(Schedule(4, 2, 3), **FAULTS),
-    "deep": World(Schedule(3, 3, 4), **FAULTS),
-    "old groups are dropped": World(Schedule(3, 3, 2, max_age=1), **FAULTS),
+    "synchronous": World(AdmissionSchedule(4, lot=4), shared=True, **FAULTS),
+    "synchronous, small lots": World(AdmissionSchedule(4, lot=3, lots_at_once=2), shared=True, **FAULTS),
+    "one step ahead": World(AdmissionSchedule(4, 1), **FAULTS),
+    "one step ahead, shared devices": World(AdmissionSchedule(4, 1), shared=True, **FAULTS),
+    "one step ahead, drained": World(AdmissionSchedule(4, 1), drain=True, **FAULTS),
+    "shared and drained": World(AdmissionSchedule(4, 1, lot=2), drain=True, shared=True, **FAULTS),
+    "half a step ahead": World(AdmissionSchedule(4, 0.5), samples=2, **FAULTS),
+    "window": World(AdmissionSchedule(4, 2, 3), **FAULTS),
+    "deep": World(AdmissionSchedule(3, 3, 4), **FAULTS),
+    "old groups are dropped": World(AdmissionSchedule(3, 3, 2, max_age=1), **FAULTS),
 }
 LIMIT_S = 5000.0  # of simulated time; these runs take some hundred seconds
 
@@ -144,7 +144,7 @@ class BurstsAfterResume(Simulation):
 class DropsReadyGroups(Simulation):
     """A checkpoint without the groups that are ready."""
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> SimulatedCheckpoint:
         checkpoint = super().checkpoint()
         live = checkpoint.ledger["live"]
         checkpoint.ledger["live"] = [group for group in live if group["state"] != GroupState.READY.value]
@@ -202,7 +202,7 @@ def test_drained_a_run_does_not_depend_on_times(
     """Step j trains on the same groups, answered by version max(0, j - S), however long generation takes."""
 
     def run(**settings: Any) -> Simulation:
-        world = World(Schedule(4, staleness, lot=lot), drain=True, reward_s=0.0, **settings)
+        world = World(AdmissionSchedule(4, staleness, lot=lot), drain=True, reward_s=0.0, **settings)
         simulation = Simulation(world, seed)
         run_virtual(simulation.run(), LIMIT_S)
         return simulation
@@ -215,7 +215,7 @@ def test_drained_a_run_does_not_depend_on_times(
 
 
 def test_without_read_ahead_all_tokens_are_those_of_the_newest_weights() -> None:
-    simulation = Simulation(World(Schedule(4, lot=4), shared=True), 1)
+    simulation = Simulation(World(AdmissionSchedule(4, lot=4), shared=True), 1)
     run_virtual(simulation.run(), LIMIT_S)
     assert simulation.results.ages == [0] * 24
 
@@ -223,7 +223,14 @@ def test_without_read_ahead_all_tokens_are_those_of_the_newest_weights() -> None
 def test_a_step_is_never_faster_than_the_ideal() -> None:
     """Equal responses on own devices: the mean step reaches the ideal T* but for its start and end."""
     world = World(
-        Schedule(6, 2), replicas=2, places=3, steps=60, response_s=even, reward_s=0.0, learn_s=0.5, publish_s=0.1
+        AdmissionSchedule(6, 2),
+        replicas=2,
+        places=3,
+        steps=60,
+        response_s=even,
+        reward_s=0.0,
+        learn_s=0.5,
+        publish_s=0.1,
     )
     simulation = Simulation(world, 3)
     _, seconds = run_virtual(simulation.run(), LIMIT_S)
@@ -234,7 +241,9 @@ def test_a_step_is_never_faster_than_the_ideal() -> None:
 
 def test_reading_ahead_hides_the_shorter_of_generation_and_training() -> None:
     def seconds(staleness: int, shared: bool) -> float:
-        world = World(Schedule(6, staleness, lot=1 if staleness else 6), steps=40, response_s=even, shared=shared)
+        world = World(
+            AdmissionSchedule(6, staleness, lot=1 if staleness else 6), steps=40, response_s=even, shared=shared
+        )
         return run_virtual(Simulation(world, 0).run(), LIMIT_S)[1]
 
     assert seconds(1, False) < 0.8 * seconds(0, True)
@@ -268,7 +277,7 @@ def test_an_error_of_a_lot_is_raised_by_the_step_that_waits() -> None:
                 raise ZeroDivisionError("the reward of group 5")
             return await super().answer(lot)
 
-    simulation = Fails(World(Schedule(2, 1)), 0)
+    simulation = Fails(World(AdmissionSchedule(2, 1)), 0)
     with pytest.raises(ZeroDivisionError):
         run_virtual(simulation.run(), LIMIT_S)
     # Nothing is lost: the group is in flight for a checkpoint, with its key.
@@ -293,7 +302,7 @@ def test_reports_belong_to_the_step_that_trains_on_their_lots() -> None:
             self.feeder.take = taken  # type: ignore[method-assign]
 
     for seed in range(20):
-        simulation = Reports(World(Schedule(3, 1, lot=1), drain=True, uniform=0.3), seed)
+        simulation = Reports(World(AdmissionSchedule(3, 1, lot=1), drain=True, uniform=0.3), seed)
         simulation.reports = []
         run_virtual(simulation.run(), LIMIT_S)
         reported = [seq for step in simulation.reports for seq in step]

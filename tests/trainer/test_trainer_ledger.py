@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridrl.trainer.ppo.ledger import Group, GroupState, Ledger, LedgerError, Schedule
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger, LedgerError
 
 INFLIGHT, READY, TAKEN = GroupState.INFLIGHT, GroupState.READY, GroupState.TAKEN
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> AdmissionSchedule:
     prompts = draw(st.integers(1, 5))
     staleness = draw(st.sampled_from([0, 0.5, 1, 1.4, 2, 3]))
     window = draw(st.integers(1, math.floor(staleness * prompts) + 1))
     if not staleness:
-        return Schedule(prompts, 0, 1, draw(st.integers(1, 7)), draw(st.integers(1, 3)))
+        return AdmissionSchedule(prompts, 0, 1, draw(st.integers(1, 7)), draw(st.integers(1, 3)))
     free = math.floor((1 + staleness) * prompts) - (window - 1) - (prompts - 1)
-    return Schedule(prompts, staleness, window, draw(st.integers(1, free)))
+    return AdmissionSchedule(prompts, staleness, window, draw(st.integers(1, free)))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -32,7 +32,7 @@ class LedgerMachine(RuleBasedStateMachine):
     ledger: Ledger
 
     @initialize(schedule=schedules())
-    def begin(self, schedule: Schedule) -> None:
+    def begin(self, schedule: AdmissionSchedule) -> None:
         self.schedule = schedule
         self.history: dict[int, str] = {}
         self.ages: list[int] = []
@@ -124,7 +124,7 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
-def with_states(schedule: Schedule, states: str) -> tuple[Ledger, list[Group]]:
+def with_states(schedule: AdmissionSchedule, states: str) -> tuple[Ledger, list[Group]]:
     """A ledger whose groups are in flight (i) or ready (r)."""
     ledger = Ledger(schedule)
     groups: list[Group] = []
@@ -151,12 +151,12 @@ def with_states(schedule: Schedule, states: str) -> tuple[Ledger, list[Group]]:
     ],
 )
 def test_the_window_limits_how_many_pass_an_unfinished_group(window: int, states: str, expected: list[int]) -> None:
-    ledger, _ = with_states(Schedule(2, 2, window), states)
+    ledger, _ = with_states(AdmissionSchedule(2, 2, window), states)
     assert [group.seq for group in ledger.takeable()] == expected
 
 
 def test_groups_that_passed_in_earlier_steps_count() -> None:
-    ledger, groups = with_states(Schedule(1, 3, 3), "ir")
+    ledger, groups = with_states(AdmissionSchedule(1, 3, 3), "ir")
     ledger.release(ledger.take())
     ledger.ready(ledger.admit(["2"])[0])
     ledger.release(ledger.take())  # the second that passes group 0
@@ -167,7 +167,7 @@ def test_groups_that_passed_in_earlier_steps_count() -> None:
 
 
 def test_taken_groups_keep_their_slots_until_the_weights_are_published() -> None:
-    ledger, _ = with_states(Schedule(2, 1, 1), "rrii")
+    ledger, _ = with_states(AdmissionSchedule(2, 1, 1), "rrii")
     assert ledger.room() == 0
     groups = ledger.take()
     assert ledger.room() == 0
@@ -176,7 +176,7 @@ def test_taken_groups_keep_their_slots_until_the_weights_are_published() -> None
 
 
 def test_without_read_ahead_a_lot_is_admitted_when_a_step_lacks_groups() -> None:
-    ledger = Ledger(Schedule(3, 0, 1, lot=2))
+    ledger = Ledger(AdmissionSchedule(3, 0, 1, lot=2))
     first = ledger.admit(["a", "b"])
     assert (ledger.room(), ledger.missing()) == (0, 1)  # one lot after another
     ledger.ready(first[0])
@@ -191,7 +191,7 @@ def test_without_read_ahead_a_lot_is_admitted_when_a_step_lacks_groups() -> None
 
 
 def test_lots_at_once() -> None:
-    ledger = Ledger(Schedule(4, 0, 1, lot=2, lots_at_once=2))
+    ledger = Ledger(AdmissionSchedule(4, 0, 1, lot=2, lots_at_once=2))
     ledger.admit(["a", "b"])
     assert ledger.room() == 1
     ledger.admit(["c", "d"])
@@ -199,7 +199,7 @@ def test_lots_at_once() -> None:
 
 
 def test_stale_groups_are_those_that_would_be_too_old_after_the_next_update() -> None:
-    ledger, groups = with_states(Schedule(1, 3, 1, max_age=1), "riri")
+    ledger, groups = with_states(AdmissionSchedule(1, 3, 1, max_age=1), "riri")
     ledger.release(ledger.take())
     assert ledger.stale() == [groups[1], groups[2], groups[3]]  # admitted at 0; the next update makes version 2
     young = ledger.admit(["young"])[0]
@@ -207,7 +207,7 @@ def test_stale_groups_are_those_that_would_be_too_old_after_the_next_update() ->
 
 
 def test_a_resumed_group_in_flight_keeps_its_key_and_gets_the_weights_of_now() -> None:
-    ledger, groups = with_states(Schedule(1, 2, 1), "rii")
+    ledger, groups = with_states(AdmissionSchedule(1, 2, 1), "rii")
     ledger.release(ledger.take())
     resumed = Ledger(ledger.schedule)
     resumed.load(ledger.state())
@@ -216,10 +216,10 @@ def test_a_resumed_group_in_flight_keeps_its_key_and_gets_the_weights_of_now() -
 
 
 def test_a_checkpoint_of_a_deeper_schedule_is_drained_and_not_refused() -> None:
-    ledger, _ = with_states(Schedule(1, 3, 1), "rrrr")
+    ledger, _ = with_states(AdmissionSchedule(1, 3, 1), "rrrr")
     ledger.release(ledger.take())
     ledger.release(ledger.take())
-    shallow = Ledger(Schedule(1, 0, 1))
+    shallow = Ledger(AdmissionSchedule(1, 0, 1))
     shallow.load(ledger.state())
     assert shallow.room() == 0
     shallow.release(shallow.take())  # two versions old, as the checkpoint's schedule allowed
@@ -243,7 +243,7 @@ def test_a_checkpoint_of_a_deeper_schedule_is_drained_and_not_refused() -> None:
     ],
 )
 def test_transitions_that_lose_or_double_a_group_are_refused(events: Any) -> None:
-    ledger = Ledger(Schedule(2, 2, 1, lot=2))
+    ledger = Ledger(AdmissionSchedule(2, 2, 1, lot=2))
     group = ledger.admit(["a", "b"])[0]
     ledger.ready(group)
     with pytest.raises(LedgerError):
@@ -251,7 +251,7 @@ def test_transitions_that_lose_or_double_a_group_are_refused(events: Any) -> Non
 
 
 def test_a_taken_group_is_not_saved() -> None:
-    ledger, _ = with_states(Schedule(1, 1, 1), "r")
+    ledger, _ = with_states(AdmissionSchedule(1, 1, 1), "r")
     ledger.take()
     with pytest.raises(LedgerError):
         ledger.state()
@@ -271,7 +271,7 @@ def test_a_taken_group_is_not_saved() -> None:
 )
 def test_impossible_schedules_are_refused(numbers: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        Schedule(**numbers)
+        AdmissionSchedule(**numbers)
 
 
 @given(prompts=st.integers(1, 512), staleness=st.floats(0, 8), data=st.data())
@@ -281,12 +281,12 @@ def test_the_bound_is_the_staleness_for_every_window(prompts: int, staleness: fl
     if ahead < 1:
         return
     window = data.draw(st.integers(1, math.floor(staleness * prompts) + 1))
-    assert Schedule(prompts, staleness, window).bound <= math.ceil(staleness)
+    assert AdmissionSchedule(prompts, staleness, window).bound <= math.ceil(staleness)
 
 
 def test_the_journal_has_each_transition() -> None:
     lines: list[tuple[str, dict[str, Any]]] = []
-    ledger = Ledger(Schedule(1, 1, 1), lambda event, **fields: lines.append((event, fields)))
+    ledger = Ledger(AdmissionSchedule(1, 1, 1), lambda event, **fields: lines.append((event, fields)))
     first, second = ledger.admit(["a"])[0], ledger.admit(["b"])[0]
     ledger.ready(first, tokens=7)
     ledger.void(second, "uniform")

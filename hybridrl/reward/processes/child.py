@@ -28,8 +28,8 @@ from typing import Any
 from hybridrl.errors import RewardError
 from hybridrl.processes.forked import default_in_children
 from hybridrl.processes.frames import FrameConnection
-from hybridrl.processes.results import Result
 from hybridrl.processes.supervisor import split_off
+from hybridrl.processes.untrusted_results import Result
 from hybridrl.reward.function import LoadedFunction, RewardFunction, load
 from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready, encode
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.processes.results import Result
+from hybridrl.processes.untrusted_results import Result
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.handle import RewardJob, RewardProcess
 from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready

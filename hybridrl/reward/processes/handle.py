@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import LARGEST, MalformedMessage
 from hybridrl.processes.start import Child, ending
-from hybridrl.processes.streams import FrameStream
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.child import CELL, IDLE, Cell
 from hybridrl.reward.processes.messages import Message, Ready, decode, pickled

@@ -1,7 +1,7 @@
 """Messages between the pool and its processes.
 
 Samples go to a process pickled. What comes back is JSON of a fixed form, checked on arrival
-(`hybridrl.processes.results`): a reward function cannot have the run execute anything.
+(`hybridrl.processes.untrusted_results`): a reward function cannot have the run execute anything.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.processes.frames import MalformedMessage
-from hybridrl.processes.results import Result, is_number
+from hybridrl.processes.untrusted_results import Result, is_number
 from hybridrl.reward.signature import RewardCall
 
 

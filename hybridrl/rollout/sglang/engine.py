@@ -23,9 +23,9 @@ from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, S
 from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.peer import PICKLE, Peer
 from hybridrl.processes.start import Child
-from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
     EngineSpec,

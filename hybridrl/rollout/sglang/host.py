@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection
 from hybridrl.processes.peer import PICKLE, Peer
 from hybridrl.processes.start import end_with_run
-from hybridrl.processes.streams import FrameStream
 from hybridrl.rollout.sglang import wire
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ class Lot(Generic[P]):
 
 @dataclass(frozen=True)
 class LotResult(Generic[R]):
-    """How the groups of a lot ended. Each uid of the lot is in exactly one of the two mappings.
+    """The ends of the groups of a lot. Each uid of the lot is in exactly one of the two mappings.
 
     Attributes:
         rows: scored groups, by uid.

@@ -35,7 +35,7 @@ class LedgerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class AdmissionSchedule:
     """The numbers that bound how far generation runs ahead of training.
 
     Attributes:
@@ -121,7 +121,7 @@ class Ledger:
         live: groups in flight, ready or taken, by `seq`.
     """
 
-    def __init__(self, schedule: Schedule, journal: Callable[..., None] | None = None) -> None:
+    def __init__(self, schedule: AdmissionSchedule, journal: Callable[..., None] | None = None) -> None:
         self.schedule = schedule
         self.version = 0
         self.admitted = self.released = 0

@@ -17,7 +17,7 @@ from typing import Any
 from hybridrl.errors import DataError, UserError
 from hybridrl.simulation.virtual_loop import run_virtual
 from hybridrl.simulation.world import Simulation, World, ideal_step_s
-from hybridrl.trainer.ppo.ledger import Schedule
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule
 
 _CLOSE = 1.03  # a schedule within 3 % of the fastest is as good, if it reads less ahead
 _HEADERS = ("devices", "S", "W", "s/step", "speed", "of ideal", "generation idle", "training idle", "age", "oldest")
@@ -63,7 +63,7 @@ class SimulatedSchedule:
         )
 
 
-def simulate(world: World, devices: int, generating: int, schedule: Schedule, seed: int) -> SimulatedSchedule:
+def simulate(world: World, devices: int, generating: int, schedule: AdmissionSchedule, seed: int) -> SimulatedSchedule:
     """Run one schedule.
 
     Args:
@@ -139,15 +139,15 @@ def _seconds(path: Path, seconds_per_token: float) -> Iterator[float]:
         yield value
 
 
-def schedules(prompts: int, staleness: Sequence[float], windows: Sequence[int]) -> Iterator[Schedule]:
+def schedules(prompts: int, staleness: Sequence[float], windows: Sequence[int]) -> Iterator[AdmissionSchedule]:
     """Yield every combination that is possible; without read-ahead a step is one lot."""
     for ahead in staleness:
         for window in windows if ahead else [1]:
             if window <= math.floor(ahead * prompts) + 1:
-                yield Schedule(prompts, ahead, window, lot=1 if ahead else prompts)
+                yield AdmissionSchedule(prompts, ahead, window, lot=1 if ahead else prompts)
 
 
-def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.simulation.command") -> int:
+def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.simulation.simulate_command") -> int:
     """Run the command line.
 
     Returns:
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
     except (UserError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    synchronous = simulate(world, args.devices, 0, Schedule(args.prompts, lot=args.prompts), args.seed)
+    synchronous = simulate(world, args.devices, 0, AdmissionSchedule(args.prompts, lot=args.prompts), args.seed)
     rows = [synchronous]
     for plan in plans:
         splits = range(args.devices if plan.staleness else 0)  # 0: all devices are shared
@@ -190,7 +190,7 @@ def _world(args: argparse.Namespace) -> World:
     else:
         raise ValueError(f"--median: {args.median:g} is given; it has to be more than 0")
     return World(
-        Schedule(args.prompts),
+        AdmissionSchedule(args.prompts),
         places=args.places,
         samples=args.samples,
         steps=args.steps,
