@@ -80,7 +80,7 @@ def _(loss):
 @breaks_in_step_two("killed_while_saving")
 def _(loss):
     if torch.distributed.get_rank() == 1:
-        saved_parts.write_boxes = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        saved_parts.write_slices = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     return loss
 
 

@@ -53,7 +53,7 @@ def held(name, function):
     return wrapper
 
 rollout.HFRollout.generate = held("generation", rollout.HFRollout.generate)
-saved_parts.write_boxes = held("save", saved_parts.write_boxes)
+saved_parts.write_slices = held("save", saved_parts.write_slices)
 register_policy_loss("held")(held("update", get_policy_loss_fn("vanilla")))
 """
 
