@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hybridrl.processes.forked import keep_blocked_in_children
 
@@ -53,10 +53,11 @@ def ignore_stop_signals() -> None:
 
 
 @contextlib.contextmanager
-def keeping_handlers() -> Iterator[None]:
+def keeping_handlers() -> Iterator[Callable[[], None]]:
     """Undo that the block replaces handlers of stop signals: Ray's core aborts the process where it gets SIGTERM.
 
-    Unlike `signal.signal`, it works in every thread. A signal without a handler of this process is left as it is.
+    Unlike `signal.signal`, it works in every thread. A signal without a handler of this process is left as it is. The
+    block gets a function that undoes it at once.
     """
     library, before = ctypes.CDLL(None), {}
     for number in STOP_SIGNALS:
@@ -64,11 +65,15 @@ def keeping_handlers() -> Iterator[None]:
         library.sigaction(number, None, action)
         if ctypes.c_void_p.from_buffer(action).value not in (None, int(signal.SIG_IGN)):  # None: the default
             before[number] = action
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for number, action in before.items():
             library.sigaction(number, action, None)
+
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 def keep_exit_codes(adopt_orphans: bool = True) -> None:

@@ -114,5 +114,5 @@ def test_log_probs_of_a_model(half_billion: Path, figures, monkeypatch: pytest.M
 
     found = log_probs(use_torch_compile=compiled)
     exact = log_probs(dtype="float32")
-    monkeypatch.setattr(varlen, "_package_function", lambda: None)
+    monkeypatch.setattr(varlen, "package_function", lambda: None)
     figures(**check_errors(found, log_probs(), exact))

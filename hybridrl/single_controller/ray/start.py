@@ -81,6 +81,23 @@ class _GivenUpError(Exception):
         self.late_agent = late_agent
 
 
+@contextlib.contextmanager
+def calling_after_core_starts(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function as soon as Ray's core runs in this process: the rest of `ray.init` takes a second and more."""
+    core_class = ray._raylet.CoreWorker
+
+    def started(*args: Any, **named: Any) -> Any:
+        core = core_class(*args, **named)
+        function()
+        return core
+
+    ray._raylet.CoreWorker = started
+    try:
+        yield
+    finally:
+        ray._raylet.CoreWorker = core_class
+
+
 class _Patience:
     """Waits in place of Ray."""
 
