@@ -84,18 +84,18 @@ class _GivenUpError(Exception):
 @contextlib.contextmanager
 def calling_after_core_starts(function: Callable[[], None]) -> Iterator[None]:
     """Call a function as soon as Ray's core runs in this process: the rest of `ray.init` takes a second and more."""
-    core_class = ray._raylet.CoreWorker
+    core_class = ray._raylet.CoreWorker  # type: ignore[attr-defined]
 
     def started(*args: Any, **named: Any) -> Any:
         core = core_class(*args, **named)
         function()
         return core
 
-    ray._raylet.CoreWorker = started
+    ray._raylet.CoreWorker = started  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        ray._raylet.CoreWorker = core_class
+        ray._raylet.CoreWorker = core_class  # type: ignore[attr-defined]
 
 
 class _Patience:
