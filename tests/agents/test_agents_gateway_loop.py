@@ -215,11 +215,11 @@ def test_only_an_agent_that_gives_up_on_its_length_counts_as_cut(rollout: Any) -
 
 def test_what_an_agent_returns_after_its_server_was_lost_is_no_score(rollout: Any) -> None:
     gateway, process = rollout[0].agents.gateways["gateway_agent"], rollout[0].server.process
-    before = process.process
+    before = process.pid
     rollout[1].calls.clear()  # those of other tests
-    lost = threading.Thread(target=_kill_once_used, args=(rollout[1], before.pid))
+    lost = threading.Thread(target=_kill_once_used, args=(rollout[1], before))
     lost.start()
-    batch = generated(rollout, ["shrugs"], mark=str(before.pid))
+    batch = generated(rollout, ["shrugs"], mark=str(before))
     lost.join()
     assert len(batch) == 0
     assert [one.unscored.reason for one in batch.meta_info[MISSING_SAMPLES]] == [Reason.INFRA]
