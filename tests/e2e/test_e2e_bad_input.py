@@ -545,7 +545,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(
         if moment == "ray starts":
             job.wait_for(lambda: "generating with" in job.output)
         else:
-            job.wait_for(lambda: any("ray::" in name for name in processes_of(mark)), every=0.25)
+            job.wait_for(lambda: any("ray::" in name and "IDLE" not in name for name in processes_of(mark)), every=0.25)
         os.killpg(job.process.pid, number)  # as a terminal and `timeout` do: to the whole group
         assert job.wait() == status, job.output[-4000:]
     finally:
