@@ -411,7 +411,7 @@ def test_tools_of_a_yaml_file_and_of_a_python_file(tmp_path: Path) -> None:
         ("tools: [", "tools.yaml"),
         ("tools:\n- config: {}", r"tools\[0\]: it has no class_name"),
         ("tools:\n- class_name: calculater", "calculater"),
-        ("tools:\n- class_name: json.JSONDecoder", "no class derived from"),
+        ("tools:\n- class_name: json.JSONDecoder", "not a class derived from"),
         ("tools:\n- class_name: calculator\n- class_name: calculator", "several tools are called calculator"),
         ("tools:\n- class_name: search", "retrieval_service_url"),
         ("tools:\n- class_name: calculator\n  schema: {}", "has schema"),

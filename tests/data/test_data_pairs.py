@@ -79,7 +79,7 @@ def test_earlier_turns_are_read_and_not_learned(write: Any, tokenizer: Any) -> N
         ({**ROW, "chosen": answer("1") + answer("2")}, "2 messages that begin with one of the assistant"),
         (
             {"chosen": [*PROMPT, *answer("12")], "rejected": [{"role": "user", "content": "No"}, *answer("21")]},
-            "no answers to one prompt: the conversations differ from message 0 on",
+            "do not answer one prompt: the conversations differ from message 0 on",
         ),
         (
             {"chosen": [*PROMPT, *answer("12")], "rejected": [*PROMPT, *answer("1"), *PROMPT, *answer("21")]},
