@@ -59,7 +59,7 @@ def test_prompt_and_response_may_be_inside_a_column(write, tokenizer):
         assert make(write(name, [row]), tokenizer, **columns, **inside)[0] == wanted
     with pytest.raises(DataError, match=r"line 1: data.prompt_dict_keys=\['ask'\].*'info'.*asked, answer.*'ask'"):
         make(write("c.jsonl", [row]), tokenizer, **columns, prompt_dict_keys=["ask"])
-    with pytest.raises(DataError, match=r"data.response_dict_keys=\['answer', 'text'\].*no mapping"):
+    with pytest.raises(DataError, match=r"data.response_dict_keys=\['answer', 'text'\].*not a mapping"):
         make(write("d.jsonl", [row]), tokenizer, **columns, **{**inside, "response_dict_keys": ["answer", "text"]})
 
 

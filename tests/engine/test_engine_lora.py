@@ -253,7 +253,10 @@ def test_a_critic_trains_its_head_as_a_whole(micro_model: Path, tmp_path: Path) 
     path = str(tmp_path / "hf_model" / lora.FOLDER)
     merged = make_engine(tmp_path / "hf_model", "value_model")
     loaded = make_engine(micro_model, "value_model", model={"lora_adapter_path": path})
-    for other, tolerance in ((resumed, 0), (loaded, 0), (merged, 1e-5)):
+    for other in (resumed, loaded):  # the weights are the same; sums of one kernel may differ with where they lie
+        for name, weight in engine.model_state.trainable.items():
+            assert torch.equal(weight, other.model_state.trainable[name]), name
+    for other, tolerance in ((resumed, 1e-6), (loaded, 1e-6), (merged, 1e-5)):
         found = other.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))["values"]
         torch.testing.assert_close(found, values, atol=tolerance, rtol=tolerance)
     told = json.loads((tmp_path / "hf_model" / lora.FOLDER / lora.CONFIG_FILE).read_text())
