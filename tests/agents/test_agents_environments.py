@@ -141,7 +141,7 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
         "environments: [{name: a}]": "class_name",
         "environments: [{class_name: a}]": "'a'; choose from gymnasium",
         "environments: [{class_name: length, color: red}]": "color",
-        f"environments: [{{class_name: {Length.__module__}.PIECE}}]": "no class",
+        f"environments: [{{class_name: {Length.__module__}.PIECE}}]": "not a class",
         "environments: [{class_name: builtins.dict}]": "has no reset and no step",
         "environments: [{class_name: gymnasium}]": "config.id is missing",
         "a: [": "not readable YAML",

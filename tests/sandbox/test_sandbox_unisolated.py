@@ -101,6 +101,9 @@ def as_nobody(tmp: Path, calls: str, left: int | None = None) -> list:
             children.append(pid)
         from hybridrl.sandbox import Limits, LocalSandbox, Program, SandboxError, jail
         if {left!r} is not None:
+            deadline = time.monotonic() + 60
+            while jail._tasks({NOBODY}) > 1 + len(children) and time.monotonic() < deadline:
+                time.sleep(0.1)  # processes of the test before are still ending
             most = jail._tasks({NOBODY}) + {left!r}
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         def tried(call):
