@@ -93,7 +93,7 @@ class AgentJob:
 
 
 def _without_proxy(host: str) -> str:
-    """What `NO_PROXY` lists already, and a machine of this run."""
+    """Return the value of `NO_PROXY` with a machine of this run added."""
     listed = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")).split(",")
     names = dict.fromkeys(name.strip() for name in listed if name.strip())
     return "*" if "*" in names else ",".join(dict.fromkeys([*names, host]))  # next to other names, * means nothing
@@ -217,7 +217,7 @@ def agent_result(found: plain_results.Result) -> Result:
 
 
 def _loaded(program: AgentProgram) -> Callable[[AgentJob, Path], Result]:
-    """What runs the agent of a job; it may make the folder, which is removed with the agent."""
+    """Return what runs the agent of a job; it may make the folder, which is removed with the agent."""
     if program.function is None:
         return lambda job, folder: _run_command(program.command, job, folder)
     key = f"{KEY}.function"
