@@ -149,15 +149,15 @@ def _answer(run: Callable[[AgentJob, Path], Result], job: AgentJob, folder: Path
     try:
         return plain_results.encode_result(_as_plain(checked(run(job, folder))))
     except UnscoredError as error:
-        found = _as_plain(error.unscored)
+        result = _as_plain(error.unscored)
     except (AgentBroken, MemoryError) as error:
-        found = plain_results.Result("bad", text=str(error) or "the agent ran out of memory")
+        result = plain_results.Result("bad", text=str(error) or "the agent ran out of memory")
     except BaseException as error:  # sys.exit() of an agent ends the agent
         text = "".join(traceback.format_exception(error)).rstrip()
         if len(text) > 2 * _MOST_TEXT:
             text = f"{text[:_MOST_TEXT]}\n... {len(text) - 2 * _MOST_TEXT} characters ...\n{text[-_MOST_TEXT:]}"
-        found = plain_results.Result("raised", text=text)
-    return plain_results.encode_result(found)
+        result = plain_results.Result("raised", text=text)
+    return plain_results.encode_result(result)
 
 
 def checked(value: Any) -> Result:
@@ -172,15 +172,15 @@ def checked(value: Any) -> Result:
     if reward is not None:
         if not isinstance(value, Scored):
             return reward
-        found = Scored(reward, value.extra)
+        scored = Scored(reward, value.extra)
         try:
-            plain_results.encode_result(_as_plain(found))
+            plain_results.encode_result(_as_plain(scored))
         except (ValueError, TypeError, RecursionError) as error:
             raise AgentBroken(
                 f"an agent returned a Scored whose extra cannot be sent to the run ({error}); it may hold numbers, "
                 "text, lists and dicts"
             ) from error
-        return found
+        return scored
     try:
         shown = f"{value!r:.200}"
     except Exception:  # of the user's class, or nested too deeply
@@ -207,13 +207,13 @@ def _as_plain(result: Result) -> plain_results.Result:
     return plain_results.Result("score", result)
 
 
-def agent_result(found: plain_results.Result) -> Result:
+def agent_result(result: plain_results.Result) -> Result:
     """Return the value that the agent returned, of a result of kind `score` or `missing`."""
-    if found.kind == "missing":
-        return Unscored(Reason(found.reason), found.text)
-    if found.score is None:
+    if result.kind == "missing":
+        return Unscored(Reason(result.reason), result.text)
+    if result.score is None:
         return None
-    return found.score if found.extra is None else Scored(found.score, found.extra)
+    return result.score if result.extra is None else Scored(result.score, result.extra)
 
 
 def _loaded(program: AgentProgram) -> Callable[[AgentJob, Path], Result]:
@@ -288,11 +288,11 @@ def _score_in(data: bytes) -> Result:
     """The score that a command has written, or the reason why there is none."""
     text = data.decode("utf-8", "backslashreplace")
     try:
-        found = json.loads(text)
-        if isinstance(found, dict) and "unscored" in found:
-            return Unscored(Reason(found["unscored"]), str(found.get("detail", "")))
-        if isinstance(found, dict):
-            return checked(Scored(float(found["reward"]), found.get("extra") or {}))
-        return checked(found)
+        answer = json.loads(text)
+        if isinstance(answer, dict) and "unscored" in answer:
+            return Unscored(Reason(answer["unscored"]), str(answer.get("detail", "")))
+        if isinstance(answer, dict):
+            return checked(Scored(float(answer["reward"]), answer.get("extra") or {}))
+        return checked(answer)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise AgentBroken(f"the agent wrote {text!r:.200} to $HYBRIDRL_SCORE; it must be {_SCORE_FORM}") from error
