@@ -182,11 +182,11 @@ def checked(value: Any) -> Result:
             ) from error
         return scored
     try:
-        shown = f"{value!r:.200}"
+        excerpt = f"{value!r:.200}"
     except Exception:  # of the user's class, or nested too deeply
-        shown = f"a {type(value).__name__} that cannot be shown"
+        excerpt = f"a {type(value).__name__} that cannot be shown"
     raise AgentBroken(
-        f"an agent returned {shown}; it must return a finite number, a hybridrl.scored.Scored or Unscored, "
+        f"an agent returned {excerpt}; it must return a finite number, a hybridrl.scored.Scored or Unscored, "
         "or None, which leaves the score to the reward function"
     )
 
