@@ -115,21 +115,25 @@ def by_streaming(setting: Setting) -> None:
         setting.place(name, value)
 
 
-def run(rank: int, port: int, arguments: argparse.Namespace, processes: int) -> None:
-    """One process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
-    config = Qwen3Config(
+def model_config(layers: int) -> Qwen3Config:
+    """Return the configuration of a model of some layers, whose weights are resharded."""
+    return Qwen3Config(
         vocab_size=8192,
         hidden_size=1024,
         intermediate_size=3072,
-        num_hidden_layers=arguments.layers,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=64,
         tie_word_embeddings=False,
     )
-    specs, layers = model_tensors(config)
+
+
+def run(rank: int, port: int, arguments: argparse.Namespace, processes: int) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
+    specs, layers = model_tensors(model_config(arguments.layers))
     megatron = arguments.training == "megatron"
     training: Layout = MegatronLayout(tp=processes) if megatron else ShardedLayout(processes)
     tp = min(arguments.generation_tp, processes)
