@@ -132,7 +132,10 @@ class UmpireSettings:
         ("{strategy: nowhere, engine: {strategy: nowhere}}", r"roles\.umpire\.strategy=nowhere: unknown; .* fsdp2"),
         ("model.path=./gone", r"roles\.umpire\.model\.path=\./gone"),
         ("engine.forward_only=true", r"roles\.umpire\.engine\.forward_only=True: roles\.umpire is trained"),
-        ("optim.*is not installed"),
+        (
+            "optim.optimizer_impl=nowhere.optim",
+            r"roles\.umpire\.optim\.optimizer_impl=nowhere\.optim: the package nowhere is not installed",
+        ),
         ("checkpoint.save_contents=[hf_model]", r"roles\.umpire\.checkpoint\.load_contents has model"),
         ("optim.lr=-1", r"roles\.umpire\.optim\.lr=-1"),
     ],

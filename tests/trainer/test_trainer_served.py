@@ -142,7 +142,7 @@ def test_models_take_turns_on_the_policys_devices(
         scores = scores_of(micro_reward_model, as_generated(micro_reward_model, fields.batch))
         dumped = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
         assert sorted(row["rm_scores"] for row in dumped) == pytest.approx(sorted(scores), abs=1e-5)
-        assert trainer.groups["reward_model"].pools[0].settings.spec.max_model_len == 2 * 30 + 256
+        assert trainer.groups["reward_model"].supervisors[0].settings.spec.max_model_len == 2 * 30 + 256
 
 
 def test_a_text_that_is_too_long_is_named(
