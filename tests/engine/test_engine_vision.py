@@ -247,8 +247,8 @@ def test_a_text_model_has_no_tower_to_freeze(micro_model: Path) -> None:
         make_engine(micro_model, freeze_vision_tower=True)
 
 
-#: of an optimizer whose step is linear in the gradient. Adam's first steps divide by its size: a gradient that is zero but
-#: for rounding moves a weight as far as any other, and in two ranks by another sum.
+#: of an optimizer whose step is linear in the gradient. Adam's first steps divide by its size: a gradient that is zero
+#: but for rounding moves a weight as far as any other, and in two ranks by another sum.
 LINEAR = {"optimizer": "SGD", "lr": 0.5}
 
 
