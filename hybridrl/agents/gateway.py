@@ -26,6 +26,7 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.serve import RunServer
 from hybridrl.utils.agent_host import KEY, AgentJob, AgentProgram, Result, agent_result
 from hybridrl.utils.files import check_writable
+from hybridrl.utils.movement import watch_of
 
 _CALL_S = 60.0
 _PAUSE_S = 1.0
@@ -311,7 +312,10 @@ class AgentHost:
     """
 
     def __init__(self, program: AgentProgram) -> None:
-        self._template = Template(_HOST, pickle.dumps(program), "agents", _VARIABLES, RolloutError)
+        def watch(pid: int) -> Callable[[], str | None]:
+            return watch_of("the process of agents", pid).why_given_up
+
+        self._template = Template(_HOST, pickle.dumps(program), "agents", _VARIABLES, RolloutError, watch)
 
     @property
     def pid(self) -> int:

@@ -202,9 +202,11 @@ def _read_json(path: Path, key: str) -> RowsPart:
     text = _text(path, key)
     if text.lstrip().startswith("["):
         try:
-            rows = json.loads(text)
+            rows = json.loads(text, object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             raise DataError(f"{key}={path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
+        except _RepeatedNameError as error:
+            raise DataError(f"{key}={path}: {error}.") from None
         except (RecursionError, ValueError) as error:
             raise DataError(f"{key}={path}: {_unreadable(error)}.") from None
         lines = None
@@ -223,16 +225,34 @@ def _read_json_lines(path: Path, text: str, key: str) -> tuple[list[Any], list[i
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            rows.append(json.loads(line, object_pairs_hook=_object))
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
                 "one list of them."
             ) from error
+        except _RepeatedNameError as error:
+            raise DataError(f"{key}={path}, line {number}: {error}.") from None
         except (RecursionError, ValueError) as error:
             raise DataError(f"{key}={path}, line {number}: {_unreadable(error)}.") from None
         lines.append(number)
     return rows, lines
+
+
+class _RepeatedNameError(Exception):
+    """An object has two values of one name; the message completes "line 3: ..."."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; `json` would take the last value of a name, and lose the others."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _RepeatedNameError(
+            f"an object has {twice!r} {names.count(twice)} times, and only one value would be read; remove the others"
+        )
+    return row
 
 
 def _unreadable(error: Exception) -> str:

@@ -22,8 +22,7 @@ def report_missing(dataset: Any, key: str) -> None:
     if not hasattr(dataset, "column") or not hasattr(dataset, "table"):
         return
     values = ground_truths(dataset)
-    # A column of numbers holds NaN where a value is missing.
-    missing = [item for item, value in enumerate(values) if value is None or value != value]
+    missing = [item for item, value in enumerate(values) if value is None]
     if len(missing) == len(values):
         notify(
             f"{key}: no row has a ground truth ({REWARD_MODEL}.ground_truth, or a column ground_truth), so a reward "
@@ -34,5 +33,21 @@ def report_missing(dataset: Any, key: str) -> None:
         notify(
             f"{key}: {len(missing)} of {len(values)} rows have no ground truth; the reward function receives None for "
             f"them. The first is {dataset.locate(missing[0])}",
+            "warning",
+        )
+    empty = [item for item, value in enumerate(values) if isinstance(value, str) and not value.strip()]
+    if empty:
+        notify(
+            f"{key}: {len(empty)} of {len(values)} rows have an empty text as ground truth. The first is "
+            f"{dataset.locate(empty[0])}",
+            "warning",
+        )
+    others = dataset.column("ground_truth") if "ground_truth" in dataset.table.columns else [None] * len(values)
+    different = [item for item, other in enumerate(others) if other is not None and str(other) != str(values[item])]
+    if different:
+        notify(
+            f"{key}: {len(different)} of {len(values)} rows have another value in their column 'ground_truth' than in "
+            f"{REWARD_MODEL}.ground_truth, which is the one that reward functions get. The first is "
+            f"{dataset.locate(different[0])}",
             "warning",
         )

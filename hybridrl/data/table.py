@@ -38,12 +38,46 @@ def _empty_fields(array: pyarrow.Array, path: FieldPath = ()) -> set[FieldPath]:
     return empty
 
 
+def _as_written(table: pyarrow.Table) -> pyarrow.Table:
+    """Return a table whose numbers of 16 and 32 bits are the shortest decimals for them, with 64 bits.
+
+    Python would read 0.1 of 32 bits as 0.10000000149011612, which equals no answer. Lists, such as pixels, stay.
+    """
+    for index, field in enumerate(table.schema):
+        if _has_few_bits(field.type):
+            column = _shortest_decimals(table.column(index).combine_chunks())
+            table = table.set_column(index, field.name, column)
+    return table
+
+
+def _has_few_bits(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return any(_has_few_bits(field.type) for field in kind)
+    return bool(pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind))
+
+
+def _shortest_decimals(array: pyarrow.Array) -> pyarrow.Array:
+    import pyarrow
+
+    if not _has_few_bits(array.type):
+        return array
+    if pyarrow.types.is_struct(array.type):
+        fields = [_shortest_decimals(array.field(index)) for index in range(array.type.num_fields)]
+        return pyarrow.StructArray.from_arrays(fields, [field.name for field in array.type], mask=array.is_null())
+    kind = array.type.to_pandas_dtype()
+    return pyarrow.array(
+        [None if value is None else float(str(kind(value))) for value in array.to_pylist()], pyarrow.float64()
+    )
+
+
 class ArrowPart:
     """Rows in Arrow memory, which `path` describes: a parquet file, a data set of the hub. They are counted from 0."""
 
     def __init__(self, path: Path | str, table: pyarrow.Table) -> None:
         self.path = path
-        self.table = table
+        self.table = _as_written(table)
         self.columns = list(table.column_names)
 
     def __len__(self) -> int:

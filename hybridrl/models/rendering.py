@@ -299,12 +299,14 @@ def _leaf_forms(value: Any) -> tuple[str, ...]:
 
 
 def _check_short(tokenizer: Any, source: str, messages: Sequence[Message], arguments: Mapping[str, Any]) -> None:
-    """Try a conversation with marks for its texts if one of them is so short that it may be found by chance.
+    """Try a conversation with marks for its texts if one of them may be found where the template has not written it.
+
+    That is a short text, and one of a system message that another message repeats.
 
     Conversations of one shape are tried once. A template that refuses marks is not checked in this way.
     """
     contents = [_plain_text(message.get("content")) for message in messages]
-    if not any(isinstance(text, str) and 0 < len(text.strip()) < _SHORT for text in contents):
+    if not any(_is_ambiguous(turn, messages, contents) for turn in range(len(messages))):
         return
     shape = tuple(
         (m.get("role"), type(m.get("content")), bool(text and text.strip()), len(m.get("tool_calls") or ()))
@@ -331,6 +333,15 @@ def _check_short(tokenizer: Any, source: str, messages: Sequence[Message], argum
     if fault is not None:
         turn, role = fault
         raise LostTextError(turn, role, f"the chat template leaves out its content {_brief(contents[turn] or '')}")
+
+
+def _is_ambiguous(turn: int, messages: Sequence[Message], contents: Sequence[str | None]) -> bool:
+    text = (contents[turn] or "").strip()
+    if not text:
+        return False
+    is_free = messages[turn].get("role") in ("system", "developer")
+    repeated = is_free and any(text in (other or "") for number, other in enumerate(contents) if number != turn)
+    return len(text) < _SHORT or repeated
 
 
 def _plain_text(content: Any) -> str | None:

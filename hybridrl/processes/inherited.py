@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
 
 from hybridrl.processes.forked import keep_blocked_in_children
 
@@ -50,30 +48,6 @@ def ignore_stop_signals() -> None:
         os.register_at_fork(after_in_child=_obey_stop_signals)
         _shielded = True
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-
-
-@contextlib.contextmanager
-def keeping_handlers() -> Iterator[Callable[[], None]]:
-    """Undo that the block replaces handlers of stop signals: Ray's core aborts the process where it gets SIGTERM.
-
-    Unlike `signal.signal`, it works in every thread. A signal without a handler of this process is left as it is. The
-    block gets a function that undoes it at once.
-    """
-    library, before = ctypes.CDLL(None), {}
-    for number in STOP_SIGNALS:
-        action = ctypes.create_string_buffer(_SIZE_OF_SIGACTION)
-        library.sigaction(number, None, action)
-        if ctypes.c_void_p.from_buffer(action).value not in (None, int(signal.SIG_IGN)):  # None: the default
-            before[number] = action
-
-    def restore() -> None:
-        for number, action in before.items():
-            library.sigaction(number, action, None)
-
-    try:
-        yield restore
-    finally:
-        restore()
 
 
 def keep_exit_codes(adopt_orphans: bool = True) -> None:

@@ -19,7 +19,7 @@ from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection, MalformedMessage
 from hybridrl.processes.start import Child
 
-_START_S = 300.0
+_LOOK_S = 0.5
 _END_S = 5.0
 _LARGEST_ANSWER = 2**16
 _MOST_LOSSES = 3  # in a row, without a job that answered in between
@@ -75,16 +75,24 @@ class Template:
         kind: of the jobs, in the plural, for messages.
         defaults: environment variables; see `start.Child`.
         error: the class of the errors that are raised.
+        watch: takes the id of the process that starts, and returns what says why nobody should wait for it any longer;
+            None: go on.
 
     Raises:
         UserError: its code cannot be loaded.
     """
 
     def __init__(
-        self, module: str, setup: bytes, kind: str, defaults: Mapping[str, str], error: type[UserError]
+        self,
+        module: str,
+        setup: bytes,
+        kind: str,
+        defaults: Mapping[str, str],
+        error: type[UserError],
+        watch: Callable[[int], Callable[[], str | None]],
     ) -> None:
         self._module, self._setup, self._defaults = module, setup, defaults
-        self._kind, self._error = kind, error
+        self._kind, self._error, self._watch = kind, error, watch
         self._lock = threading.Lock()
         self._losses = 0
         self._closed = False
@@ -100,9 +108,13 @@ class Template:
         """Start the process; returns why it does not run, which begins with `_FAILED` where its code says so."""
         self._child = Child(self._module, defaults=self._defaults)
         control = FrameConnection(self._child.connection)
-        control.socket.settimeout(_START_S)
+        why_given_up = self._watch(self._child.pid)
         try:
             control.send(self._setup)
+            while not control.arrives_within(_LOOK_S):
+                if (why := why_given_up()) is not None:
+                    raise TimeoutError(why)
+            control.socket.settimeout(_END_S)  # for the rest of a message that has begun
             answer = bytes(control.receive(_LARGEST_ANSWER))
         except EOFError:
             answer = f"the process of {self._kind} ended while it started".encode()

@@ -205,9 +205,13 @@ class RewardCall:
 
 
 def ground_truth_of(row: Mapping[str, Any]) -> Any:
-    """Return a row's ground truth: that of its `reward_model`, or its column `ground_truth`; None if it has neither."""
+    """Return a row's ground truth: that of its `reward_model`, or its column `ground_truth`; None if it has neither.
+
+    A number that is missing, as columns of numbers and Python's JSON have it (NaN), is None, too.
+    """
     reference = row.get("reward_model")
-    return reference.get("ground_truth") if isinstance(reference, Mapping) else row.get("ground_truth")
+    truth = reference.get("ground_truth") if isinstance(reference, Mapping) else row.get("ground_truth")
+    return None if isinstance(truth, float) and truth != truth else truth
 
 
 def missing_column(name: str, columns: Sequence[str]) -> str:

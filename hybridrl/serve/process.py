@@ -26,8 +26,9 @@ from hybridrl.rollout.request import Completion, Request
 from hybridrl.serve import wire
 from hybridrl.serve.gate import GuestGate, PauseMode
 from hybridrl.serve.http import STOP_S, Listener
+from hybridrl.utils.movement import Movement, StartWatch, family
 
-_START_S = 300.0
+_LOOK_S = 0.5
 _STABLE_S = 60.0  # a process that lived for so long did not fail at its start
 _MAX_FAILURES = 3
 _PAUSE_S = 1.0
@@ -97,18 +98,20 @@ class ServerProcess:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Wait until clients are served.
+        """Wait until clients are served, as long as something moves.
 
         Raises:
             RolloutError: the process does not start; the message holds the end of its log.
         """
-        deadline = time.monotonic() + _START_S
-        while not self._ready.wait(0.1):
+        movement = Movement(lambda: [] if self.pid is None else family(self.pid), io=True)
+        watch = StartWatch("the OpenAI server's process", movement, users=True)
+        while not self._ready.wait(_LOOK_S):
             if self._over.is_set():
                 raise RolloutError(f"the OpenAI server's process does not start{self._end_of_log()}")
-            if time.monotonic() > deadline:
+            if (why := watch.why_given_up()) is not None:
                 raise RolloutError(
-                    f"the OpenAI server's process did not start within {_START_S:.0f} s{self._end_of_log()}"
+                    f"the OpenAI server's process {self.pid} was not ready after {watch.waited_s:.0f} s: {why}"
+                    f"{self._end_of_log()}"
                 )
 
     def stop(self) -> None:

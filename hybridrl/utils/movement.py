@@ -12,6 +12,7 @@ import psutil
 from hybridrl.notify import notify
 
 STILL_S = 30.0  # without any movement, a start is given up
+USER_STILL_S = 120.0  # the same for what runs a user's code, which may wait for something elsewhere
 _TELL_S = 30.0  # a start that takes this long is mentioned, and again each time it has taken as long
 _COMPUTED_S = 1.0  # processor time since the last movement that counts as one; idle servers take a little, too
 _WAITING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # for a core or a disk
@@ -118,16 +119,23 @@ class StartWatch:
     Args:
         what: what is waited for, as the end of a sentence.
         movement: looks at its processes.
-        still_s: seconds without movement after which the start is given up; None: `STILL_S`.
+        still_s: seconds without movement after which the start is given up; None: `STILL_S`, or `USER_STILL_S`.
+        users: what starts runs a user's code.
         limit_s: seconds after which it is given up in any case, as the user has set it; None: no such limit.
     """
 
     def __init__(
-        self, what: str, movement: Movement, still_s: float | None = None, limit_s: float | None = None
+        self,
+        what: str,
+        movement: Movement,
+        still_s: float | None = None,
+        limit_s: float | None = None,
+        users: bool = False,
     ) -> None:
         self.movement = movement
         self._what, self._limit_s = what, limit_s
-        self._still_s = STILL_S if still_s is None else still_s
+        default_s = USER_STILL_S if users else STILL_S
+        self._still_s = default_s if still_s is None else still_s
         self._tell_s = _TELL_S
 
     @property
@@ -158,3 +166,14 @@ def family(pid: int) -> list[psutil.Process]:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
     return []
+
+
+def watch_of(what: str, pid: int, limit_s: float | None = None) -> StartWatch:
+    """Return a watch of a process of this machine that runs a user's code, and of everything that it starts.
+
+    Args:
+        what: what is waited for, as the end of a sentence.
+        pid: the process.
+        limit_s: see `StartWatch`.
+    """
+    return StartWatch(what, Movement(lambda: family(pid), io=True), limit_s=limit_s, users=True)

@@ -274,3 +274,23 @@ def test_a_process_that_dies_again_and_again_is_an_error(tmp_path: Path, capfd: 
         time.sleep(0.02)
     with pytest.raises(RolloutError, match="closed"):
         run(host, "any")
+
+
+def test_a_slow_import_of_an_agent_is_waited_for_and_a_stuck_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrl.utils.movement.USER_STILL_S", 5.0)
+    for name, body in (
+        ("slow", "for _ in range(80): open('/dev/null', 'w').write('x'); time.sleep(0.1)"),
+        ("stuck", "time.sleep(1000)"),
+    ):
+        (tmp_path / f"{name}.py").write_text(f"import time\n{body}\ndef act(base_url, api_key, row): return 1.0\n")
+    host = AgentHost(AgentProgram(f"{tmp_path}/slow.py:act"))
+    try:
+        assert asyncio.run(host.run(AgentJob("http://x/v1", "key", "model", {}))) == 1.0
+    finally:
+        host.close()
+    before = set(psutil.Process().children())
+    with pytest.raises(RolloutError, match="the process of agents does not start: nothing has moved for"):
+        AgentHost(AgentProgram(f"{tmp_path}/stuck.py:act"))
+    assert not [child for child in set(psutil.Process().children()) - before if child.is_running()]

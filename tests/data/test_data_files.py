@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hybridrl.config.data_names import dataset_name
@@ -288,3 +289,39 @@ def test_a_space_after_the_commas_of_a_csv_is_no_part_of_values(tmp_path: Path) 
     assert read_table(tmp_path / "a.csv").column("answer") == ["3, or 4", "5 "]
     (tmp_path / "b.csv").write_text("prompt,answer\nq, 3\n", encoding="utf-8")
     assert read_table(tmp_path / "b.csv").column("answer") == [" 3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "name"),
+    [
+        ('{"prompt": "x", "answer": "1"}\n{"prompt": "y", "answer": "1", "answer": "2"}\n', "line 2", "answer"),
+        ('{"prompt": [{"role": "user", "content": "A", "content": "B"}]}', "line 1", "content"),
+        ('[{"prompt": "x"},\n{"a": {"b": 1, "b": 1}}]', "a.jsonl", "b"),
+    ],
+)
+def test_a_name_that_an_object_has_twice_is_refused(tmp_path: Path, text: str, place: str, name: str) -> None:
+    """Python takes the last value, so that the first was lost."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_table(path)
+    assert str(path) in str(caught.value) and place in str(caught.value) and repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32()])
+def test_numbers_of_few_bits_are_what_somebody_wrote(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    """0.1 of 32 bits is 0.10000000149011612 of 64, which no answer equals."""
+    numpy_kind = kind.to_pandas_dtype()
+    values = [0.1, -2.5, None, 1e-7, 3.14, 1024.0]
+    numbers = pyarrow.array([None if value is None else numpy_kind(value) for value in values], kind)
+    truth = pyarrow.StructArray.from_arrays([numbers], ["ground_truth"])
+    lists = pyarrow.array([[numpy_kind(0.1)]] * 6, pyarrow.list_(kind))
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"answer": numbers, "reward_model": truth, "lists": lists}), path)
+    shortest = [None if value is None else float(str(numpy_kind(value))) for value in values]
+    table = read_table(path)
+    assert table.column("answer") == shortest and shortest[0] == 0.1
+    assert [row["ground_truth"] for row in table.column("reward_model")] == shortest
+    assert [table[n]["answer"] for n in range(6)] == shortest
+    assert table.with_ground_truth("answer")[0]["reward_model"]["ground_truth"] == 0.1
+    assert table[0]["lists"] == [float(numpy_kind(0.1))]  # pixels and embeddings stay as they are

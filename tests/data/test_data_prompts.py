@@ -10,6 +10,7 @@ from hybridrl.config import DataConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset, create_train_loader
 from hybridrl.data.dataset_rendering import truncate
 from hybridrl.data.ground_truth import report_missing
+from hybridrl.reward.signature import ground_truth_of
 
 PREFIX, SUFFIX = "<|im_start|>user\nSort: ", "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -237,6 +238,12 @@ def test_rows_without_a_ground_truth_are_told(write, rows, tokenizer, capsys):
         assert f"{row} of {5 + row} rows have no ground truth" in said and "line 3" in said and "warning" in said
     holes = write("e.parquet", [{"prompt": "x", "answer": float("nan") if n == 1 else 1.0} for n in range(3)])
     assert "1 of 3 rows have no ground truth" in told(holes, ground_truth_key="answer")
+    two = [{"prompt": "x", "ground_truth": n, "reward_model": {"ground_truth": str(n % 2)}} for n in range(3)]
+    said = told(write("f.jsonl", two))
+    assert "1 of 3 rows have another value in their column 'ground_truth'" in said and "line 3" in said
+    empty = [{"prompt": "x", "answer": "" if n == 1 else "a"} for n in range(3)]
+    said = told(write("g.jsonl", empty), ground_truth_key="answer")
+    assert "1 of 3 rows have an empty text as ground truth" in said and "line 2" in said
 
 
 def test_columns_that_a_batch_has_itself_are_told_and_left_out(write, rows, tokenizer, capsys):
@@ -495,3 +502,11 @@ def test_a_ground_truth_that_nothing_would_read_is_refused(write, rows, tokenize
 def test_a_column_of_images_for_a_model_that_reads_text_is_refused(write, rows, tokenizer, name):
     with pytest.raises(DataError, match=f"data.{name}=pictures"):
         create_rl_dataset(write("a.parquet", rows), DataConfig(**{name: "pictures"}), tokenizer)
+
+
+def test_a_missing_number_is_no_ground_truth(write, tokenizer):
+    """JSON written by Python says NaN; rewards got it, while the notice said that they get None."""
+    path = write("a.jsonl", [{"prompt": "x", "answer": float("nan")}, {"prompt": "y", "answer": 2.5}])
+    dataset = make(path, tokenizer, ground_truth_key="answer")
+    assert [ground_truth_of(dataset[item]) for item in (0, 1)] == [None, 2.5]
+    assert ground_truth_of({"ground_truth": float("nan")}) is None

@@ -59,16 +59,21 @@ register_policy_loss("held")(held("update", get_policy_loss_fn("vanilla")))
 
 
 class Hold:
-    """Where runs wait."""
+    """Where runs wait.
+
+    The files that say so lie in a folder of their own: those next to the module that its code names belong to the
+    settings of a run.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self._monkeypatch = folder, monkeypatch
-        (folder / "held.py").write_text(HELD)
+        self._module, self.folder, self._monkeypatch = folder / "held.py", folder / "marks", monkeypatch
+        self._module.write_text(HELD)
+        self.folder.mkdir()
 
     def at(self, phase: str, call: int) -> str:
         """The next run waits there. Returns the module that it has to load."""
         self._monkeypatch.setenv("HELD", f"{phase}:{call}:{self.folder}")
-        return str(self.folder / "held.py")
+        return str(self._module)
 
     def reached(self) -> bool:
         return (self.folder / "held").exists()
@@ -238,3 +243,34 @@ def test_main_eval_ends_by_the_signal_with_all_that_it_has_started(
     assert job.wait() == -signal.SIGTERM and "ended by SIGTERM" in job.output, job.output[-4000:]
     assert not list(tmp_path.glob("*.json"))
     assert_ends(processes)
+
+
+@pytest.mark.slow(40)
+def test_main_generation_keeps_its_parts_and_goes_on(
+    start_real: Callable[..., Job], micro_model: Path, sort_data: Path, tmp_path: Path, hold: Hold
+) -> None:
+    """Signalled within the third part: the first two are there, and the same command answers the rest."""
+    output = tmp_path / "out" / "answers.parquet"
+    words = [
+        f"data.path={sort_data / 'test.parquet'}",
+        f"data.output_path={output}",
+        "data.batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"actor_rollout_ref.model.external_lib={hold.at('generation', 3)}",
+    ]
+    job = start_real(*words, module=GENERATION)
+    job.wait_for(hold.reached)
+    parts = output.with_name("answers.parquet.parts")
+    job.wait_for(lambda: (parts / "part_000001.parquet").exists())
+    processes = family(job)
+    to_each(job, signal.SIGTERM)
+    assert job.wait() == -signal.SIGTERM and "ended by SIGTERM" in job.output, job.output[-4000:]
+    assert_ends(processes)
+    assert len(list(parts.glob("part_*.parquet"))) == 2 and not output.exists()
+    hold.at("never", 1)
+    job = start_real(*words, module=GENERATION)
+    assert job.wait() == 0, job.output[-4000:]
+    assert json.loads(output.with_suffix(".metrics.json").read_text())["parts_of_earlier_runs"] == 2
+    assert len(pd.read_parquet(output)) == 16 and not parts.exists()

@@ -166,6 +166,15 @@ def test_what_a_model_wrote_is_no_error(tokenizers: dict[str, Any]) -> None:
         )
 
 
+def test_a_system_message_that_another_message_repeats_is_not_taken_for_written(tokenizers: dict[str, Any]) -> None:
+    system = {"role": "system", "content": "Answer with one number only."}
+    question = {"role": "user", "content": "2+3? Answer with one number only."}
+    with pytest.raises(LostTextError) as caught:
+        rendered(tokenizers["no_system"], as_messages([system, question]))
+    assert (caught.value.turn, caught.value.role) == (0, "system")
+    assert rendered(tokenizers["qwen"], as_messages([system, question])).count(system["content"]) == 2
+
+
 def test_unread_fields(tokenizers: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "?", "name": "Ada", "id": 3, "prefix": None}, {"role": "tool", "name": "t"}]
     assert unread_fields(tokenizers["qwen"], messages) == {"name", "id"}

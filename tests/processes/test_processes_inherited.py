@@ -44,32 +44,3 @@ def test_a_worker_outlives_a_stop_signal_and_its_programs_do_not(name: str) -> N
     number = int(signal.Signals[name])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(-number), str(-number), str(number)]
-
-
-REPLACED = """
-import ctypes, os, signal, threading, time
-from hybridrl.processes.inherited import keeping_handlers
-
-heard = []
-signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-
-def replace():  # as Ray's core does, in the thread that starts Ray
-    library = ctypes.CDLL(None)
-    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    with keeping_handlers():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            library.signal(number, ctypes.cast(library.abort, ctypes.c_void_p))
-
-thread = threading.Thread(target=replace)
-thread.start()
-thread.join()
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.1)
-assert heard == [signal.SIGTERM]
-os.kill(os.getpid(), signal.SIGHUP)  # had no handler: the block's stays
-"""
-
-
-def test_handlers_that_ray_replaces_come_back() -> None:
-    done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, timeout=100)
-    assert done.returncode == -signal.SIGABRT and not done.stderr, done.stderr

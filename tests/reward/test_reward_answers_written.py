@@ -294,6 +294,10 @@ def test_answers_that_look_alike(answer: str, reference: str) -> None:
 
 #: responses, references, and whether a reader counts them as right
 GSM8K = [
+    ("#### 5 + 3", "5", False),
+    ("#### 18\u201320", "18", False),
+    ("#### 18 - these are the eggs", "18", True),
+    ("#### 18 \u2013 the eggs of 3 days", "18", True),
     ("#### 5 million", "5000000", True),
     ("#### 5 million", "5", False),
     ("#### $5 million", "5000000", True),

@@ -293,12 +293,23 @@ def test_a_file_that_does_not_load(user_file):
         p.run(samples(1))
 
 
-def test_a_file_that_hangs_on_import(user_file, monkeypatch):
-    monkeypatch.setattr("hybridrl.reward.processes.dispatcher._START_LIMIT_S", 0.5)
-    monkeypatch.setattr("hybridrl.reward.processes.dispatcher._POLL_S", 0.1)
+SLOW_IMPORT = """
+import time
+for _ in range(60):
+    with open("/dev/null", "w") as file:
+        file.write("x" * 9999)
+    time.sleep(0.1)
+def f(solution_str, ground_truth): return 1
+"""
+
+
+def test_an_import_is_waited_for_as_long_as_something_moves(user_file, monkeypatch):
+    monkeypatch.setattr("hybridrl.utils.movement.USER_STILL_S", 3.0)
+    with pool(user_file(SLOW_IMPORT)) as p:
+        assert p.run(samples(1))[0].score == 1
     with (
-        pool(user_file("import time; time.sleep(1000)")) as p,
-        pytest.raises(RewardError, match="What does the file do"),
+        pool(user_file("import time; time.sleep(1000)", "still.py")) as p,
+        pytest.raises(RewardError, match=r"still\.py.*nothing has moved for"),
     ):
         p.start(wait_for_one=True)
 

@@ -60,7 +60,8 @@ class Run:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.do(self.engine.start())
-        self.server, self.access = make_server(self.rollout, ModelConfig(path=str(model)), self, log_file=log)
+        self.model = ModelConfig(path=str(model))
+        self.server, self.access = make_server(self.rollout, self.model, self, log_file=log)
         self.server.start()
         self._training = asyncio.run_coroutine_threadsafe(self._train(), self._loop)
         self.server.wait_ready()
@@ -345,6 +346,20 @@ def test_a_process_that_cannot_start_is_an_error_with_its_log(run: Run, tmp_path
     with pytest.raises(RolloutError, match=r"does not start\nThe end of .*log:(.|\n)*none"):
         server.wait_ready()
     server.stop()
+
+
+def test_a_process_that_does_not_get_on_with_its_start_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrl.utils.movement.USER_STILL_S", 2.0)
+    server, _ = make_server(run.rollout, run.model, run, log_file=tmp_path / "log")
+    server.start()
+    eventually(lambda: server.pid is not None)
+    psutil.Process(server.pid).suspend()
+    with pytest.raises(RolloutError, match=rf"process {server.pid} was not ready.*nothing has moved for"):
+        server.wait_ready()
+    server.stop()
+    assert not psutil.pid_exists(server.pid)
 
 
 @pytest.mark.slow

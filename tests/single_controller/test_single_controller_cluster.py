@@ -280,6 +280,68 @@ def test_ray_is_waited_for_as_long_as_it_gets_on(
     assert all(words in done.stdout + done.stderr for words in told), done.stdout + done.stderr
 
 
+STOPPED_WHILE_IT_STARTS = """
+import os, signal, sys, threading, time
+import ray
+from ray._private import node, services
+from hybridrl.processes.inherited import block_stop_signals
+from hybridrl.single_controller import init_ray, shutdown_ray
+from hybridrl.utils.termination import Terminated, ending_in_order
+
+moment, thread = sys.argv[1:]
+owner, name = {"gcs": (node, "wait_for_persisted_port"), "raylet": (services, "get_node"),
+               "core": (ray._raylet, "CoreWorker"), "end": (ray, "init")}[moment]
+real, sent = getattr(owner, name), []
+
+def stopped(*args, **named):
+    result = real(*args, **named)
+    if not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+    return result
+
+def start():
+    if thread == "thread":
+        block_stop_signals()  # as the program does for the thread that starts Ray
+    init_ray({}, {"pool": [1]}, use_gpu=False)
+
+setattr(owner, name, stopped)
+try:
+    with ending_in_order():
+        try:
+            if thread == "thread":
+                starting = threading.Thread(target=start)
+                starting.start()
+                starting.join()
+            else:
+                start()
+            time.sleep(1000)
+        finally:
+            if thread == "thread":
+                starting.join()
+            time.sleep(5)  # as long as a run takes to end what it has started
+            shutdown_ray()
+            print("in order", flush=True)
+except Terminated as terminated:
+    terminated.end()
+"""
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize(
+    ("moment", "thread"),
+    [("gcs", "thread"), ("core", "thread"), ("core", "main")],
+)
+def test_sigterm_at_each_moment_of_rays_start_ends_the_program_in_order(
+    user_folder: Path, finish: Callable[..., Any], moment: str, thread: str
+) -> None:
+    """Ray's core took SIGTERM for a failure: 3 s later the program was ended by SIGABRT, amid its end."""
+    (user_folder / "driver.py").write_text(STOPPED_WHILE_IT_STARTS)
+    command = [sys.executable, "driver.py", moment, thread]
+    done = finish(command, cwd=user_folder, env=environment_of(user_folder))
+    assert done.returncode == -signal.SIGTERM, done.stderr[-4000:]
+    assert done.stdout.split("\n")[-2] == "in order" and "*** SIGTERM" not in done.stderr
+
+
 EXIT_CODES = """
 import json, os, signal, subprocess
 import psutil

@@ -17,12 +17,11 @@ from hybridrl.agents.environments.install import own_variables
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.utils import http_server
-from hybridrl.utils.movement import Movement, StartWatch, family
+from hybridrl.utils.movement import watch_of
 
 _LAUNCHER = Path(__file__).with_name("server_launcher.py")
 _END_S = 5.0
 _ASK_S = 2.0
-_STILL_S = 120.0  # without any movement, the start is given up
 
 
 class EnvironmentServer:
@@ -113,10 +112,7 @@ class EnvironmentServer:
         with contextlib.suppress(BrokenPipeError):  # it has ended; below it is asked why
             self.process.stdin.write(f"{self._token}\n".encode())  # nobody sees it in the list of processes
             self.process.stdin.flush()
-        pid = self.process.pid
-        watch = StartWatch(
-            f"the server {self._app}", Movement(lambda: family(pid), io=True), _STILL_S, self._start_timeout_s
-        )
+        watch = watch_of(f"the server {self._app}", self.process.pid, self._start_timeout_s)
         while not _answers(self._port, _ASK_S):
             late = watch.why_given_up()
             if late or self.process.poll() is not None:

@@ -23,7 +23,6 @@ from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.movement import Movement, StartWatch, family
 
-_STILL_S = 60.0  # without any movement, the start of a server is given up
 _LOOK_S = 0.5
 #: entries of a server that say what the others do
 _DESCRIPTIONS = ("type", "transport", "name", "description")
@@ -180,7 +179,8 @@ class _Connection:
         Raises:
             RolloutError: nobody should wait any longer.
         """
-        watch = StartWatch(f"the MCP server {self._name}", Movement(self._processes, io=True), _STILL_S, self._limit)
+        movement = Movement(self._processes, io=True)
+        watch = StartWatch(f"the MCP server {self._name}", movement, limit_s=self._limit, users=True)
         while True:
             try:
                 return answer.result(_LOOK_S)

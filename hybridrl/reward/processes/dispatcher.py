@@ -27,7 +27,6 @@ from hybridrl.scored import Reason, Unscored
 logger = logging.getLogger(__name__)
 
 _CHUNK_S = 0.01  # seconds of work sent to a process at a time
-_START_LIMIT_S = 120.0  # for starting a process and importing the user's file
 _POLL_S = 1.0
 _LOST_LIMIT = 3  # processes that may end or stop with a sample they were not computing
 
@@ -385,11 +384,11 @@ class Dispatcher:
         for process in [process for process in self._processes if process.ready is None]:
             if process.gone:
                 raise self._never_started(process)
-            if time.monotonic() - process.started > _START_LIMIT_S:
+            if (why := process.start.why_given_up()) is not None:
                 raise _LoadError(
                     RewardError(
-                        f"{self.function.label}: not imported after {_START_LIMIT_S:g} seconds. What does the file do "
-                        "on import?"
+                        f"{self.function.label}: not imported after {process.start.waited_s:.0f} seconds: {why}. What "
+                        "does the file do on import?"
                     )
                 )
 

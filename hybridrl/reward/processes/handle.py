@@ -18,6 +18,7 @@ from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.child import CELL, IDLE, Cell
 from hybridrl.reward.processes.messages import Message, Ready, decode, pickled
 from hybridrl.reward.signature import Form
+from hybridrl.utils.movement import watch_of
 
 _GRACE_S = 1.0  # what a process that works on nothing may take beyond the limit to say so
 _MODULE = "hybridrl.reward.processes.child"
@@ -75,7 +76,7 @@ class RewardProcess:
             self.child = Child(_MODULE, [memory_fd], defaults=_VARIABLES)
         finally:
             os.close(memory_fd)
-        self.started = time.monotonic()
+        self.start = watch_of(f"{function.label} to be imported", self.child.pid)
         self.ready: Ready | None = None
         self.closed = False
         self.broken: str | None = None

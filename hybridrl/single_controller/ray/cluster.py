@@ -22,11 +22,11 @@ from ray.job_config import JobConfig
 from hybridrl.config.checks.check_run import visible_gpus
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
-from hybridrl.processes.inherited import keep_exit_codes, keeping_handlers
+from hybridrl.processes.inherited import keep_exit_codes
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
-from hybridrl.single_controller.ray.start import calling_after_core_starts, start_ray
+from hybridrl.single_controller.ray.start import keeping_stop_signals, start_ray
 from hybridrl.single_controller.ray.watch import ClusterWatch
 from hybridrl.utils.cores import available_cores
 
@@ -88,7 +88,7 @@ def init_ray(
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])
-            with keeping_handlers() as restore, calling_after_core_starts(restore):
+            with keeping_stop_signals():
                 start_ray(**options)
         except ConnectionError as error:
             raise PlacementError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 import psutil
 import ray
 from ray._private import node as ray_node
-from ray._private import services
+from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
 
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
@@ -82,20 +84,23 @@ class _GivenUpError(Exception):
 
 
 @contextlib.contextmanager
-def calling_after_core_starts(function: Callable[[], None]) -> Iterator[None]:
-    """Call a function as soon as Ray's core runs in this process: the rest of `ray.init` takes a second and more."""
-    core_class = ray._raylet.CoreWorker  # type: ignore[attr-defined]
+def keeping_stop_signals() -> Iterator[None]:
+    """Within the block, Ray leaves SIGTERM to this program, in every thread.
 
-    def started(*args: Any, **named: Any) -> Any:
-        core = core_class(*args, **named)
-        function()
-        return core
-
-    ray._raylet.CoreWorker = started  # type: ignore[attr-defined]
+    The handler of failures of Ray's core counts SIGTERM as one: it prints a stack and sets an alarm that aborts the
+    process after 3 s, whatever the program's own handler does. Without it a crash of the core in this process shows no
+    stack of C++, but that of Python's faulthandler, which Ray turns on. In the main thread Ray also has a handler of
+    its own, which exits with status 15: it is for programs that have none.
+    """
+    before, set_handler = ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, ray_utils.set_sigterm_handler
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        ray._raylet.CoreWorker = core_class  # type: ignore[attr-defined]
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = before
+        ray_utils.set_sigterm_handler = set_handler
 
 
 class _Patience:
