@@ -24,7 +24,7 @@ from hybridrl.config.data_names import (
     is_saved_dataset,
     local_files,
 )
-from hybridrl.data.table import ArrowPart, RowsPart, Table
+from hybridrl.data.table import ArrowPart, RowsPart, Table, check_column_names
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def _read_parquet(path: Path, key: str) -> ArrowPart:
     import pyarrow.parquet
 
     try:
+        check_column_names(pyarrow.parquet.read_schema(path).names, f"{key}={path}")
         return ArrowPart(path, pyarrow.parquet.read_table(path))
     except (pyarrow.ArrowException, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

@@ -285,6 +285,9 @@ def table_of(rows: Any, origin: str) -> Table:
     import pandas
     import pyarrow
 
+    if isinstance(rows, pandas.DataFrame | pyarrow.Table):
+        names = rows.column_names if isinstance(rows, pyarrow.Table) else map(str, rows.columns)
+        check_column_names(list(names), origin)
     if isinstance(rows, datasets.Dataset):
         rows = rows.with_format("arrow")[:]  # also of one that was filtered or shuffled
     elif isinstance(rows, pandas.DataFrame):
@@ -305,6 +308,17 @@ def table_of(rows: Any, origin: str) -> Table:
     if len(part) == 0:
         raise DataError(f"{origin}: the data has no rows.")
     return Table([part])
+
+
+def check_column_names(names: Sequence[str], origin: str) -> None:
+    """Refuse two columns of one name, of which a row could hold one alone.
+
+    Raises:
+        DataError: names the column.
+    """
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise DataError(f"{origin}: there are {names.count(twice)} columns {twice!r}. Rename or remove the others.")
 
 
 def _kind(rows: Any) -> str:

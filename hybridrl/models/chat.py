@@ -206,7 +206,7 @@ def normal_messages(value: Sequence[Mapping[str, Any]], *, has_padding: bool = F
 
     * Text in parts is joined, with a line break between two parts, since most templates take text alone. Beside images
       it stays in parts.
-    * Arguments of calls are objects, not JSON text. Text that is no JSON object stays.
+    * Arguments of calls are objects, not JSON text, encoded once or twice. Text that is no JSON object stays.
     * A call has its type, and `function` around its name and arguments. No text beside calls is an empty text.
     * The answer of a tool has the name of the tool.
     * A field without a value is left out.
@@ -267,13 +267,14 @@ def _normal_call(call: Mapping[str, Any], has_padding: bool) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """The arguments of a call as an object; text that is none stays text."""
+    """The arguments of a call as an object, also where they were encoded twice; text that is none stays text."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
         return arguments
     try:
         value = json.loads(arguments, strict=False)
+        value = json.loads(value, strict=False) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

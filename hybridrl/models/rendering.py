@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import UserError
-from hybridrl.models.chat import THOUGHTS, Message, with_arguments_as_text
+from hybridrl.models.chat import THOUGHTS, Message, parsed_arguments, with_arguments_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +74,8 @@ def rendered(
         try:
             text = str(tokenizer.apply_chat_template(variant, tokenize=False, **arguments))
             _check(source, variant, text, not is_generated)
+            if not is_generated:
+                _check_no_text(variant, text)
             _check_short(tokenizer, source, variant, arguments)
         except Exception as error:  # a template is a program, and may fail in any way
             turn = error.turn if isinstance(error, LostTextError) else -1
@@ -266,6 +268,25 @@ def _check_arguments(arguments: Any, text: str, start: int, turn: int, role: str
     for value in _leaves(arguments):
         if not any(text.find(form, start) >= 0 for form in _leaf_forms(value)):
             raise LostTextError(turn, role, f"the chat template leaves out {value!r:.80} of its arguments")
+
+
+def _check_no_text(messages: Sequence[Message], text: str) -> None:
+    """Refuse arguments that are text and no JSON object, and that the template has encoded as a JSON text.
+
+    A model would learn calls that no parser reads. A template that writes them as they are does what the data say.
+    """
+    for turn, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not isinstance(arguments, str) or isinstance(parsed_arguments(arguments), dict):
+                continue
+            if any(json.dumps(arguments, ensure_ascii=is_ascii) in text for is_ascii in (False, True)):
+                raise LostTextError(
+                    turn,
+                    str(message.get("role")),
+                    f"the arguments of its call {name!r} are text that is no JSON object ({arguments[:60]!r}), and the "
+                    "chat template writes them as a text; write an object",
+                )
 
 
 def _objects(value: Any) -> Iterator[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datasets
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hybridrl.config import DataConfig
@@ -70,3 +72,13 @@ def test_a_run_reads_them(tmp_path, rows, tokenizer):
     path = save_rows(datasets.Dataset.from_list(rows), tmp_path)
     dataset = create_rl_dataset([str(path)], DataConfig(shuffle=False), tokenizer)
     assert [dataset[i]["reward_model"] for i in range(7)] == [row["reward_model"] for row in rows]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["answer", "answer"])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path)
+    frame = pandas.DataFrame([[1, 2]], columns=["answer", "answer"])
+    for read in (lambda: save_rows(frame, tmp_path), lambda: save_rows(table, tmp_path), lambda: read_table(path)):
+        with pytest.raises(DataError, match="'answer'"):
+            read()

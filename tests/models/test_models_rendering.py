@@ -175,6 +175,32 @@ def test_a_system_message_that_another_message_repeats_is_not_taken_for_written(
     assert rendered(tokenizers["qwen"], as_messages([system, question])).count(system["content"]) == 2
 
 
+@pytest.mark.parametrize("name", ["qwen", "llama3", "reads_thoughts", "gpt-oss"])
+@pytest.mark.parametrize("arguments", ["city=Rome", "[1, 2]", '{"city": "Ro', '"Rome"', "7"])
+def test_arguments_of_calls_that_are_no_object_are_not_taught(
+    tokenizers: dict[str, Any], name: str, arguments: str
+) -> None:
+    """A model would learn calls that no parser reads. One that was generated may be what it is."""
+    question = {"role": "user", "content": "What is the weather like there?"}
+    call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    messages = as_messages([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    with pytest.raises(LostTextError) as caught:
+        rendered(tokenizers[name], messages)
+    assert (caught.value.turn, caught.value.role) == (1, "assistant") and repr(arguments) in str(caught.value)
+    rendered(tokenizers[name], messages, is_generated=True)
+
+
+def test_arguments_that_were_encoded_twice_are_objects(tokenizers: dict[str, Any]) -> None:
+    question = {"role": "user", "content": "What is the weather like there?"}
+    arguments = {"city": 'Rome "city"'}
+    texts = []
+    for form in (arguments, json.dumps(arguments), json.dumps(json.dumps(arguments))):
+        call = {"type": "function", "function": {"name": "look_up", "arguments": form}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        texts.append(rendered(tokenizers["qwen"], as_messages([question, answer])))
+    assert texts[0] == texts[1] == texts[2] and json.dumps(arguments) in texts[0]
+
+
 def test_unread_fields(tokenizers: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "?", "name": "Ada", "id": 3, "prefix": None}, {"role": "tool", "name": "t"}]
     assert unread_fields(tokenizers["qwen"], messages) == {"name", "id"}
