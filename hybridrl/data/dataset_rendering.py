@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,17 +99,35 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Return a pattern of the tokenizer's special tokens, without the places of images in a text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    tokens = {token.content for token in added if token.special} - {"<image>", "<video>"}
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+
+
 class FieldNotice:
-    """Counts the rows whose messages have fields that the chat template does not read, to say it once."""
+    """Counts rows whose messages hold what has no effect or another one, to say it once.
+
+    That are fields that the chat template does not read, and texts that the tokenizer takes for special tokens.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
         self._tokenizer, self._key = tokenizer, key
         self._rows: dict[str, int] = {}
         self._unread: dict[tuple[str, str], bool] = {}
+        self._special = _special_tokens(tokenizer)
+        self._tokens: collections.Counter[str] = collections.Counter()
+        self._with_tokens, self._count = 0, 0
 
     def add(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Count a row."""
         names = set()
+        tokens = {token for message in messages for token in self._tokens_in(message.get("content"))}
+        self._tokens.update(tokens)
+        self._with_tokens += bool(tokens)
+        self._count += 1
         for message in messages:
             role = str(message.get("role"))
             for name in message:
@@ -120,8 +140,22 @@ class FieldNotice:
         for name in names:
             self._rows[name] = self._rows.get(name, 0) + 1
 
+    def _tokens_in(self, content: Any) -> list[str]:
+        """The special tokens that stand in the text of a message."""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        return [token for text in texts for token in self._special.findall(text)] if self._special else []
+
     def warn(self, reason: str = "") -> None:
-        """Report which fields have no effect, and in how many rows."""
+        """Report special tokens, and which fields have no effect, and in how many rows."""
+        if self._with_tokens:
+            tokens = ", ".join(map(repr, sorted(self._tokens)[:5]))
+            notify(
+                f"{self._key}: the messages of {self._with_tokens} of {self._count} rows have special tokens in their "
+                f"text ({tokens}), which the tokenizer reads as tokens, and not as text. If the texts were rendered "
+                "before, remove what the chat template writes itself: the end of an answer would be learnt twice",
+                "warning",
+            )
         if not self._rows:
             return
         counts = ", ".join(f"{name!r} ({count} rows)" for name, count in sorted(self._rows.items()))

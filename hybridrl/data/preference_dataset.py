@@ -344,7 +344,15 @@ class PreferenceDataset(ConversationDataset):
                 raise DataError(
                     f"{self.table.locate(index)}: column {name!r} (data.margin_key) is {value!r}; it must be a number."
                 )
-        return [float(column[int(index)]) for index in self._rows]
+        margins = [float(column[int(index)]) for index in self._rows]
+        below = sum(margin < 0 for margin in margins)
+        if below:
+            notify(
+                f"{self.key}: in {below} of {len(margins)} rows the column {name!r} (data.margin_key) is below 0, so "
+                "the answer that is preferred is the worse one there; leave these rows out, or exchange their answers",
+                "warning",
+            )
+        return margins
 
     # ------------------------------------------------------------------ lengths
 

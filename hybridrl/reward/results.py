@@ -39,7 +39,7 @@ def check_score(value: Any, may_abstain: bool = False) -> Score | Unscored:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise BadScore(f"returned a dict without 'score' (keys: {', '.join(map(str, value)) or 'none'})")
-        extra = {str(key): plain(item, str(key)) for key, item in value.items()}
+        extra = {name: plain(item, name) for name, item in _named(value, "the dict").items()}
         score = extra["score"] = _number(value["score"])
         return score, extra
     return _number(value), None
@@ -87,7 +87,7 @@ def plain(value: Any, key: str, depth: int = 0) -> Any:
     if depth == _DEPTH:
         raise BadScore(f"returned lists or dicts nested more than {_DEPTH} levels deep under {key!r}")
     if isinstance(value, Mapping):
-        return {str(name): plain(item, key, depth + 1) for name, item in value.items()}
+        return {name: plain(item, key, depth + 1) for name, item in _named(value, repr(key)).items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item, key, depth + 1) for item in value]
     for method in ("tolist", "item"):  # arrays and scalars of numpy and torch
@@ -97,6 +97,16 @@ def plain(value: Any, key: str, depth: int = 0) -> Any:
         f"returned {type(value).__name__} under {key!r}; besides 'score', a dict may hold numbers, text, lists and "
         "dicts"
     )
+
+
+def _named(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """A dict with its keys as text, none of which may be that of two."""
+    named = {str(key): item for key, item in value.items()}
+    if len(named) < len(value):
+        names = [str(key) for key in value]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadScore(f"returned two keys in {where} that are {twice!r} as text, of which one would be lost")
+    return named
 
 
 def _number(value: Any) -> float:

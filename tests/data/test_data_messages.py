@@ -318,3 +318,21 @@ def test_pairs_that_are_equal_once_cut_are_refused(write: Any, tokenizer: Any) -
         create_preference_dataset(
             write("b.jsonl", [row]), PairsDataConfig(max_length=longest - 4, truncation="right"), tokenizer
         )
+
+
+@pytest.mark.parametrize("kind", ["prompts", "conversations", "pairs"])
+def test_special_tokens_in_the_text_of_messages_are_told(kind: str, write: Any, tokenizer: Any, capsys: Any) -> None:
+    """Files whose texts were rendered before: the end of an answer was learnt twice, and nobody said so."""
+    texts = ["12", "12<|im_end|>", "a<b|>c"]
+    if kind == "prompts":
+        rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+        create_rl_dataset(write("a.jsonl", rows), DataConfig(shuffle=False), tokenizer)
+    elif kind == "conversations":
+        question = {"role": "user", "content": "?"}
+        rows = [{"messages": [question, {"role": "assistant", "content": text}]} for text in texts]
+        create_sft_dataset(write("a.jsonl", rows), SFTDataConfig(shuffle=False), tokenizer)
+    else:
+        rows = [{"prompt": "?", "chosen": text, "rejected": "13"} for text in texts]
+        create_preference_dataset(write("a.jsonl", rows), PairsDataConfig(shuffle=False), tokenizer)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 of 3 rows" in told and "'<|im_end|>'" in told and "special tokens" in told

@@ -279,3 +279,10 @@ def test_pairs_whose_scores_say_the_opposite_are_told(
     rows = [{**pair, names[0]: chosen, names[1]: rejected} for chosen, rejected in scores]
     create_preference_dataset(write("a.jsonl", rows), PairsDataConfig(shuffle=False), tokenizer)
     assert f"1 of 4 rows the column {names[0]!r} is below {names[1]!r}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_margins_below_zero_are_told(write: Any, tokenizer: Any, capsys: Any) -> None:
+    rows = [{"prompt": "Sort: 21", "chosen": "12", "rejected": "21", "by": by} for by in (1.0, -2.0, 0.0)]
+    settings = PairsDataConfig(shuffle=False, margin_key="by")
+    create_preference_dataset(write("a.jsonl", rows), settings, tokenizer)
+    assert "in 1 of 3 rows the column 'by' (data.margin_key) is below 0" in " ".join(capsys.readouterr().err.split())

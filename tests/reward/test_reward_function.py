@@ -188,6 +188,8 @@ def test_a_dict_is_made_plain():
         ({"score": 1, "what": b"x"}, "returned bytes under 'what'"),
         ({"score": 1, "what": 10**5000}, "integer of 16610 bits under 'what'"),
         ({"score": 1, "what": nested(1000)}, "nested more than 50 levels deep under 'what'"),
+        ({"score": 1, 1: "a", "1": "b"}, "two keys in the dict that are '1'"),
+        ({"score": 1, "what": {None: 1, "None": 2}}, "two keys in 'what' that are 'None'"),
     ],
 )
 def test_what_is_no_score(value, message):
