@@ -26,6 +26,20 @@ from hybridrl.reward.score import (
 from hybridrl.reward.score.answers import last_boxed, same_answer
 
 
+@pytest.mark.parametrize("truth", ["She has 7 and 11.\n#### 18", "18 eggs", "18%", "#### 18", "eighteen"])
+def test_gsm8k_refuses_a_truth_that_no_answer_equals(truth: str) -> None:
+    """The answers of the data set itself are whole solutions: each response scored 0, whatever it said."""
+    with pytest.raises(RewardError) as caught:
+        check_ground_truth(truth, "openai/gsm8k")
+    assert truth[-5:] in str(caught.value) and "openai/gsm8k" in str(caught.value)
+    assert ("write '18'" in str(caught.value)) == ("18" in truth)
+
+
+@pytest.mark.parametrize("truth", ["18", "-3", "1,000", "0.5", "3/4", "1 1/2", "$18.50", "1.2.3", 18, 2.5, 1e21, "½"])
+def test_gsm8k_takes_numbers_in_any_form(truth: object) -> None:
+    check_ground_truth(truth, "openai/gsm8k")
+
+
 @pytest.mark.parametrize(
     ("text", "strict", "flexible"),
     [

@@ -2,7 +2,8 @@
 
 Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, imported when first needed. The ground
 truth is text, unless the module has a `check_ground_truth(value)`, which raises `RewardError` for one that it cannot
-score with. A module that runs programs has a `check_machine(**sandbox)`, and its `compute_score` takes those settings.
+score with; a `check_reference(text)` does that for text. A module that runs programs has a `check_machine(**sandbox)`,
+and its `compute_score` takes those settings.
 """
 
 import importlib
@@ -106,12 +107,14 @@ def check_ground_truth(ground_truth: Any, data_source: Any) -> None:
     Raises:
         RewardError: see `reference_text`, and `check_ground_truth` of the scorer.
     """
-    own = getattr(scorer_of(data_source), "check_ground_truth", None)
-    if own is None:
-        reference_text(ground_truth, data_source)
-        return
+    module = scorer_of(data_source)
+    own, of_text = getattr(module, "check_ground_truth", None), getattr(module, "check_reference", None)
+    text = reference_text(ground_truth, data_source) if own is None else ""
     try:
-        own(ground_truth)
+        if own is not None:
+            own(ground_truth)
+        elif of_text is not None:
+            of_text(text)
     except RewardError as error:
         raise RewardError(f"data source {data_source!r}: {error}") from None
 

@@ -64,6 +64,23 @@ def compute_score(
     return score if _value(answer) == _value(_reference(str(ground_truth))) else format_score
 
 
+def check_reference(text: str) -> None:
+    """Refuse a reference that not even itself equals, such as a whole solution or a number with a unit.
+
+    Raises:
+        RewardError: says what to write.
+    """
+    if compute_score(f"#### {text}", text) == 1.0:
+        return
+    is_one = len(_ANY.findall(_signs(text))) == 1
+    number = extract_solution(text) or (extract_solution(text, "flexible") if is_one else None)
+    advice = f"; write {number!r}" if number is not None else ""
+    excerpt = text if len(text) <= 60 else f"...{text[-60:]}"
+    raise RewardError(
+        f"the ground truth is {excerpt!r}, with which no answer could be right: it must be a number{advice}"
+    )
+
+
 def _signs(text: str) -> str:
     """`signs`, with powers of numbers; the 2 in m² is no power of a number."""
     return signs(powers(text, r"(?<=[0-9])"))
