@@ -499,7 +499,7 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
 
 def test_an_mcp_server_has_time_to_start_while_something_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mcp")
-    monkeypatch.setattr("hybridrl.agents.tools.mcp._STILL_S", 2.0)
+    monkeypatch.setattr("hybridrl.utils.movement.USER_STILL_S", 2.0)
     (tmp_path / "server.py").write_text(SERVER)
     busy = "import time, runpy\nend = time.time() + 5\nwhile time.time() < end: pass\n"
     busy += f"runpy.run_path({str(tmp_path / 'server.py')!r}, run_name='__main__')"
