@@ -70,7 +70,8 @@ async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
             result.set_exception(error)
 
     def run() -> None:
-        value, error = None, None
+        value: T | None = None
+        error: BaseException | None = None
         try:
             value = context.run(function, *args, **kwargs)
         except (SystemExit, KeyboardInterrupt, StopIteration) as raised:  # would end the loop, or cannot be passed on
