@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import call_signatures
 import numpy as np
 import pytest
 import yaml
@@ -19,10 +21,12 @@ from hybridrl.config.compose import compose_config
 from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
+from hybridrl.config.short_names import rows
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.notify import listening, notify
 from hybridrl.observe.run_folder import settings_of, write_run_info
-from hybridrl.trainer.api import SHORT_NAMES, trained_part
+from hybridrl.trainer.api import trained_part
+from hybridrl.trainer.call_settings import PolicySettings
 
 ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
 
@@ -42,11 +46,6 @@ def grpo(**settings: Any) -> hybridrl.Trainer:
     return hybridrl.Trainer("grpo", **{"model": "model", "data": ROWS, "reward": share_of_digits, **settings})
 
 
-def test_short_names_are_keys_of_the_tree() -> None:
-    keys = declared(ROOTS["ppo_trainer"])
-    assert all(key in keys and key.endswith(f".{name}") for name, key in SHORT_NAMES.items())
-
-
 def test_new_settings_elsewhere_take_no_short_name_away() -> None:
     """A name that one of the three groups has, and others too, belongs to the group, unless it is ambiguous indeed."""
     found: dict[str, list[str]] = {}
@@ -56,8 +55,50 @@ def test_new_settings_elsewhere_take_no_short_name_away() -> None:
     main = {"trainer", "data", "actor_rollout_ref.rollout"}
     left = {name for name, groups in found.items() if len(groups) > 1 and len(main.intersection(groups)) == 1}
     log_prob = {f"log_prob_{name}" for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")}
-    of_several = {"dtype", "full_determinism", "tensor_model_parallel_size", "pipeline_model_parallel_size", "name"}
-    assert left - SHORT_NAMES.keys() == log_prob | of_several | {"tool_config_path", "function_tool_path"}
+    of_several = {"dtype", "tensor_model_parallel_size", "pipeline_model_parallel_size", "name"}
+    assert left - rows("ppo_trainer").keys() == log_prob | of_several | {"tool_config_path", "function_tool_path"}
+
+
+def test_the_typed_calls_are_those_of_the_schema() -> None:
+    """`python tests/trainer/call_signatures.py` writes them anew."""
+    for name, text in call_signatures.texts().items():
+        assert (call_signatures.FOLDER / name).read_text() == call_signatures.formatted(name, text), name
+    for function in (hybridrl.grpo, hybridrl.ppo, hybridrl.sft, hybridrl.dpo, hybridrl.rm):
+        parameters = inspect.signature(function).parameters
+        assert {"model", "data", "lr", "seed", "max_steps"} <= parameters.keys()
+        assert "lr: peak learning rate (also learning_rate)" in str(function.__doc__)
+    assert list(inspect.signature(hybridrl.grpo).parameters)[:3] == ["model", "reward", "data"]
+    fields = PolicySettings.__annotations__
+    assert {"learning_rate", "num_generations", "adv_estimator", "total_epochs"} <= fields.keys()
+
+
+def test_positional_arguments_and_trls_names(here: Path) -> None:
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4}
+    first = hybridrl.Trainer("grpo", "model", share_of_digits, ROWS, **sizes, seed=5)
+    other = hybridrl.Trainer(
+        "grpo", model="model", reward_funcs=share_of_digits, train_dataset=ROWS, eval_dataset=ROWS[:2], **sizes
+    )
+    assert first.config.data.train_batch_size == other.config.data.train_batch_size == 2
+    assert (first.config.data.seed, first.config.actor_rollout_ref.rollout.seed) == (5, 5)
+    assert len(other.config.data.val_files) == 1 and other.config.reward.custom_reward_function.path is not None
+    with pytest.raises(ConfigError) as caught:
+        grpo(train_dataset=ROWS)
+    assert caught.value.faults[0].startswith("data= and train_dataset=")
+    with pytest.raises(ConfigError) as caught:
+        hybridrl.Trainer("grpo", reward=share_of_digits)
+    assert [fault.split("=")[0] for fault in caught.value.faults] == ["model", "data"]
+
+
+def test_an_adapter_of_peft(here: Path) -> None:
+    peft = pytest.importorskip("peft")
+    sizes = {"train_batch_size": 8, "ppo_mini_batch_size": 8}
+    adapter = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = grpo(peft_config=adapter, **sizes).config.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (4, 32, ["q_proj", "v_proj"])
+    for wrong, name in (({"lora_dropout": 0.1}, "lora_dropout"), ({"use_dora": True}, "peft_config.use_dora")):
+        with pytest.raises(ConfigError) as caught:
+            grpo(peft_config=peft.LoraConfig(**wrong), **sizes)
+        assert caught.value.faults[0].startswith(f"{name}=")
 
 
 def test_settings_reach_their_keys(here: Path) -> None:
@@ -110,7 +151,7 @@ def test_each_run_gets_a_folder_of_its_own_unless_one_is_named(here: Path) -> No
     [
         ({"totl_epochs": 3}, r"totl_epochs.*nearest: total_epochs"),
         ({"config": {"trainer.totl_epochs": 3}}, r"trainer.totl_epochs: unknown key; nearest: trainer.total_epochs"),
-        ({"seed": 1}, r"seed.*data.seed"),
+        ({"seeed": 1}, r"seeed.*nearest: seed"),
         ({"total_epochs": "three"}, r"trainer.total_epochs='three'.*whole number"),
         ({"temperature": 0}, r"rollout.temperature=0.*do_sample=False"),
         ({"train_batch_size": 8}, r"ppo_mini_batch_size=256 is more than data.train_batch_size=8"),
