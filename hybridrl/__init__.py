@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from hybridrl.config import load_config, validate
     from hybridrl.protocol import DataProto, DataProtoFuture, DataProtoItem
     from hybridrl.trainer.api import Trainer, TrainingResult
-    from hybridrl.trainer.calls import dpo, grpo, ppo, rm, sft
+    from hybridrl.trainer.typed_calls import dpo, grpo, ppo, rm, sft
 
 # Lazy: `import hybridrl` (and with it the command line) must not import torch.
 _HOMES = {
-    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "rm"), "hybridrl.trainer.calls"),
+    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "rm"), "hybridrl.trainer.typed_calls"),
     **dict.fromkeys(("Trainer", "TrainingResult"), "hybridrl.trainer.api"),
     **dict.fromkeys(("load_config", "validate"), "hybridrl.config"),
     **dict.fromkeys(("DataProto", "DataProtoFuture", "DataProtoItem"), "hybridrl.protocol"),

@@ -123,23 +123,23 @@ class ShortSettings:
             else:
                 self.faults.append(f"{name}=: no setting is called so{nearest_names(tree, name)}")
             return
-        shown = f"{name}={show(value)}{origin}"
+        text = f"{name}={show(value)}{origin}"
         if row.refused:
             if value not in row.usual:
-                self.faults.append(f"{shown}: {row.refused}")
+                self.faults.append(f"{text}: {row.refused}")
         elif row.idle:
             if value not in row.usual:
-                self.notices.append(f"{shown} has no effect: {row.idle}")
+                self.notices.append(f"{text} has no effect: {row.idle}")
         elif row.derived:
             self._derive(row.names[0], name, value, origin)
         else:
             self._translate(tree, row, name, value, origin)
 
-    def _derive(self, known_as: str, name: str, value: Any, origin: str) -> None:
-        earlier = self.derived.get(known_as)
+    def _derive(self, row_name: str, name: str, value: Any, origin: str) -> None:
+        earlier = self.derived.get(row_name)
         if earlier is not None and earlier[0] != value:
-            self.faults.append(f"{name}={show(value)}{origin}: {known_as}={show(earlier[0])} is given as well")
-        self.derived[known_as] = (value, origin)
+            self.faults.append(f"{name}={show(value)}{origin}: {row_name}={show(earlier[0])} is given as well")
+        self.derived[row_name] = (value, origin)
 
     def _translate(self, tree: str, row: ShortName, name: str, value: Any, origin: str) -> None:
         key = row.key_in(tree)
@@ -165,21 +165,21 @@ def rows(tree: str) -> dict[str, ShortName]:
     """The rows of the table that a tree has, by each of their names."""
     from hybridrl.config.short_table import TABLE
 
-    found: dict[str, ShortName] = {}
+    by_name: dict[str, ShortName] = {}
     for row in TABLE if tree in TREES else ():
         if row.key_in(tree) is not None:
-            found |= {name: row for name in row.names if name not in found}
-    return found
+            by_name |= {name: row for name in row.names if name not in by_name}
+    return by_name
 
 
 @functools.cache
 def last_parts(tree: str) -> dict[str, tuple[str, ...]]:
     """The keys of a tree by their last part."""
-    found: dict[str, tuple[str, ...]] = {}
+    by_name: dict[str, tuple[str, ...]] = {}
     for key in declared(ROOTS[tree]):
         last = key.rsplit(".", 1)[-1]
-        found[last] = (*found.get(last, ()), key)
-    return found
+        by_name[last] = (*by_name.get(last, ()), key)
+    return by_name
 
 
 def is_short(tree: str, name: str) -> bool:
@@ -198,16 +198,15 @@ def nearest_names(tree: str, name: str) -> str:
     """The nearest short names for an unknown one, as the end of a sentence; each with its key."""
     from hybridrl.config.short_table import OTHER_WORDS
 
-    known = accepted(tree)
-    words = {word.replace("_", ""): names for word, names in OTHER_WORDS.items()}
-    meant = [other for other in words.get(name.lower().replace("_", ""), ()) if other in known]
-    close = meant or _close(name.lower(), known)
-    shown = (f"{each} ({known[each]})" if known[each] not in ("", each) else each for each in close)
-    text = ", ".join(shown)
+    keys = accepted(tree)
+    words = {word.replace("_", ""): others for word, others in OTHER_WORDS.items()}
+    synonyms = [other for other in words.get(name.lower().replace("_", ""), ()) if other in keys]
+    nearest = synonyms or _close(name.lower(), keys)
+    text = ", ".join(f"{each} ({keys[each]})" if keys[each] not in ("", each) else each for each in nearest)
     return f"; nearest: {text}" if text else "; --help lists the names, and --cfg job every key"
 
 
-def _close(name: str, known: Iterable[str]) -> list[str]:
+def _close(name: str, names: Iterable[str]) -> list[str]:
     """The names that share most words, and letters, with another."""
     words = set(name.split("_"))
 
@@ -217,7 +216,7 @@ def _close(name: str, known: Iterable[str]) -> list[str]:
         letters = difflib.SequenceMatcher(None, name.replace("_", ""), other.replace("_", "")).ratio()
         return max(letters, 0.4 + 0.6 * shared if shared else 0.0)
 
-    ranked = sorted(((likeness(other), other) for other in known), key=lambda pair: (-pair[0], pair[1]))
+    ranked = sorted(((likeness(other), other) for other in names), key=lambda pair: (-pair[0], pair[1]))
     return [other for score, other in ranked[:3] if score >= 0.6 and score >= ranked[0][0] - 0.2]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.convert import nearest, put
+from hybridrl.config.data_names import FORMATS, dataset_name, format_of, local_files
 from hybridrl.config.short_names import ShortSettings
 from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
@@ -77,7 +78,8 @@ class Trainer:
     Args:
         program: `grpo`, `ppo`, `sft`, `dpo` or `rm`: the programs of the command `hybridrl`, with their defaults.
         model: a folder in Hugging Face format, or a hub id.
-        data: the training data: a file or several, a `datasets.Dataset`, a `pandas.DataFrame` or a list of dicts.
+        data: the training data: a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a list or
+            an iterator of dicts, or a list of texts, which are prompts.
         reward: a function, the path of a Python file (`FILE.py` or `FILE.py:NAME`), a list of them, or a dict of names
             to them; None uses the built-in scorers.
         reward_weights: a number per reward function, in the same order or by name; None: 1 each.
@@ -169,6 +171,10 @@ class Trainer:
         from hybridrl.data import save_rows
 
         several = isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
+        if several and not any(map(_is_file, data)):
+            if PROGRAMS[self.program].tree != "ppo_trainer":
+                raise ConfigError(f"data: a list of texts is prompts, and {self.program} needs answers: rows or files")
+            several = False
         if isinstance(data, str | Path) or several:
             return [str(file) for file in (data if several else [data])]
         return [str(save_rows(data, self.folder / "data", name))]
@@ -274,6 +280,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()  # a number of NumPy or torch
     return value
+
+
+def _is_file(item: str | Path) -> bool:
+    """Whether an item of a list is meant as a file or a data set; otherwise it is a prompt."""
+    if isinstance(item, Path) or "://" in item or format_of(Path(item)) in FORMATS:
+        return True
+    try:
+        return dataset_name(item) is not None or bool(local_files(item))
+    except (OSError, ValueError):  # a text that no system takes for a name
+        return False
 
 
 def _model_path(model: Any) -> str:

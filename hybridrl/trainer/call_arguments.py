@@ -28,7 +28,7 @@ _SILENT = frozenset(
 _STEPS_OF = {"save_strategy": "save_steps", "eval_strategy": "eval_steps"}
 
 
-def renamed(settings: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(settings: dict[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
     """Take the arguments that hold objects out of settings, under one name each, and add those that were given.
 
     Args:
@@ -38,18 +38,18 @@ def renamed(settings: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     Raises:
         ConfigError: an argument is given under two names.
     """
-    found = dict(given)
+    arguments = dict(passed)
     faults = []
     for other, name in OTHER_NAMES.items():
         if other not in settings:
             continue
         value = settings.pop(other)
-        if value is not None and found.get(name) is not None:
+        if value is not None and arguments.get(name) is not None:
             faults.append(f"{name}= and {other}=: the same argument twice; remove one of them")
-        found[name] = value if value is not None else found.get(name)
+        arguments[name] = value if value is not None else arguments.get(name)
     if faults:
         raise ConfigError(faults)
-    return found
+    return arguments
 
 
 def adapter_settings(peft_config: Any) -> dict[str, Any]:
@@ -104,10 +104,10 @@ def settings_of_args(args: Any, tree: str, *, validates: bool = True) -> dict[st
     if not dataclasses.is_dataclass(args) or isinstance(args, type):
         raise ConfigError(f"args is {type(args).__name__}; give a config of TRL or of hybridrl.compat.trl, or settings")
     values = {item.name: (getattr(args, item.name), _default_of(item)) for item in dataclasses.fields(args)}
-    known = rows(tree)
+    table = rows(tree)
     settings: dict[str, Any] = {}
     for name, (value, default) in values.items():
-        row = known.get(name)
+        row = table.get(name)
         if row is not None and not row.idle and not row.refused:
             if value is not None:
                 settings[name] = getattr(value, "value", value)

@@ -288,3 +288,20 @@ def test_a_space_after_the_commas_of_a_csv_is_no_part_of_values(tmp_path: Path) 
     assert read_table(tmp_path / "a.csv").column("answer") == ["3, or 4", "5 "]
     (tmp_path / "b.csv").write_text("prompt,answer\nq, 3\n", encoding="utf-8")
     assert read_table(tmp_path / "b.csv").column("answer") == [" 3"]
+
+
+def rows(file):
+    table = read_table(file)
+    return [table[index] for index in range(len(table))]
+
+
+def test_semicolons_of_a_spreadsheet(tmp_path):
+    """A comma in a name of a column, or in the text of a file with commas, changes nothing."""
+    (tmp_path / "a.csv").write_text("prompt;answer\n2,5 + 1;3,5\n")
+    assert rows(tmp_path / "a.csv") == [{"prompt": "2,5 + 1", "answer": "3,5"}]
+    (tmp_path / "b.csv").write_text("prompt,answer\na;b,c\n")
+    assert rows(tmp_path / "b.csv") == [{"prompt": "a;b", "answer": "c"}]
+    (tmp_path / "c.xlsx").write_bytes(b"x")
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / "c.xlsx")
+    assert "read_excel" in str(caught.value)

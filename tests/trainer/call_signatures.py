@@ -1,4 +1,4 @@
-"""Writes `hybridrl/trainer/calls.py` and `call_settings.py`: the typed calls, from the schema and the short names.
+"""Writes `hybridrl/trainer/typed_calls.py` and `call_settings.py`, from the schema and the short names.
 
 python tests/trainer/call_signatures.py      # writes both
 """
@@ -153,7 +153,7 @@ def calls_text() -> str:
 
 def texts() -> dict[str, str]:
     """The content of each file, before `ruff format`."""
-    return {"call_settings.py": settings_text(), "calls.py": calls_text()}
+    return {"call_settings.py": settings_text(), "typed_calls.py": calls_text()}
 
 
 def formatted(name: str, text: str) -> str:

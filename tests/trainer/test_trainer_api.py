@@ -22,7 +22,7 @@ from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.short_names import rows
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.notify import listening, notify
 from hybridrl.observe.run_folder import settings_of, write_run_info
 from hybridrl.trainer.api import trained_part
@@ -87,6 +87,41 @@ def test_positional_arguments_and_trls_names(here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         hybridrl.Trainer("grpo", reward=share_of_digits)
     assert [fault.split("=")[0] for fault in caught.value.faults] == ["model", "data"]
+
+
+def test_data_in_every_form_are_rows(here: Path) -> None:
+    """Prompts as texts, a generator, one split of a dict, and files by their names."""
+    import datasets
+
+    def rows_of(data: Any) -> list[dict[str, Any]]:
+        (file,) = grpo(data=data, train_batch_size=4, ppo_mini_batch_size=4).config.data.train_files
+        return datasets.Dataset.from_parquet(file).to_list() if file.endswith("t") else read_json_lines(file)
+
+    def read_json_lines(file: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+    texts = [row["prompt"] for row in ROWS]
+    assert rows_of(texts) == [{"prompt": text} for text in texts]
+    assert rows_of(("What is 1/2?", "50 % of 8\nis?", "x" * 5000, "a\0b")) == [
+        {"prompt": text} for text in ("What is 1/2?", "50 % of 8\nis?", "x" * 5000, "a\0b")
+    ]
+    assert rows_of(row for row in ROWS) == ROWS
+    split = datasets.Dataset.from_list(ROWS)
+    assert rows_of(datasets.DatasetDict(train=split)) == ROWS
+    for wrong, remedy in (
+        (datasets.DatasetDict(train=split, test=split), "data['train']"),
+        ({"prompt": texts}, "from_dict"),
+        (split.to_iterable_dataset(), "take"),
+    ):
+        with pytest.raises(DataError) as caught:
+            grpo(data=wrong)
+        assert remedy in str(caught.value)
+    for missing in (["trian.parquet"], [Path("train")], "Sort: 31"):
+        with pytest.raises(ConfigError):
+            grpo(data=missing)
+    with pytest.raises(ConfigError) as caught_texts:
+        hybridrl.Trainer("sft", "model", data=texts)
+    assert caught_texts.value.faults[0].startswith("data:")
 
 
 def test_an_adapter_of_peft(here: Path) -> None:

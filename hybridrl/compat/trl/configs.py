@@ -117,8 +117,8 @@ def _config(name: str, about: str, *tables: Mapping[str, Any]) -> Any:
     plain = cls.__init__
 
     def checked(self: Any, *positional: Any, **named: Any) -> None:
-        known = [item.name for item in dataclasses.fields(self)]
-        unknown = [f"{name}({key}=): TRL has no such field{nearest(key, known)}" for key in named if key not in known]
+        names = [item.name for item in dataclasses.fields(self)]
+        unknown = [f"{name}({key}=): TRL has no such field{nearest(key, names)}" for key in named if key not in names]
         if unknown:
             raise ConfigError(unknown)
         plain(self, *positional, **named)

@@ -46,7 +46,7 @@ _UNKNOWN = object()
 
 @dataclass
 class ScriptSettings:
-    """What a script sets.
+    """Settings of a script.
 
     Attributes:
         program: the program here.
@@ -80,12 +80,13 @@ def report(script: Path) -> tuple[str, bool]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = Names(tree)
     trainers = [call for call in calls if _called(call) in TRAINERS]
-    found = [call for call in calls if _called(call) in _CONFIGS]
-    if not trainers and not found:
+    config_calls = [call for call in calls if _called(call) in _CONFIGS]
+    if not trainers and not config_calls:
         raise ConfigError(f"{script}: no {', '.join(TRAINERS)} or config of TRL is used in it")
-    program, config = TRAINERS[_called(trainers[0])] if trainers else (_CONFIGS[_called(found[0])], _called(found[0]))
+    first = _called((trainers or config_calls)[0])
+    program, config = TRAINERS[first] if trainers else (_CONFIGS[first], first)
     settings = ScriptSettings(program, config)
-    for call in found:
+    for call in config_calls:
         if _called(call) == config:
             _read_fields(call, names, settings)
     for call in trainers[:1]:
@@ -102,13 +103,20 @@ def _called(call: ast.Call) -> str:
 
 
 class Names:
-    """What names of a script stand for: literals, calls and functions, where a name is assigned once.
+    """The meaning of a script's names: literals, calls and functions, where a name is assigned once.
 
     Args:
         tree: the script.
     """
 
     def __init__(self, tree: ast.Module) -> None:
+        #: the script trains at its top level, outside of a function and of `if __name__ == "__main__":`
+        self.trains_on_import = any(
+            isinstance(node, ast.Call) and _called(node) in TRAINERS
+            for statement in tree.body
+            if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.If)
+            for node in ast.walk(statement)
+        )
         self.functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         self._values: dict[str, ast.expr | None] = {}
         for node in ast.walk(tree):
@@ -148,9 +156,9 @@ def _read_fields(call: ast.Call, names: Names, settings: ScriptSettings) -> None
 def _read_trainer(call: ast.Call, names: Names, settings: ScriptSettings, script: Path) -> None:
     trainer = _called(call)
     usual = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
-    given = dict(zip(_FIRST.get(trainer, usual), call.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    for name, node in given.items():
+    arguments = dict(zip(_FIRST.get(trainer, usual), call.args, strict=False))
+    arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    for name, node in arguments.items():
         if names.literal(node) in (None, []):
             continue
         if name not in _PASSED:
@@ -159,12 +167,16 @@ def _read_trainer(call: ast.Call, names: Names, settings: ScriptSettings, script
             continue
         if name in ("args", "processing_class", "tokenizer", "peft_config"):
             continue
-        word = _word_of(name, node, names, script)
+        word = _word_of(name, node, names, Path("reward.py") if names.trains_on_import else script)
         if word is None:
             settings.unread.append(f"{name}={ast.unparse(node)}")
         else:
             settings.words.append(word)
             settings.lines.append(_line("mapped", f"{name}={ast.unparse(node)}", word))
+            if name == "reward_funcs" and names.trains_on_import:
+                settings.lines.append(
+                    "  copy the reward functions and what they need into reward.py: importing the script would train"
+                )
 
 
 def _word_of(name: str, node: ast.expr, names: Names, script: Path) -> str | None:
@@ -224,12 +236,12 @@ def _written(value: Any) -> str:
 
 def _text(settings: ScriptSettings, script: Path) -> tuple[str, bool]:
     tree = PROGRAMS[settings.program].tree
-    known = rows(tree)
+    table = rows(tree)
     lines = [f"{script}: {settings.config} -> hybridrl {settings.program}", *settings.lines]
     for name, value in settings.fields.items():
         meaning = ShortSettings()
         word = f"{name}={_written(value)}"
-        if name not in known:
+        if name not in table:
             meaning.faults.append("TRL has no such field, or had it in an older version")
         else:
             meaning.read(tree, name, value)
@@ -241,7 +253,7 @@ def _text(settings: ScriptSettings, script: Path) -> tuple[str, bool]:
             lines.append(_line("no effect here", word, why))
         else:
             keys = ", ".join(f"{item.key}={_written(item.value)}" for item in meaning.assignments)
-            lines.append(_line("mapped", word, keys or (known[name].key_in(tree) or "") or "the seeds that act"))
+            lines.append(_line("mapped", word, keys or table[name].key_in(tree) or "as it is here anyway"))
     words = command_words(settings)
     lines += [f"  not read: {item} (set it in the command)" for item in settings.unread]
     if settings.refused:
@@ -260,24 +272,24 @@ def _wrapped(words: list[str]) -> list[str]:
 def command_words(settings: ScriptSettings) -> list[str]:
     """The words of the command: what the script sets, and TRL's defaults where hybridrl has others."""
     tree = PROGRAMS[settings.program].tree
-    known = rows(tree)
+    table = rows(tree)
     config: Any = getattr(configs, settings.config)
     usable = {name: value for name, value in settings.fields.items() if name in config.__dataclass_fields__}
     validates = any(word.startswith("val_data=") for word in settings.words)
     of_args = settings_of_args(config(**usable), tree, validates=validates)
-    shown: list[str] = []
+    assignments: list[str] = []
     for name, value in of_args.items():
         meaning = ShortSettings()
-        if name not in known or known[name].idle or known[name].refused:
+        if name not in table or table[name].idle or table[name].refused:
             continue
         meaning.read(tree, name, value)
         if meaning.faults:
             continue
         differs = any(_default(tree, item.key, settings.program) != item.value for item in meaning.assignments)
         if differs or (meaning.derived and not _is_usual(name, value)):
-            shown.append(f"{name}={_written(value)}")
+            assignments.append(f"{name}={_written(value)}")
     extra = ["algorithm.adv_estimator=rloo"] if settings.config == "RLOOConfig" else []
-    return [*settings.words, *shown, *extra]
+    return [*settings.words, *assignments, *extra]
 
 
 def _is_usual(name: str, value: Any) -> bool:

@@ -33,7 +33,7 @@ METRICS = {
 
 
 class TrainOutput(NamedTuple):
-    """What TRL's `train` returns."""
+    """Result of `train`, as TRL has it."""
 
     global_step: int
     training_loss: float
@@ -161,10 +161,11 @@ class TRLTrainer:
             ConfigError: there was no validation; it takes place while training, by `eval_strategy`.
         """
         metrics = {} if self.result is None else self.result.metrics
-        found = {name: value for name, value in with_trl_names(metrics).items() if name.startswith(("eval_", "val"))}
-        if not found:
+        names = with_trl_names(metrics)
+        validated = {name: value for name, value in names.items() if name.startswith(("eval_", "val"))}
+        if not validated:
             raise ConfigError("evaluate: there was no validation; set eval_dataset= and eval_strategy, and train first")
-        return found
+        return validated
 
 
 def with_trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
