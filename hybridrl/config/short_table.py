@@ -152,7 +152,7 @@ def _resume(value: Any) -> Any:
 
 
 def _model_init(value: Any) -> Any:
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, setting in (value or {}).items():
         if name in ("dtype", "torch_dtype"):
             settings["{engine}.model_dtype"] = str(setting).removeprefix("torch.")

@@ -281,7 +281,7 @@ def table_of(rows: Any, origin: str) -> Table:
 
 
 def _remedy(rows: Any) -> str:
-    """What to do about rows of a wrong type that can be made right."""
+    """Advice for rows of a wrong type that can be converted; may be empty."""
     import datasets
 
     if isinstance(rows, datasets.DatasetDict):

@@ -118,9 +118,9 @@ class Trainer:
         if program not in _PROGRAMS:
             raise ConfigError(f"program={program!r}: must be one of {', '.join(_PROGRAMS)}")
         self.program = program
-        given = renamed(settings, {"model": model, "reward": reward, "data": data, "val_data": val_data})
-        model, reward, data, val_data = given["model"], given["reward"], given["data"], given["val_data"]
-        if missing := [name for name in ("model", "data") if given[name] is None]:
+        arguments = renamed(settings, {"model": model, "reward": reward, "data": data, "val_data": val_data})
+        model, reward, data, val_data = (arguments[name] for name in ("model", "reward", "data", "val_data"))
+        if missing := [name for name in ("model", "data") if arguments[name] is None]:
             raise ConfigError([f"{name}= is missing: {_MISSING[name]}" for name in missing])
         if args is not None:
             of_args = settings_of_args(args, PROGRAMS[program].tree, validates=val_data is not None)

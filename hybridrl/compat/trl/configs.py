@@ -114,7 +114,7 @@ def _config(name: str, about: str, *tables: Mapping[str, Any]) -> Any:
     fields = [(key, Any if value is None else type(value), field(value)) for key, value in defaults.items()]
     cls = dataclasses.make_dataclass(name, fields, bases=(TRLConfig,), namespace={"__module__": __name__})
     cls.__doc__ = about
-    plain = cls.__init__
+    plain = cls.__init__  # type: ignore[misc]  # of this very class
 
     def checked(self: Any, *positional: Any, **named: Any) -> None:
         names = [item.name for item in dataclasses.fields(self)]
