@@ -18,6 +18,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.call_arguments import adapter_settings, renamed, settings_of_args
+from hybridrl.trainer.callbacks import Callback, calling
 
 _PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
 
@@ -87,6 +88,8 @@ class Trainer:
         config: settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings; settings replace them.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint;
+            `event.stop()` ends the run.
         settings: settings by their short names (`hybridrl grpo --help` lists them), or by the last part of a key that
             no other key has, e.g. `total_epochs=3`. TRL's names mean what they mean in TRL.
 
@@ -112,12 +115,16 @@ class Trainer:
         config: Mapping[str, Any] | None = None,
         peft_config: Any = None,
         args: Any = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
         forget()  # an earlier trainer of this process may have been refused
         if program not in _PROGRAMS:
             raise ConfigError(f"program={program!r}: must be one of {', '.join(_PROGRAMS)}")
         self.program = program
+        if not_callable := [item for item in callbacks if not callable(item)]:
+            raise ConfigError(f"callbacks: {type(not_callable[0]).__name__} cannot be called; give functions")
+        self.callbacks = list(callbacks)
         arguments = renamed(settings, {"model": model, "reward": reward, "data": data, "val_data": val_data})
         model, reward, data, val_data = (arguments[name] for name in ("model", "reward", "data", "val_data"))
         if missing := [name for name in ("model", "data") if arguments[name] is None]:
@@ -197,7 +204,8 @@ class Trainer:
         from hybridrl.observe import jsonl
         from hybridrl.observe.tracking import METRICS
 
-        outcome = PROGRAMS[self.program].load()(self.config)
+        with calling(self.callbacks):
+            outcome = PROGRAMS[self.program].load()(self.config)
         steps: dict[int, dict[str, float]] = {}
         for record in jsonl.read(outcome.folder / METRICS):
             numbers = {name: jsonl.number(value) for name, value in record.items()}

@@ -14,6 +14,7 @@ from hybridrl.config.short_names import table_text
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.api import Rewards, Rows, Trainer, TrainingResult
 from hybridrl.trainer.call_settings import DPOSettings, PolicySettings, RMSettings, SFTSettings
+from hybridrl.trainer.callbacks import Callback
 
 
 def grpo(
@@ -26,6 +27,7 @@ def grpo(
     config: Mapping[str, Any] | None = None,
     peft_config: Any = None,
     args: Any = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Unpack[PolicySettings],
 ) -> TrainingResult:
     """Train with GRPO, or another method without a critic (`adv_estimator=...`): `hybridrl grpo` from Python.
@@ -78,6 +80,8 @@ def grpo(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
+            checkpoint.
         settings: these and further settings; `hybridrl grpo --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -90,6 +94,7 @@ def grpo(
         config=config,
         peft_config=peft_config,
         args=args,
+        callbacks=callbacks,
         **settings,
     )
     return trainer.train()
@@ -105,6 +110,7 @@ def ppo(
     config: Mapping[str, Any] | None = None,
     peft_config: Any = None,
     args: Any = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Unpack[PolicySettings],
 ) -> TrainingResult:
     """Train with PPO and a critic: `hybridrl ppo` from Python.
@@ -157,6 +163,8 @@ def ppo(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
+            checkpoint.
         settings: these and further settings; `hybridrl ppo --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -169,6 +177,7 @@ def ppo(
         config=config,
         peft_config=peft_config,
         args=args,
+        callbacks=callbacks,
         **settings,
     )
     return trainer.train()
@@ -182,6 +191,7 @@ def sft(
     config: Mapping[str, Any] | None = None,
     peft_config: Any = None,
     args: Any = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Unpack[SFTSettings],
 ) -> TrainingResult:
     """Fine-tune on conversations: `hybridrl sft` from Python.
@@ -221,6 +231,8 @@ def sft(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
+            checkpoint.
         settings: these and further settings; `hybridrl sft --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -231,6 +243,7 @@ def sft(
         config=config,
         peft_config=peft_config,
         args=args,
+        callbacks=callbacks,
         **settings,
     )
     return trainer.train()
@@ -244,6 +257,7 @@ def dpo(
     config: Mapping[str, Any] | None = None,
     peft_config: Any = None,
     args: Any = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Unpack[DPOSettings],
 ) -> TrainingResult:
     """Train on pairs of answers, of which one is preferred: `hybridrl dpo` from Python.
@@ -284,6 +298,8 @@ def dpo(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
+            checkpoint.
         settings: these and further settings; `hybridrl dpo --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -294,6 +310,7 @@ def dpo(
         config=config,
         peft_config=peft_config,
         args=args,
+        callbacks=callbacks,
         **settings,
     )
     return trainer.train()
@@ -307,6 +324,7 @@ def rm(
     config: Mapping[str, Any] | None = None,
     peft_config: Any = None,
     args: Any = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Unpack[RMSettings],
 ) -> TrainingResult:
     """Train a reward model on pairs of answers: `hybridrl rm` from Python.
@@ -346,6 +364,8 @@ def rm(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
+            checkpoint.
         settings: these and further settings; `hybridrl rm --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -356,6 +376,7 @@ def rm(
         config=config,
         peft_config=peft_config,
         args=args,
+        callbacks=callbacks,
         **settings,
     )
     return trainer.train()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridrl.compat import trl
-from hybridrl.compat.trl.trainers import METRICS, with_trl_names
+from hybridrl.compat.trl.metric_names import METRICS, with_trl_names
 from hybridrl.config.short_names import rows
 from hybridrl.errors import ConfigError
 from hybridrl.notify import listening
@@ -174,7 +174,7 @@ def test_metrics_have_trls_names_too() -> None:
 
 SCRIPT = """
 from hybridrl.compat.trl import {config}, {trainer}
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 def reward_len(prompts, completions, answer, **kwargs):
     assert all(completion[0]["role"] == "assistant" for completion in completions)
@@ -182,10 +182,24 @@ def reward_len(prompts, completions, answer, **kwargs):
 
 rows = {rows}
 args = {config}(output_dir="out", max_steps=2, per_device_train_batch_size=4, use_cpu=True, bf16=False{more})
-trainer = {trainer}({first}args=args, train_dataset=rows{arguments})
+class Seen(TrainerCallback):
+    steps, saves, logs = [], 0, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+
+    def on_save(self, args, state, control, **kwargs):
+        Seen.saves += 1
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(logs)
+
+
+trainer = {trainer}({first}callbacks=[Seen()], args=args, train_dataset=rows{arguments})
 output = trainer.train()
 assert output.global_step == 2 and len(trainer.state.log_history) == 2, output
 assert output.training_loss == output.training_loss and "{metric}" in trainer.state.log_history[0]
+assert Seen.steps == [1, 2] and Seen.saves == 1 and "{metric}" in Seen.logs[0], (Seen.steps, Seen.saves)
 trainer.save_model("saved")
 AutoModelForCausalLM.from_pretrained("saved"); AutoTokenizer.from_pretrained("saved")
 print("ran")

@@ -97,6 +97,10 @@ def docstring(program: str) -> str:
         ("config", "further settings by dotted key, or nested."),
         ("peft_config", "a `peft.LoraConfig`, in place of `lora_rank` and its relatives."),
         ("args", "a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings."),
+        (
+            "callbacks",
+            "functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.",
+        ),
         ("settings", f"these and further settings; `hybridrl {program} --help` lists them, and `--cfg job` every key."),
     ]
     for name, text in entries:
@@ -114,7 +118,8 @@ def calls_text() -> str:
         "from hybridrl.config.short_names import table_text",
         "from hybridrl.programs import PROGRAMS",
         "from hybridrl.trainer.api import Rewards, Rows, Trainer, TrainingResult",
-        "from hybridrl.trainer.call_settings import DPOSettings, PolicySettings, RMSettings, SFTSettings", "",
+        "from hybridrl.trainer.call_settings import DPOSettings, PolicySettings, RMSettings, SFTSettings",
+        "from hybridrl.trainer.callbacks import Callback", "",
     ]  # fmt: skip
     for program in ABOUT:
         tree = PROGRAMS[program].tree
@@ -123,10 +128,11 @@ def calls_text() -> str:
         weights = ["    reward_weights: Sequence[float] | Mapping[str, float] | None = None,"] if policy else []
         passed = ["reward=reward,", "reward_weights=reward_weights,"] if policy else []
         passed = ["model=model,", *passed, "data=data,", "val_data=val_data,", "config=config,"]
-        passed += ["peft_config=peft_config,", "args=args,", "**settings,"]
+        passed += ["peft_config=peft_config,", "args=args,", "callbacks=callbacks,", "**settings,"]
         lines += ["", f"def {program}(", "    model: str | Path | None = None,", *rewards, "    data: Rows = None,",
                   "    *,", *weights, "    val_data: Rows = None,", "    config: Mapping[str, Any] | None = None,",
                   "    peft_config: Any = None,", "    args: Any = None,",
+                  "    callbacks: Sequence[Callback] = (),",
                   f"    **settings: Unpack[{CLASSES[tree]}],", ") -> TrainingResult:"]  # fmt: skip
         text = docstring(program).strip()
         lines += [f'    """{text}', '    """', f'    trainer = Trainer(\n        "{program}",']

@@ -27,6 +27,7 @@ from hybridrl.notify import listening, notify
 from hybridrl.observe.run_folder import settings_of, write_run_info
 from hybridrl.trainer.api import trained_part
 from hybridrl.trainer.call_settings import PolicySettings
+from hybridrl.utils import termination
 
 ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
 
@@ -122,6 +123,24 @@ def test_data_in_every_form_are_rows(here: Path) -> None:
     with pytest.raises(ConfigError) as caught_texts:
         hybridrl.Trainer("sft", "model", data=texts)
     assert caught_texts.value.faults[0].startswith("data:")
+
+
+def test_early_stopping_waits_for_a_better_value() -> None:
+    stops: list[str] = []
+    with termination.listening(stops.append):
+        callback = hybridrl.EarlyStopping("val/loss", patience=2, smaller_is_better=True)
+        for step, loss in enumerate([3.0, 2.0, 2.5, 1.5, 1.6]):
+            callback(hybridrl.RunEvent("validation", step, 9, Path("x"), {"val/loss": loss}))
+            callback(hybridrl.RunEvent("step", step, 9, Path("x"), {"train/loss": loss}))
+        assert not stops and callback.best == -1.5
+        callback(hybridrl.RunEvent("validation", 6, 9, Path("x"), {"val/loss": 1.5}))
+    assert len(stops) == 1 and "val/loss" in stops[0]
+
+
+def test_a_callback_has_to_be_a_function(here: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grpo(callbacks=["x"])
+    assert caught.value.faults[0].startswith("callbacks:")
 
 
 def test_an_adapter_of_peft(here: Path) -> None:
@@ -295,6 +314,22 @@ from transformers import AutoModelForCausalLM
 
 for result in (first, second, tuned):
     AutoModelForCausalLM.from_pretrained(result.model_path)
+events = []
+
+
+def watch(event):
+    events.append((event.kind, event.step))
+    if event.kind == "step" and event.step == 3:
+        assert event.metrics["critic/score/mean"] >= 0 and event.total_steps == 9
+        event.stop("enough")
+
+
+stopped = hybridrl.grpo(
+    "MODEL", digits, rows, val_data=rows[:2], callbacks=[watch], max_steps=9, eval_steps=2, num_generations=2, **SMALL
+)
+assert not stopped.finished and stopped.step == 3 and stopped.checkpoint.name == "global_step_3"
+kinds = [("validation", 0), ("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("checkpoint", 3)]
+assert events == kinds, events
 try:
     first.curve("critic/scores/mean")
 except KeyError as error:

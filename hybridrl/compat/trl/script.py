@@ -32,6 +32,7 @@ _FIRST = {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eva
     "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset")}  # fmt: skip
 _FIRST["RLOOTrainer"] = _FIRST["GRPOTrainer"]
 _PASSED = {
+    "callbacks",
     "model",
     "reward_funcs",
     "args",
@@ -166,6 +167,10 @@ def _read_trainer(call: ast.Call, names: Names, settings: ScriptSettings, script
             settings.refused = True
             continue
         if name in ("args", "processing_class", "tokenizer", "peft_config"):
+            continue
+        if name == "callbacks":
+            reason = "a command has none; hybridrl.compat.trl calls them"
+            settings.lines.append(_line("no effect here", f"{name}={ast.unparse(node)}", reason))
             continue
         word = _word_of(name, node, names, Path("reward.py") if names.trains_on_import else script)
         if word is None:

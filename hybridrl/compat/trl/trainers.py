@@ -9,27 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from hybridrl.compat.trl.configs import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from hybridrl.compat.trl.metric_names import with_trl_names
+from hybridrl.compat.trl.transformers_callbacks import CALLED, TransformersCallbacks
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.api import Trainer, TrainingResult
 from hybridrl.trainer.call_arguments import settings_of_args
-
-#: metrics under TRL's names
-METRICS = {
-    "critic/score/mean": "reward",
-    "response_length/mean": "completions/mean_length",
-    "response_length/clip_ratio": "completions/clipped_ratio",
-    "health/groups_uniform": "frac_reward_zero_std",
-    "actor/kl_loss": "kl",
-    "actor/pg_loss": "loss",
-    "actor/lr": "learning_rate",
-    "actor/grad_norm": "grad_norm",
-    "train/loss": "loss",
-    "val/loss": "eval_loss",
-    "train/lr": "learning_rate",
-    "train/grad_norm": "grad_norm",
-}
 
 
 class TrainOutput(NamedTuple):
@@ -79,7 +65,15 @@ class TRLTrainer:
         self._arguments = arguments
         self._model = model
         refuse(type(self).__name__, arguments.pop("unsupported"))
+        self._callbacks = self._adapted(arguments.pop("callbacks", None) or [])
         self.run = self._compose(getattr(self.args, "resume_from_checkpoint", None))
+
+    def _adapted(self, callbacks: Sequence[Any]) -> list[TransformersCallbacks]:
+        missing = [callback for callback in callbacks if not all(hasattr(callback, method) for method in CALLED)]
+        if missing:
+            kind = getattr(missing[0], "__name__", type(missing[0]).__name__)
+            raise ConfigError(f"{type(self).__name__}(callbacks=): {kind} does not derive from TrainerCallback")
+        return [TransformersCallbacks(list(callbacks), self.args)] if callbacks else []
 
     @property
     def folder(self) -> Path:
@@ -100,7 +94,15 @@ class TRLTrainer:
                 tokenizer
             )
         arguments = {name: value for name, value in self._arguments.items() if name != "processing_class"}
-        return Trainer(self.program, model=model, reward_weights=weights, config=config, **arguments, **settings)
+        return Trainer(
+            self.program,
+            model=model,
+            reward_weights=weights,
+            config=config,
+            callbacks=self._callbacks,
+            **arguments,
+            **settings,
+        )
 
     def _more_settings(self) -> dict[str, Any]:
         return {}
@@ -137,7 +139,11 @@ class TRLTrainer:
         """
         if resume_from_checkpoint:
             self.run = self._compose(resume_from_checkpoint)
+        for callbacks in self._callbacks:
+            callbacks.call("on_train_begin")
         self.result = self.run.train()
+        for callbacks in self._callbacks:
+            callbacks.call("on_train_end")
         self.state.global_step, self.state.max_steps = self.result.step, self.result.total_steps
         self.state.log_history = [with_trl_names(record) for record in self.result.history]
         losses = [record["loss"] for record in self.state.log_history if "loss" in record]
@@ -168,11 +174,6 @@ class TRLTrainer:
         return validated
 
 
-def with_trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under TRL's names and their own."""
-    return {**metrics, **{METRICS[name]: value for name, value in metrics.items() if name in METRICS}}
-
-
 def refuse(trainer: str, unsupported: Mapping[str, Any]) -> None:
     """Refuse arguments that were given and that nothing here reads.
 
@@ -191,7 +192,6 @@ def refuse(trainer: str, unsupported: Mapping[str, Any]) -> None:
 
 _OPTIMIZERS = "the optimizer is chosen by args (optim, learning_rate, ...)"
 _QUANTIZATION = "load_in_4bit=True in hybridrl.grpo and its relatives keeps a frozen base in 4 bits (docs/lora.md)"
-_CALLBACKS = "callbacks of transformers are not called; metrics.jsonl has every step while the run lasts"
 _COLLATOR = "rows become batches by columns (docs/data.md)"
 _METRICS = "validation computes the metrics of docs/metrics.md"
 
@@ -240,9 +240,9 @@ class GRPOTrainer(TRLTrainer):
             val_data=eval_dataset,
             processing_class=processing_class,
             peft_config=peft_config,
+            callbacks=callbacks,
             unsupported={
                 "reward_processing_classes": (reward_processing_classes, "reward models have their own tokenizers"),
-                "callbacks": (callbacks, _CALLBACKS),
                 "optimizers": (optimizers, _OPTIMIZERS),
                 "quantization_config": (quantization_config, _QUANTIZATION),
                 "tools": (tools, "tools are listed by rollout.multi_turn.function_tool_path (docs/agents.md)"),
@@ -284,10 +284,10 @@ class _SupervisedTrainer(TRLTrainer):
             val_data=eval_dataset,
             processing_class=processing_class,
             peft_config=peft_config,
+            callbacks=callbacks,
             unsupported={
                 "data_collator": (data_collator, _COLLATOR),
                 "compute_metrics": (compute_metrics, _METRICS),
-                "callbacks": (callbacks, _CALLBACKS),
                 "optimizers": (optimizers, _OPTIMIZERS),
                 "quantization_config": (quantization_config, _QUANTIZATION),
                 **unsupported,
