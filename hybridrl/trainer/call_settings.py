@@ -51,6 +51,7 @@ class PolicySettings(TypedDict, total=False):
     device: str
     distillation_loss_coef: float
     do_sample: bool
+    drain: bool
     dro_beta: float | None
     dropped: str
     dump_freq: int
@@ -147,6 +148,7 @@ class PolicySettings(TypedDict, total=False):
     max_num_batched_tokens: int
     max_num_gen_batches: int
     max_num_seqs: int
+    max_off_policy_threshold: int | None
     max_parallel_calls: int
     max_prompt_length: int
     max_refills: int
@@ -184,6 +186,7 @@ class PolicySettings(TypedDict, total=False):
     on_nonfinite: str
     optim: Any
     output_dir: str
+    parameter_sync_step: int | None
     peak_tflops: float | None
     per_device_train_batch_size: Any
     phase_timeout_s: float
@@ -283,6 +286,7 @@ class PolicySettings(TypedDict, total=False):
     train_batch_size: int
     train_files: str | list[str]
     train_max_samples: int
+    trainer_mode: str
     truncation: str
     trust_remote_code: bool
     turn_rewards: bool
@@ -315,7 +319,6 @@ class PolicySettings(TypedDict, total=False):
     weight: float
     weight_decay: float
     weight_pow: float
-    window: int
 
 
 class SupervisedSettings(TypedDict, total=False):
