@@ -16,11 +16,15 @@ from hybridrl.version import __version__
 if TYPE_CHECKING:
     from hybridrl.config import load_config, validate
     from hybridrl.protocol import DataProto, DataProtoFuture, DataProtoItem
-    from hybridrl.trainer.api import Trainer, TrainingResult, dpo, grpo, ppo, rm, sft
+    from hybridrl.trainer.api import Trainer, TrainingResult
+    from hybridrl.trainer.callbacks import EarlyStopping, RunEvent
+    from hybridrl.trainer.typed_calls import dpo, grpo, ppo, rm, sft
 
 # Lazy: `import hybridrl` (and with it the command line) must not import torch.
 _HOMES = {
-    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "rm", "Trainer", "TrainingResult"), "hybridrl.trainer.api"),
+    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "rm"), "hybridrl.trainer.typed_calls"),
+    **dict.fromkeys(("Trainer", "TrainingResult"), "hybridrl.trainer.api"),
+    **dict.fromkeys(("EarlyStopping", "RunEvent"), "hybridrl.trainer.callbacks"),
     **dict.fromkeys(("load_config", "validate"), "hybridrl.config"),
     **dict.fromkeys(("DataProto", "DataProtoFuture", "DataProtoItem"), "hybridrl.protocol"),
 }
@@ -33,6 +37,8 @@ __all__ = [
     "rm",
     "Trainer",
     "TrainingResult",
+    "EarlyStopping",
+    "RunEvent",
     "load_config",
     "validate",
     "DataProto",

@@ -3,6 +3,7 @@
 Only the standard library is imported here, so that a Python without the packages gets one line instead of a traceback.
 """
 
+import difflib
 import importlib
 import re
 import sys
@@ -121,6 +122,10 @@ COMMANDS = {
     "reward-bench": SubCommand(
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),
+    "import": SubCommand(
+        "tell what becomes of the settings of a script for TRL, with the command to paste",
+        "hybridrl.compat.import_command:main",
+    ),
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),
@@ -169,8 +174,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(f"hybridrl {__version__}")
     else:
-        names = ", ".join([*PROGRAMS, *COMMANDS])
-        print(f"error: hybridrl {name}: unknown command; choose from {names}", file=sys.stderr)
+        names = [*PROGRAMS, *COMMANDS]
+        close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+        hint = f"; nearest: {', '.join(close)}" if close else ""
+        print(f"error: hybridrl {name}: unknown command{hint}; choose from {', '.join(names)}", file=sys.stderr)
         raise SystemExit(2)
 
 

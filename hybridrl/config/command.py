@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from hybridrl.config.compose import Composed, compose_config, configs_folder, pr
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
 from hybridrl.config.repeat import search_modules_of
+from hybridrl.config.short_names import explain, nearest_names, table_text
 from hybridrl.config.torchrun import leave_torchrun
+from hybridrl.config.verl.keys import key_book
 from hybridrl.errors import ConfigError, UserError, WorkerError
 from hybridrl.utils.files import NO_SPACE
 from hybridrl.utils.termination import Terminated, ending_in_order
@@ -80,6 +83,9 @@ def cli(
         print_notices([farewell] if (farewell := launch.farewell()) else [])
         return
     words = read_words(name, sys.argv[1:] if argv is None else argv, command)
+    if words.help is not None:
+        print(_help(name, words.help, command, defaults or {}))
+        return
     try:
         refuse_options(words)
         folder, file = user_file(words)
@@ -170,11 +176,15 @@ def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
         usage="%(prog)s [options] key=value ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
         description=f"Example:\n  {command} {example}",
         epilog="Every key with its default: --cfg job. Meanings: docs/config.md.\n"
         "key=value sets a key (+key=value and ++key=value do the same), ~key takes it back to its default.",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as in Hydra")
+    parser.add_argument(
+        "--help", "-h", nargs="?", const="", metavar="KEY", help="show this text, or explain a key or a short name"
+    )
     parser.add_argument("--cfg", "-c", choices=("job",), help="print the configuration as YAML and end")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: interpolations replaced by their values")
     parser.add_argument("--package", "-p", help="with --cfg: this part only, e.g. actor_rollout_ref.actor")
@@ -193,6 +203,32 @@ def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--experimental-rerun", help=argparse.SUPPRESS)
     parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _help(name: str, key: str, command: str | None, defaults: Mapping[str, Any]) -> str:
+    """Return the text of `--help`, or of `--help KEY`.
+
+    Raises:
+        SystemExit: there is no such key.
+    """
+    if not key or "=" in key:
+        table = table_text(name, defaults)
+        if not table:
+            return _parser(name, command).format_help()
+        lines = [textwrap.dedent("""
+            Short names, with their defaults. TRL's mean what they mean in TRL; the last part of a key that no other key
+            has is a name, too. --help NAME explains one.
+            """).strip()]  # fmt: skip
+        for names, default, meaning in table:
+            text = f"{meaning}{f' [{default}]' if default else ''}"
+            lines += textwrap.wrap(text, 118, initial_indent=f"  {names}: ", subsequent_indent="      ")
+        return "\n".join([_parser(name, command).format_help(), *lines])
+    explained = explain(name, key, defaults)
+    if explained is not None:
+        return explained
+    hint = key_book(name).suggest(key) if "." in key else nearest_names(name, key)
+    print(f"error: --help {key}: unknown key{hint}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _config_text(composed: Composed, package: str | None, resolve: bool) -> str:

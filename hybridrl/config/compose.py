@@ -9,7 +9,7 @@ import functools
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import default_at
-from hybridrl.config.convert import build, nearest, put
+from hybridrl.config.convert import build, nearest, put, show
 from hybridrl.config.entry_settings import add_own_settings
 from hybridrl.config.schema.actor import PolicyLossConfig
 from hybridrl.config.schema.node import ConfigNode, default_tree
@@ -34,6 +34,8 @@ from hybridrl.config.schema.root import (
     SFTTrainerConfig,
 )
 from hybridrl.config.schema.trainer import TrainerModeConfig
+from hybridrl.config.short_derived import acting_seeds, derive
+from hybridrl.config.short_names import TREES, ShortSettings, is_short
 from hybridrl.config.unread import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
 from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, RewriteResult, key_book
@@ -55,11 +57,15 @@ class Composed:
 
 @dataclass
 class Overrides:
-    """Command-line words sorted by kind: Hydra's group choices, and assignments to keys."""
+    """Command-line words sorted by kind: Hydra's group choices, assignments to keys, and short names.
+
+    `derived` holds values of short names whose keys follow from several of them.
+    """
 
     choices: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    derived: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
 
 def configs_folder() -> Path:
@@ -107,6 +113,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
     from hydra.errors import HydraException
 
     parser, groups, overrides = OverridesParser.create(), _groups(folders), Overrides()
+    short = ShortSettings()
     for word in words:
         try:
             override = parser.parse_override(_quoted(word))
@@ -130,6 +137,9 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             continue
         delete = override.type is OverrideType.DEL
         value: Any = None if delete else override.value()
+        if not delete and _means_short(book, name, value, groups, folders):
+            short.read(book.root, name, value, COMMAND_LINE)
+            continue
         if (choice := _choice(book.root, name)) is not None and isinstance(value, str) and not delete:
             if value in choice.same:
                 continue
@@ -155,7 +165,28 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             overrides.assignments.extend(Assignment(item.key, item.value, origin) for item in book.flatten(nested, {}))
         else:
             overrides.assignments.append(Assignment(name, value, origin, delete))
+    overrides.assignments += short.assignments
+    overrides.notices += short.notices
+    overrides.derived = short.derived
+    faults += short.faults
     return overrides
+
+
+def _means_short(book: KeyBook, name: str, value: Any, groups: Container[str], folders: Sequence[Path]) -> bool:
+    """Whether a word is a short name, or a name without dots that means nothing else either."""
+    if "." in name or "/" in name or "@" in name or book.root not in TREES:
+        return False
+    if (kind := book.kind(name)) not in ("group", "unknown"):
+        return False
+    if kind == "unknown" and name not in groups and _choice(book.root, name) is None:
+        return True
+    if not is_short(book.root, name) or isinstance(value, Mapping) or value is None:
+        return False
+    choice = _choice(book.root, name)
+    if not isinstance(value, str):
+        return True
+    options = {path.stem for folder in folders for path in (folder / name).glob("*.yaml")}
+    return value not in options and (choice is None or value not in {*choice.same, *choice.means, *choice.why})
 
 
 def _choice(root: str, group: str) -> Choice | None:
@@ -313,12 +344,14 @@ def compose_config(
     *,
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
+    derived: Mapping[str, tuple[Any, str]] | None = None,
 ) -> Composed:
     """Compose, check and convert without printing anything. Arguments and errors are those of `load_config`.
 
     `launched` holds the values that torchrun was given, by key. They replace defaults; a file or a word that sets such
     a key to a different value is a fault. `defaults` replace defaults of the tree; files and words replace them in
-    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words.
+    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words. `derived` are its
+    values of short names that are computed from others.
     """
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
@@ -355,11 +388,17 @@ def compose_config(
     for key, value in {**(defaults or {}), **from_torchrun}.items():
         if (key not in origins or key in taken_back) and _value_at(tree, key) == _value_at(shipped, key):
             put(tree, key, value)
+    short = {**parsed.derived, **(derived or {})}
+    set_by_words.add(book.rewrite(_put_derived(root, short, tree, origins, faults)))
 
     everything = RewriteResult(renamed=parsed.notices, wrong=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
     config = _typed(root, tree, everything, origins, book.suggest)
+    if "seed" in short and not everything.faults:
+        for key in acting_seeds(config, origins):
+            put(tree, key, short["seed"][0])
+        config = _typed(root, tree, everything, origins, book.suggest)
     everything.set_aside(functools.partial(not_read_by, config))
     for key in origins:
         choice = unread_by(config, key) if key in book.fields or book.free_parent(key) else None
@@ -375,6 +414,28 @@ def compose_config(
         raise ConfigError(list(dict.fromkeys(faults)))
     object.__setattr__(config, "set_keys", frozenset(origins) - taken_back)
     return Composed(config, tree, everything.notices())
+
+
+def _put_derived(
+    root: str,
+    derived: Mapping[str, tuple[Any, str]],
+    tree: dict[str, Any],
+    origins: dict[str, str],
+    faults: list[str],
+) -> list[Assignment]:
+    """Set the keys that follow from several short names, and return their assignments."""
+    assignments, wrong = derive(root, derived, functools.partial(_value_at, tree), origins)
+    faults += wrong
+    for item in assignments:
+        earlier = _value_at(tree, item.key)
+        if item.key in origins and earlier != item.value:
+            faults.append(
+                f"{item.key}={show(earlier)}{origins[item.key]} and {show(item.value)}{item.origin}: two values for "
+                "one setting; remove one of them"
+            )
+        put(tree, item.key, item.value)
+        origins[item.key] = item.origin
+    return assignments
 
 
 def _set_twins(book: KeyBook, tree: dict[str, Any], origins: Mapping[str, str], notices: list[str]) -> None:

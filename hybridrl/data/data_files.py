@@ -31,6 +31,15 @@ if TYPE_CHECKING:
     import datasets
 
 _ALLOWED = f"{', '.join(FORMATS)}; text files may be compressed ({', '.join(COMPRESSIONS)})"
+_WITH_PANDAS = " From Python, give pandas.read_excel(FILE) as data, or save the sheet as CSV."
+#: what to do with files of other kinds
+_REMEDIES = {
+    ".xlsx": _WITH_PANDAS,
+    ".xls": _WITH_PANDAS,
+    ".txt": " A prompt per line is a list in Python: data=open(FILE).read().splitlines().",
+    ".arrow": " From Python, give datasets.Dataset.from_file(FILE) as data; a saved data set is named by its folder.",
+    ".zip": " Unpack it, and name the files in it.",
+}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD = 2**31 - 1  # of CSV, in characters; the csv module's own limit is 131,072
 
@@ -140,7 +149,8 @@ def _read_file(name: str, key: str) -> ArrowPart | RowsPart:
         raise DataError(f"{key}={name} is a directory.{example or f' Name a file: {key}=FILE'}")
     kind = format_of(path)
     if kind not in FORMATS or (kind == ".parquet" and path.suffix != kind):
-        raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {_ALLOWED}.")
+        remedy = _REMEDIES.get(path.suffix.lower(), "")
+        raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {_ALLOWED}.{remedy}")
     if path.stat().st_size == 0:
         raise DataError(f"{key}={name}: the file is empty (0 bytes). Write it again.")
     part = _READERS[kind](path, key)
@@ -266,12 +276,17 @@ def _unreadable(error: Exception) -> str:
 def _read_csv(path: Path, key: str) -> RowsPart:
     """Read a CSV or TSV file with a line of column names. Values stay text, so that 007 is not 7; empty ones are None.
 
+    A CSV file whose first line has semicolons and no commas is separated by semicolons.
+
     A row is named by its first line, because quoted text may contain line breaks. Where the first line has a space
     after its commas, one after other commas is no part of a value either.
     """
     csv.field_size_limit(_MAX_FIELD)
     text, delimiter = _text(path, key), _DELIMITERS[format_of(path)]
-    is_spaced = f"{delimiter} " in text.partition("\n")[0]
+    header = text.partition("\n")[0]
+    if ";" in header and delimiter not in header and format_of(path) == ".csv":
+        delimiter = ";"  # as spreadsheets write it where the comma is in numbers
+    is_spaced = f"{delimiter} " in header
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
     rows: list[dict[str, Any]] = []
     lines: list[int] = []

@@ -275,7 +275,8 @@ def table_of(rows: Any, origin: str) -> Table:
     """Make a table from rows that are already in memory.
 
     Args:
-        rows: a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table`, or a list of dicts.
+        rows: a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table`, a list or an iterator of dicts, or a list
+            of texts, which are prompts.
         origin: where the rows come from, for messages.
 
     Raises:
@@ -285,6 +286,12 @@ def table_of(rows: Any, origin: str) -> Table:
     import pandas
     import pyarrow
 
+    if isinstance(rows, datasets.DatasetDict) and len(rows) == 1:
+        rows = next(iter(rows.values()))
+    elif isinstance(rows, Iterator | tuple):
+        rows = list(rows)
+    if isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows):
+        rows = [{"prompt": text} for text in rows]
     if isinstance(rows, pandas.DataFrame | pyarrow.Table):
         names = rows.column_names if isinstance(rows, pyarrow.Table) else map(str, rows.columns)
         check_column_names(list(names), origin)
@@ -302,8 +309,8 @@ def table_of(rows: Any, origin: str) -> Table:
         part = RowsPart(origin, rows, None)
     else:
         raise DataError(
-            f"{origin}: rows must be a datasets.Dataset (one split), a pandas.DataFrame, a pyarrow.Table or a list of "
-            f"dicts, found {_kind(rows)}."
+            f"{origin}: rows must be a datasets.Dataset (one split), a pandas.DataFrame, a pyarrow.Table, or a list of "
+            f"dicts or of texts, found {_kind(rows)}.{_remedy(rows)}"
         )
     if len(part) == 0:
         raise DataError(f"{origin}: the data has no rows.")
@@ -319,6 +326,19 @@ def check_column_names(names: Sequence[str], origin: str) -> None:
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
         raise DataError(f"{origin}: there are {names.count(twice)} columns {twice!r}. Rename or remove the others.")
+
+
+def _remedy(rows: Any) -> str:
+    """Advice for rows of a wrong type that can be converted; may be empty."""
+    import datasets
+
+    if isinstance(rows, datasets.DatasetDict):
+        return f" Choose a split: data[{next(iter(rows))!r}]." if rows else ""
+    if isinstance(rows, datasets.IterableDataset):
+        return " A streamed data set is read with list(data.take(1000))."
+    if isinstance(rows, Mapping):
+        return " A dict of columns becomes rows with datasets.Dataset.from_dict(data)."
+    return ""
 
 
 def _kind(rows: Any) -> str:

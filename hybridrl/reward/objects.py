@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.short_table import split_place
 from hybridrl.errors import RewardError
 from hybridrl.utils.files import write_bytes
 from hybridrl.utils.user_code import OBJECT_SUFFIX
@@ -54,8 +55,7 @@ def reward_settings(
 
 def _entry(name: str, reward: Any, folder: Path) -> dict[str, Any]:
     if isinstance(reward, str | Path):
-        reward = str(reward)
-        path, _, function = (reward, "", "") if reward.startswith("pkg://") else reward.partition(":")
+        path, function = split_place(str(reward))
         return {"path": path, "name": function} if function else {"path": path}
     if not callable(reward):
         raise RewardError(

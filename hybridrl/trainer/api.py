@@ -12,37 +12,23 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.convert import nearest, put
-from hybridrl.config.schema.node import declared
-from hybridrl.config.schema.root import ROOTS
+from hybridrl.config.data_names import FORMATS, dataset_name, format_of, local_files
+from hybridrl.config.short_names import ShortSettings
 from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
 from hybridrl.programs import PROGRAMS
+from hybridrl.trainer.call_arguments import adapter_settings, renamed, settings_of_args
+from hybridrl.trainer.callbacks import Callback, calling
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-#: what a keyword means that is the last part of several keys
-SHORT_NAMES = {
-    key.rsplit(".", 1)[-1]: key
-    for key in (
-        *(f"{_ACTOR}.optim.{name}" for name in ("lr", "weight_decay", "clip_grad", "lr_scheduler_type")),
-        *(f"{_ACTOR}.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")),
-        *(f"{_ACTOR}.{name}" for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu")),
-        *(f"{_ACTOR}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "loss_agg_mode")),
-        *(f"{_ROLLOUT}.{name}" for name in ("n", "temperature", "top_p", "top_k", "do_sample")),
-        *(f"{_ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")),
-        *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")),
-        *(f"{_ROLLOUT}.{name}" for name in ("enable_chunked_prefill", "enable_prefix_caching")),
-        *(f"{_ROLLOUT}.{name}" for name in ("cudagraph_capture_sizes", "expert_parallel_size", "openai.extra_body")),
-        *(f"trainer.{name}" for name in ("total_training_steps", "nnodes", "n_gpus_per_node")),
-        *(f"trainer.{name}" for name in ("project_name", "experiment_name")),
-        "data.shuffle",
-        "data.system_prompt",
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
-    )
-}
 _PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
 
 Reward = Callable[..., Any] | str | Path
+Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 Rows = Any  # a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table` or a list of dicts
+_MISSING = {
+    "model": "give a folder in Hugging Face format, or a hub id",
+    "data": "give a file, rows, or a data set of the hub",
+}
 
 
 @dataclass(frozen=True)
@@ -93,14 +79,19 @@ class Trainer:
     Args:
         program: `grpo`, `ppo`, `sft`, `dpo` or `rm`: the programs of the command `hybridrl`, with their defaults.
         model: a folder in Hugging Face format, or a hub id.
-        data: the training data: a file or several, a `datasets.Dataset`, a `pandas.DataFrame` or a list of dicts.
+        data: the training data: a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a list or
+            an iterator of dicts, or a list of texts, which are prompts.
         reward: a function, the path of a Python file (`FILE.py` or `FILE.py:NAME`), a list of them, or a dict of names
             to them; None uses the built-in scorers.
         reward_weights: a number per reward function, in the same order or by name; None: 1 each.
         val_data: the validation data, in the same forms as `data`.
         config: settings by dotted key, or nested.
-        settings: settings by the last part of their key, e.g. `total_epochs=3` or `lr=1e-6`. Where that is ambiguous,
-            `SHORT_NAMES` decides, or the setting belongs into `config`.
+        peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
+        args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings; settings replace them.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint;
+            `event.stop()` ends the run.
+        settings: settings by their short names (`hybridrl grpo --help` lists them), or by the last part of a key that
+            no other key has, e.g. `total_epochs=3`. TRL's names mean what they mean in TRL.
 
     Attributes:
         config: the typed configuration.
@@ -115,19 +106,35 @@ class Trainer:
     def __init__(
         self,
         program: str,
+        model: str | Path | None = None,
+        reward: Rewards | None = None,
+        data: Rows = None,
         *,
-        model: str | Path,
-        data: Rows,
-        reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
         reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         val_data: Rows = None,
         config: Mapping[str, Any] | None = None,
+        peft_config: Any = None,
+        args: Any = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
         forget()  # an earlier trainer of this process may have been refused
         if program not in _PROGRAMS:
             raise ConfigError(f"program={program!r}: must be one of {', '.join(_PROGRAMS)}")
         self.program = program
+        if not_callable := [item for item in callbacks if not callable(item)]:
+            raise ConfigError(f"callbacks: {type(not_callable[0]).__name__} cannot be called; give functions")
+        self.callbacks = list(callbacks)
+        arguments = renamed(settings, {"model": model, "reward": reward, "data": data, "val_data": val_data})
+        model, reward, data, val_data = (arguments[name] for name in ("model", "reward", "data", "val_data"))
+        if missing := [name for name in ("model", "data") if arguments[name] is None]:
+            raise ConfigError([f"{name}= is missing: {_MISSING[name]}" for name in missing])
+        if args is not None:
+            of_args = settings_of_args(args, PROGRAMS[program].tree, validates=val_data is not None)
+            reward_weights = of_args.pop("reward_weights", None) if reward_weights is None else reward_weights
+            settings = {**of_args, **settings}
+        if peft_config is not None:
+            settings = {**settings, **adapter_settings(peft_config)}
         is_policy = PROGRAMS[program].tree == "ppo_trainer"
         model_key = "actor_rollout_ref.model.path" if is_policy else "model.path"
         keywords = {model_key: ("model", _model_path(model)), "data.train_files": ("data", data)}
@@ -135,7 +142,7 @@ class Trainer:
             keywords["data.val_files"] = ("val_data", val_data)
         if reward is not None:
             keywords["reward.custom_reward_function.path"] = ("reward", reward)
-        tree = _settings(PROGRAMS[program].tree, settings, config or {}, keywords)
+        tree, self._names = _settings(PROGRAMS[program].tree, settings, config or {}, keywords)
         put(tree, model_key, _model_path(model))
         is_named = bool({"default_local_dir", "experiment_name"} & set(tree.get("trainer", {})))
         folder = Path(self._compose(tree).trainer.default_local_dir)
@@ -159,9 +166,10 @@ class Trainer:
         from hybridrl.config.compose import compose_config, print_notices  # takes a moment (Hydra)
 
         program = PROGRAMS[self.program]
-        composed = compose_config(program.tree, defaults=program.defaults, settings=settings)
+        derived = self._names.derived
+        composed = compose_config(program.tree, defaults=program.defaults, settings=settings, derived=derived)
         if notices:
-            print_notices(composed.notices)
+            print_notices([*self._names.notices, *composed.notices])
         assert isinstance(composed.config, PPOTrainerConfig | SupervisedConfig)
         return composed.config
 
@@ -170,6 +178,10 @@ class Trainer:
         from hybridrl.data import save_rows
 
         several = isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
+        if several and not any(map(_is_file, data)):
+            if PROGRAMS[self.program].tree != "ppo_trainer":
+                raise ConfigError(f"data: a list of texts is prompts, and {self.program} needs answers: rows or files")
+            several = False
         if isinstance(data, str | Path) or several:
             return [str(file) for file in (data if several else [data])]
         return [str(save_rows(data, self.folder / "data", name))]
@@ -192,7 +204,8 @@ class Trainer:
         from hybridrl.observe import jsonl
         from hybridrl.observe.tracking import METRICS
 
-        outcome = PROGRAMS[self.program].load()(self.config)
+        with calling(self.callbacks):
+            outcome = PROGRAMS[self.program].load()(self.config)
         steps: dict[int, dict[str, float]] = {}
         for record in jsonl.read(outcome.folder / METRICS):
             numbers = {name: jsonl.number(value) for name, value in record.items()}
@@ -218,67 +231,10 @@ def trained_part(program: str) -> str:
     return part
 
 
-def grpo(
-    *,
-    model: str | Path,
-    data: Rows,
-    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
-    **settings: Any,
-) -> TrainingResult:
-    """Train with GRPO, or another method without a critic (`adv_estimator=...`): `hybridrl grpo` from Python.
-
-    Args:
-        model, data, reward, settings: see `Trainer`.
-    """
-    return Trainer("grpo", model=model, data=data, reward=reward, **settings).train()
-
-
-def ppo(
-    *,
-    model: str | Path,
-    data: Rows,
-    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
-    **settings: Any,
-) -> TrainingResult:
-    """Train with PPO and a critic: `hybridrl ppo` from Python.
-
-    Args:
-        model, data, reward, settings: see `Trainer`.
-    """
-    return Trainer("ppo", model=model, data=data, reward=reward, **settings).train()
-
-
-def sft(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
-    """Fine-tune on conversations: `hybridrl sft` from Python.
-
-    Args:
-        model, data, settings: see `Trainer`.
-    """
-    return Trainer("sft", model=model, data=data, **settings).train()
-
-
-def dpo(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
-    """Train on pairs of answers, of which one is preferred: `hybridrl dpo` from Python.
-
-    Args:
-        model, data, settings: see `Trainer`.
-    """
-    return Trainer("dpo", model=model, data=data, **settings).train()
-
-
-def rm(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
-    """Train a reward model on pairs of answers: `hybridrl rm` from Python.
-
-    Args:
-        model, data, settings: see `Trainer`.
-    """
-    return Trainer("rm", model=model, data=data, **settings).train()
-
-
 def _settings(
     tree: str, short: Mapping[str, Any], config: Mapping[str, Any], keywords: Mapping[str, tuple[str, Any]]
-) -> dict[str, Any]:
-    """Return all settings as one nested mapping of plain values.
+) -> tuple[dict[str, Any], ShortSettings]:
+    """Return all settings as one nested mapping of plain values, and what else the short names mean.
 
     Args:
         keywords: for each key that a keyword such as `model` stands for, that keyword and its value.
@@ -293,24 +249,14 @@ def _settings(
         Assignment(key, value if isinstance(value, str) else _summary(value), f" (keyword {name})")
         for key, (name, value) in keywords.items()
     ]
-    keys: dict[str, list[str]] = {}
-    for key in declared(ROOTS[tree]):
-        keys.setdefault(key.rsplit(".", 1)[-1], []).append(key)
     nested: dict[str, Any] = {}
-    faults = []
+    names = ShortSettings()
     for name, value in short.items():
-        matches = keys.get(name, [])
-        if SHORT_NAMES.get(name) in matches:
-            matches = [SHORT_NAMES[name]]
-        if len(matches) == 1:
-            put(nested, matches[0], _plain(value))
-            written.append(Assignment(matches[0], _plain(value), f" (keyword {name})"))
-        elif matches:
-            faults.append(
-                f"{name}=: several settings are called so; choose with config={{KEY: ...}}: {', '.join(matches)}"
-            )
-        else:
-            faults.append(f"{name}=: no setting is called so{nearest(name, list(keys))}")
+        names.read(tree, name, _plain(value), f" (keyword {name})")
+    for item in names.assignments:
+        put(nested, item.key, item.value)
+        written.append(item)
+    faults = names.faults
     for key, value in config.items():
         put(nested, str(key), _plain(value))
         each: dict[str, Any] = {}
@@ -319,7 +265,7 @@ def _settings(
     faults += book.conflicts(written)
     if faults:
         raise ConfigError(faults)
-    return nested
+    return nested, names
 
 
 def _summary(value: Any) -> Any:
@@ -342,6 +288,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()  # a number of NumPy or torch
     return value
+
+
+def _is_file(item: str | Path) -> bool:
+    """Whether an item of a list is meant as a file or a data set; otherwise it is a prompt."""
+    if isinstance(item, Path) or "://" in item or format_of(Path(item)) in FORMATS:
+        return True
+    try:
+        return dataset_name(item) is not None or bool(local_files(item))
+    except (OSError, ValueError):  # a text that no system takes for a name
+        return False
 
 
 def _model_path(model: Any) -> str:

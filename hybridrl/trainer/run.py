@@ -21,12 +21,15 @@ from hybridrl.observe.tracking import Tracking
 from hybridrl.programs import STOPPED, ProgramResult
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.background_save import Writers
+from hybridrl.trainer.callbacks import EventKind, RunEvent, emit
 from hybridrl.trainer.checkpoints import Checkpoints
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.interrupt import StopRequest
 from hybridrl.trainer.phases import PhaseTimer, take_spans
 from hybridrl.utils.files import check_writable
 
+#: metric by which a report of a validation is known
+VALIDATION_SECONDS = "timing_s/testing"
 _BETWEEN_STEPS = ("save_checkpoint", "data")
 
 
@@ -200,8 +203,12 @@ class TrainingRun:
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Send the metrics of the current step to every tracking back end."""
         self.tracking.log(dict(metrics), step=self.step)
+        self._emit("validation" if VALIDATION_SECONDS in metrics or not self.step else "step", self.folder, metrics)
         spans = [span for group in self._groups() for span in group.take_spans()]
         self.timeline.write(self.step, [*take_spans(), *spans])
+
+    def _emit(self, kind: EventKind, folder: Path, metrics: Mapping[str, Any]) -> None:
+        emit(RunEvent(kind, self.step, self.total_steps, folder, dict(metrics)))
 
     def look_for_checkpoint(self) -> None:
         """Find and verify the checkpoint to resume from, and refuse folders that cannot be written.
@@ -268,3 +275,4 @@ class TrainingRun:
         if self.step and not self.checkpoints.has(self.step):
             with self.phase("save_checkpoint"):
                 self.checkpoints.save(self.step, write)
+            self._emit("checkpoint", self.checkpoints.newest or self.folder, {})

@@ -325,3 +325,20 @@ def test_numbers_of_few_bits_are_what_somebody_wrote(tmp_path: Path, kind: pyarr
     assert [table[n]["answer"] for n in range(6)] == shortest
     assert table.with_ground_truth("answer")[0]["reward_model"]["ground_truth"] == 0.1
     assert table[0]["lists"] == [float(numpy_kind(0.1))]  # pixels and embeddings stay as they are
+
+
+def rows(file):
+    table = read_table(file)
+    return [table[index] for index in range(len(table))]
+
+
+def test_semicolons_of_a_spreadsheet(tmp_path):
+    """A comma in a name of a column, or in the text of a file with commas, changes nothing."""
+    (tmp_path / "a.csv").write_text("prompt;answer\n2,5 + 1;3,5\n")
+    assert rows(tmp_path / "a.csv") == [{"prompt": "2,5 + 1", "answer": "3,5"}]
+    (tmp_path / "b.csv").write_text("prompt,answer\na;b,c\n")
+    assert rows(tmp_path / "b.csv") == [{"prompt": "a;b", "answer": "c"}]
+    (tmp_path / "c.xlsx").write_bytes(b"x")
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / "c.xlsx")
+    assert "read_excel" in str(caught.value)

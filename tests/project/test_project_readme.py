@@ -14,6 +14,8 @@ import pytest
 from snippets import CHECKS, PAGES, run_snippets, snippets
 
 from hybridrl.config import load_config
+from hybridrl.config.compose import compose_config
+from hybridrl.programs import PROGRAMS
 
 ROOTS = {
     "hybridrl.trainer.main_ppo": "ppo_trainer",
@@ -41,12 +43,17 @@ def test_settings_of_commands_for_other_machines_compose() -> None:
     pages = (*PAGES, "docs/lora.md", "docs/reward_models.md", "docs/distillation.md")
     for snippet in [one for page in pages for one in snippets(page, "compose")]:
         for python, flag, module, *words in snippet.commands:
+            if python == "hybridrl":
+                program = PROGRAMS[flag]
+                assert compose_config(program.tree, [module, *words], defaults=program.defaults).notices == []
+                programs.append(flag)
+                continue
             assert (python, flag) == ("python", "-m")
             assert importlib.util.find_spec(module) is not None, module
             if module in ROOTS:
                 load_config(ROOTS[module], words)
                 programs.append(module)
-    assert "hybridrl.trainer.main_ppo" in programs
+    assert {"grpo", "ppo", "hybridrl.trainer.main_ppo"} <= set(programs)
 
 
 def test_settings_after_the_quickstart_compose() -> None:

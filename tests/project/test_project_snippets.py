@@ -1,4 +1,4 @@
-"""Snippets of docs/gateway.md, docs/python.md, docs/config.md, docs/dpo.md and docs/distillation.md, run as shown."""
+"""Snippets of pages for users, run as shown: gateway, python, trl, config, dpo and distillation."""
 
 from __future__ import annotations
 
@@ -63,6 +63,25 @@ def test_training_from_python(tmp_path: Path, finish: Callable[..., Any], joined
     (tmp_path / "page.py").write_text(text)
     ended = finish([joined, "page.py"], cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_script_for_trl(tmp_path: Path, finish: Callable[..., Any], joined: str, micro_model: Path) -> None:
+    """The page's script with a tiny model, 16 rows and two steps."""
+    text = python_of("docs/trl.md", "GRPOTrainer(")
+    for old, new in (
+        ('"Qwen/Qwen2.5-0.5B-Instruct"', repr(str(micro_model))),
+        ('load_dataset("trl-lib/tldr", split="train")', "datasets.Dataset.from_list([{'prompt': 'Sort: 31'}] * 16)"),
+        ("from datasets import load_dataset", "import datasets"),
+        ("max_steps=100", "max_steps=2, max_completion_length=8, use_cpu=True, bf16=False"),
+    ):
+        assert old in text, old
+        text = text.replace(old, new)
+    (tmp_path / "page.py").write_text(text)
+    ended = finish([joined, "page.py"], cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert (tmp_path / "trained" / "config.json").is_file()
+    assert len((tmp_path / "short-answers" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
 def test_a_configuration_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import call_signatures
 import numpy as np
 import pytest
 import yaml
@@ -19,10 +21,13 @@ from hybridrl.config.compose import compose_config
 from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.config.short_names import rows
+from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.notify import listening, notify
 from hybridrl.observe.run_folder import settings_of, write_run_info
-from hybridrl.trainer.api import SHORT_NAMES, trained_part
+from hybridrl.trainer.api import trained_part
+from hybridrl.trainer.call_settings import PolicySettings
+from hybridrl.utils import termination
 
 ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
 
@@ -42,11 +47,6 @@ def grpo(**settings: Any) -> hybridrl.Trainer:
     return hybridrl.Trainer("grpo", **{"model": "model", "data": ROWS, "reward": share_of_digits, **settings})
 
 
-def test_short_names_are_keys_of_the_tree() -> None:
-    keys = declared(ROOTS["ppo_trainer"])
-    assert all(key in keys and key.endswith(f".{name}") for name, key in SHORT_NAMES.items())
-
-
 def test_new_settings_elsewhere_take_no_short_name_away() -> None:
     """A name that one of the three groups has, and others too, belongs to the group, unless it is ambiguous indeed."""
     found: dict[str, list[str]] = {}
@@ -56,8 +56,103 @@ def test_new_settings_elsewhere_take_no_short_name_away() -> None:
     main = {"trainer", "data", "actor_rollout_ref.rollout"}
     left = {name for name, groups in found.items() if len(groups) > 1 and len(main.intersection(groups)) == 1}
     log_prob = {f"log_prob_{name}" for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")}
-    of_several = {"dtype", "full_determinism", "tensor_model_parallel_size", "pipeline_model_parallel_size", "name"}
-    assert left - SHORT_NAMES.keys() == log_prob | of_several | {"tool_config_path", "function_tool_path"}
+    of_several = {"dtype", "tensor_model_parallel_size", "pipeline_model_parallel_size", "name"}
+    assert left - rows("ppo_trainer").keys() == log_prob | of_several | {"tool_config_path", "function_tool_path"}
+
+
+def test_the_typed_calls_are_those_of_the_schema() -> None:
+    """`python tests/trainer/call_signatures.py` writes them anew."""
+    for name, text in call_signatures.texts().items():
+        assert (call_signatures.FOLDER / name).read_text() == call_signatures.formatted(name, text), name
+    for function in (hybridrl.grpo, hybridrl.ppo, hybridrl.sft, hybridrl.dpo, hybridrl.rm):
+        parameters = inspect.signature(function).parameters
+        assert {"model", "data", "lr", "seed", "max_steps"} <= parameters.keys()
+        assert "lr: peak learning rate (also learning_rate)" in str(function.__doc__)
+    assert list(inspect.signature(hybridrl.grpo).parameters)[:3] == ["model", "reward", "data"]
+    fields = PolicySettings.__annotations__
+    assert {"learning_rate", "num_generations", "adv_estimator", "total_epochs"} <= fields.keys()
+
+
+def test_positional_arguments_and_trls_names(here: Path) -> None:
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4}
+    first = hybridrl.Trainer("grpo", "model", share_of_digits, ROWS, **sizes, seed=5)
+    other = hybridrl.Trainer(
+        "grpo", model="model", reward_funcs=share_of_digits, train_dataset=ROWS, eval_dataset=ROWS[:2], **sizes
+    )
+    assert first.config.data.train_batch_size == other.config.data.train_batch_size == 2
+    assert (first.config.data.seed, first.config.actor_rollout_ref.rollout.seed) == (5, 5)
+    assert len(other.config.data.val_files) == 1 and other.config.reward.custom_reward_function.path is not None
+    with pytest.raises(ConfigError) as caught:
+        grpo(train_dataset=ROWS)
+    assert caught.value.faults[0].startswith("data= and train_dataset=")
+    with pytest.raises(ConfigError) as caught:
+        hybridrl.Trainer("grpo", reward=share_of_digits)
+    assert [fault.split("=")[0] for fault in caught.value.faults] == ["model", "data"]
+
+
+def test_data_in_every_form_are_rows(here: Path) -> None:
+    """Prompts as texts, a generator, one split of a dict, and files by their names."""
+    import datasets
+
+    def rows_of(data: Any) -> list[dict[str, Any]]:
+        (file,) = grpo(data=data, train_batch_size=4, ppo_mini_batch_size=4).config.data.train_files
+        return datasets.Dataset.from_parquet(file).to_list() if file.endswith("t") else read_json_lines(file)
+
+    def read_json_lines(file: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+    texts = [row["prompt"] for row in ROWS]
+    assert rows_of(texts) == [{"prompt": text} for text in texts]
+    assert rows_of(("What is 1/2?", "50 % of 8\nis?", "x" * 5000, "a\0b")) == [
+        {"prompt": text} for text in ("What is 1/2?", "50 % of 8\nis?", "x" * 5000, "a\0b")
+    ]
+    assert rows_of(row for row in ROWS) == ROWS
+    split = datasets.Dataset.from_list(ROWS)
+    assert rows_of(datasets.DatasetDict(train=split)) == ROWS
+    for wrong, remedy in (
+        (datasets.DatasetDict(train=split, test=split), "data['train']"),
+        ({"prompt": texts}, "from_dict"),
+        (split.to_iterable_dataset(), "take"),
+    ):
+        with pytest.raises(DataError) as caught:
+            grpo(data=wrong)
+        assert remedy in str(caught.value)
+    for missing in (["trian.parquet"], [Path("train")], "Sort: 31"):
+        with pytest.raises(ConfigError):
+            grpo(data=missing)
+    with pytest.raises(ConfigError) as caught_texts:
+        hybridrl.Trainer("sft", "model", data=texts)
+    assert caught_texts.value.faults[0].startswith("data:")
+
+
+def test_early_stopping_waits_for_a_better_value() -> None:
+    stops: list[str] = []
+    with termination.listening(stops.append):
+        callback = hybridrl.EarlyStopping("val/loss", patience=2, smaller_is_better=True)
+        for step, loss in enumerate([3.0, 2.0, 2.5, 1.5, 1.6]):
+            callback(hybridrl.RunEvent("validation", step, 9, Path("x"), {"val/loss": loss}))
+            callback(hybridrl.RunEvent("step", step, 9, Path("x"), {"train/loss": loss}))
+        assert not stops and callback.best == -1.5
+        callback(hybridrl.RunEvent("validation", 6, 9, Path("x"), {"val/loss": 1.5}))
+    assert len(stops) == 1 and "val/loss" in stops[0]
+
+
+def test_a_callback_has_to_be_a_function(here: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grpo(callbacks=["x"])
+    assert caught.value.faults[0].startswith("callbacks:")
+
+
+def test_an_adapter_of_peft(here: Path) -> None:
+    peft = pytest.importorskip("peft")
+    sizes = {"train_batch_size": 8, "ppo_mini_batch_size": 8}
+    adapter = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = grpo(peft_config=adapter, **sizes).config.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (4, 32, ["q_proj", "v_proj"])
+    for wrong, name in (({"lora_dropout": 0.1}, "lora_dropout"), ({"use_dora": True}, "peft_config.use_dora")):
+        with pytest.raises(ConfigError) as caught:
+            grpo(peft_config=peft.LoraConfig(**wrong), **sizes)
+        assert caught.value.faults[0].startswith(f"{name}=")
 
 
 def test_settings_reach_their_keys(here: Path) -> None:
@@ -110,7 +205,7 @@ def test_each_run_gets_a_folder_of_its_own_unless_one_is_named(here: Path) -> No
     [
         ({"totl_epochs": 3}, r"totl_epochs.*nearest: total_epochs"),
         ({"config": {"trainer.totl_epochs": 3}}, r"trainer.totl_epochs: unknown key; nearest: trainer.total_epochs"),
-        ({"seed": 1}, r"seed.*data.seed"),
+        ({"seeed": 1}, r"seeed.*nearest: seed"),
         ({"total_epochs": "three"}, r"trainer.total_epochs='three'.*whole number"),
         ({"temperature": 0}, r"rollout.temperature=0.*do_sample=False"),
         ({"train_batch_size": 8}, r"ppo_mini_batch_size=256 is more than data.train_batch_size=8"),
@@ -219,6 +314,22 @@ from transformers import AutoModelForCausalLM
 
 for result in (first, second, tuned):
     AutoModelForCausalLM.from_pretrained(result.model_path)
+events = []
+
+
+def watch(event):
+    events.append((event.kind, event.step))
+    if event.kind == "step" and event.step == 3:
+        assert event.metrics["critic/score/mean"] >= 0 and event.total_steps == 9
+        event.stop("enough")
+
+
+stopped = hybridrl.grpo(
+    "MODEL", digits, rows, val_data=rows[:2], callbacks=[watch], max_steps=9, eval_steps=2, num_generations=2, **SMALL
+)
+assert not stopped.finished and stopped.step == 3 and stopped.checkpoint.name == "global_step_3"
+kinds = [("validation", 0), ("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("checkpoint", 3)]
+assert events == kinds, events
 try:
     first.curve("critic/scores/mean")
 except KeyError as error:

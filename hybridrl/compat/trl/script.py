@@ -1,0 +1,309 @@
+"""Reads the settings of a script that uses TRL, without running it, and reports what becomes of each."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.compat.trl import configs
+from hybridrl.config.convert import show
+from hybridrl.config.schema.node import default_tree
+from hybridrl.config.schema.root import ROOTS
+from hybridrl.config.short_names import ShortSettings, rows
+from hybridrl.errors import ConfigError
+from hybridrl.programs import PROGRAMS
+from hybridrl.trainer.call_arguments import settings_of_args
+
+#: TRL's trainers: the program here, and the config
+TRAINERS = {
+    "GRPOTrainer": ("grpo", "GRPOConfig"),
+    "RLOOTrainer": ("grpo", "RLOOConfig"),
+    "SFTTrainer": ("sft", "SFTConfig"),
+    "DPOTrainer": ("dpo", "DPOConfig"),
+    "RewardTrainer": ("rm", "RewardConfig"),
+}
+_CONFIGS = {config: program for program, config in TRAINERS.values()}
+_ADAPTER = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
+_FIRST = {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"), "DPOTrainer": (
+    "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset")}  # fmt: skip
+_FIRST["RLOOTrainer"] = _FIRST["GRPOTrainer"]
+_PASSED = {
+    "callbacks",
+    "model",
+    "reward_funcs",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "processing_class",
+    "peft_config",
+    "tokenizer",
+}
+_UNKNOWN = object()
+
+
+@dataclass
+class ScriptSettings:
+    """Settings of a script.
+
+    Attributes:
+        program: the program here.
+        config: the name of TRL's config.
+        fields: values of the config.
+        words: `key=value` of the command, from the arguments of the trainer and from a LoraConfig.
+        lines: the lines of the report about these.
+        unread: settings whose values are known only when the script runs.
+        refused: whether something is refused.
+    """
+
+    program: str
+    config: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    refused: bool = False
+
+
+def report(script: Path) -> tuple[str, bool]:
+    """Return the report on a script, and whether everything in it can run here.
+
+    Raises:
+        ConfigError: the file cannot be read, or uses no trainer of TRL.
+    """
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ConfigError(f"{script}: cannot be read as Python ({error})") from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = Names(tree)
+    trainers = [call for call in calls if _called(call) in TRAINERS]
+    config_calls = [call for call in calls if _called(call) in _CONFIGS]
+    if not trainers and not config_calls:
+        raise ConfigError(f"{script}: no {', '.join(TRAINERS)} or config of TRL is used in it")
+    first = _called((trainers or config_calls)[0])
+    program, config = TRAINERS[first] if trainers else (_CONFIGS[first], first)
+    settings = ScriptSettings(program, config)
+    for call in config_calls:
+        if _called(call) == config:
+            _read_fields(call, names, settings)
+    for call in trainers[:1]:
+        _read_trainer(call, names, settings, script)
+    for call in calls:
+        if _called(call) == "LoraConfig":
+            _read_adapter(call, names, settings)
+    return _text(settings, script)
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+class Names:
+    """The meaning of a script's names: literals, calls and functions, where a name is assigned once.
+
+    Args:
+        tree: the script.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        #: the script trains at its top level, outside of a function and of `if __name__ == "__main__":`
+        self.trains_on_import = any(
+            isinstance(node, ast.Call) and _called(node) in TRAINERS
+            for statement in tree.body
+            if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.If)
+            for node in ast.walk(statement)
+        )
+        self.functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        self._values: dict[str, ast.expr | None] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                self._values[name] = None if name in self._values else node.value
+
+    def value(self, node: ast.expr) -> ast.expr:
+        """The expression that a name stands for, or the expression itself."""
+        for _ in range(5):
+            following = self._values.get(node.id) if isinstance(node, ast.Name) else None
+            if following is None:
+                return node
+            node = following
+        return node
+
+    def literal(self, node: ast.expr) -> Any:
+        """The value of an expression; `_UNKNOWN` if only running the script tells."""
+        try:
+            return ast.literal_eval(self.value(node))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return _UNKNOWN
+
+
+def _read_fields(call: ast.Call, names: Names, settings: ScriptSettings) -> None:
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            settings.unread.append(f"{settings.config}(**{ast.unparse(keyword.value)})")
+            continue
+        value = names.literal(keyword.value)
+        if value is _UNKNOWN:
+            settings.unread.append(f"{keyword.arg}={ast.unparse(keyword.value)}")
+        else:
+            settings.fields[keyword.arg] = value
+
+
+def _read_trainer(call: ast.Call, names: Names, settings: ScriptSettings, script: Path) -> None:
+    trainer = _called(call)
+    usual = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+    arguments = dict(zip(_FIRST.get(trainer, usual), call.args, strict=False))
+    arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    for name, node in arguments.items():
+        if names.literal(node) in (None, []):
+            continue
+        if name not in _PASSED:
+            settings.lines.append(_line("refused", f"{name}={ast.unparse(node)}", "there is no such argument here"))
+            settings.refused = True
+            continue
+        if name in ("args", "processing_class", "tokenizer", "peft_config"):
+            continue
+        if name == "callbacks":
+            reason = "a command has none; hybridrl.compat.trl calls them"
+            settings.lines.append(_line("no effect here", f"{name}={ast.unparse(node)}", reason))
+            continue
+        word = _word_of(name, node, names, Path("reward.py") if names.trains_on_import else script)
+        if word is None:
+            settings.unread.append(f"{name}={ast.unparse(node)}")
+        else:
+            settings.words.append(word)
+            settings.lines.append(_line("mapped", f"{name}={ast.unparse(node)}", word))
+            if name == "reward_funcs" and names.trains_on_import:
+                settings.lines.append(
+                    "  copy the reward functions and what they need into reward.py: importing the script would train"
+                )
+
+
+def _word_of(name: str, node: ast.expr, names: Names, script: Path) -> str | None:
+    """The word of the command for an argument of a trainer; None if the script alone does not tell."""
+    if name == "model":
+        text = names.literal(node)
+        loaded = names.value(node)
+        if not isinstance(text, str) and isinstance(loaded, ast.Call) and _called(loaded) == "from_pretrained":
+            text = names.literal(loaded.args[0]) if loaded.args else _UNKNOWN
+        return f"model={text}" if isinstance(text, str) else None
+    if name == "reward_funcs":
+        listed = names.value(node)
+        functions = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [node]
+        if not all(isinstance(each, ast.Name) and each.id in names.functions for each in functions):
+            return None
+        places = [f"{script}:{each.id}" for each in functions if isinstance(each, ast.Name)]
+        return f"reward={places[0]}" if len(places) == 1 else f"reward=[{','.join(places)}]"
+    loaded = names.value(node)
+    if not isinstance(loaded, ast.Call) or _called(loaded) != "load_dataset" or not loaded.args:
+        return None
+    parts = [names.literal(each) for each in loaded.args[:2]]
+    options = {keyword.arg: names.literal(keyword.value) for keyword in loaded.keywords}
+    split = options.get("split")
+    if not all(isinstance(part, str) for part in parts) or not isinstance(split, str | None):
+        return None
+    files = options.get("data_files")
+    text = "@".join(parts) + (f":{split}" if split else "") if files is None else files
+    return f"{'data' if name == 'train_dataset' else 'val_data'}={text}" if isinstance(text, str) else None
+
+
+def _read_adapter(call: ast.Call, names: Names, settings: ScriptSettings) -> None:
+    for keyword in call.keywords:
+        value = names.literal(keyword.value)
+        word = f"LoraConfig({keyword.arg}={ast.unparse(keyword.value)})"
+        if keyword.arg in ("task_type", "bias", "inference_mode") or (keyword.arg == "lora_dropout" and value == 0):
+            continue
+        if keyword.arg not in _ADAPTER:
+            settings.lines.append(_line("refused", word, "an adapter is plain LoRA here (docs/lora.md)"))
+            settings.refused = True
+        elif value is _UNKNOWN:
+            settings.unread.append(word)
+        else:
+            settings.words.append(f"{_ADAPTER[keyword.arg]}={_written(value)}")
+            settings.lines.append(_line("mapped", word, settings.words[-1]))
+
+
+def _line(state: str, word: str, why: str = "") -> str:
+    return f"  {state:16}{word}{f' ({why})' if why else ''}"
+
+
+def _written(value: Any) -> str:
+    """A value as a word of the command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_written(item) for item in value)}]"
+    return value if isinstance(value, str) else show(value)
+
+
+def _text(settings: ScriptSettings, script: Path) -> tuple[str, bool]:
+    tree = PROGRAMS[settings.program].tree
+    table = rows(tree)
+    lines = [f"{script}: {settings.config} -> hybridrl {settings.program}", *settings.lines]
+    for name, value in settings.fields.items():
+        meaning = ShortSettings()
+        word = f"{name}={_written(value)}"
+        if name not in table:
+            meaning.faults.append("TRL has no such field, or had it in an older version")
+        else:
+            meaning.read(tree, name, value)
+        if meaning.faults:
+            settings.refused = True
+            lines.append(_line("refused", word, meaning.faults[0].removeprefix(f"{name}={show(value)}: ")))
+        elif meaning.notices:
+            why = meaning.notices[0].partition("has no effect: ")[2]
+            lines.append(_line("no effect here", word, why))
+        else:
+            keys = ", ".join(f"{item.key}={_written(item.value)}" for item in meaning.assignments)
+            lines.append(_line("mapped", word, keys or table[name].key_in(tree) or "as it is here anyway"))
+    words = command_words(settings)
+    lines += [f"  not read: {item} (set it in the command)" for item in settings.unread]
+    if settings.refused:
+        lines.append("  the refused settings have to go; the command is without them:")
+    lines += ["", shlex.join(["hybridrl", settings.program]) + " \\", *_wrapped(words)]
+    return "\n".join(lines), not settings.refused
+
+
+def _wrapped(words: list[str]) -> list[str]:
+    return [
+        f"    {shlex.quote(word)}{' ' + chr(92) if number < len(words) - 1 else ''}"
+        for number, word in enumerate(words)
+    ]
+
+
+def command_words(settings: ScriptSettings) -> list[str]:
+    """The words of the command: what the script sets, and TRL's defaults where hybridrl has others."""
+    tree = PROGRAMS[settings.program].tree
+    table = rows(tree)
+    config: Any = getattr(configs, settings.config)
+    usable = {name: value for name, value in settings.fields.items() if name in config.__dataclass_fields__}
+    validates = any(word.startswith("val_data=") for word in settings.words)
+    of_args = settings_of_args(config(**usable), tree, validates=validates)
+    assignments: list[str] = []
+    for name, value in of_args.items():
+        meaning = ShortSettings()
+        if name not in table or table[name].idle or table[name].refused:
+            continue
+        meaning.read(tree, name, value)
+        if meaning.faults:
+            continue
+        differs = any(_default(tree, item.key, settings.program) != item.value for item in meaning.assignments)
+        if differs or (meaning.derived and not _is_usual(name, value)):
+            assignments.append(f"{name}={_written(value)}")
+    extra = ["algorithm.adv_estimator=rloo"] if settings.config == "RLOOConfig" else []
+    return [*settings.words, *assignments, *extra]
+
+
+def _is_usual(name: str, value: Any) -> bool:
+    return (name, value) in (("max_steps", -1), ("adam_beta1", 0.9), ("adam_beta2", 0.999))
+
+
+def _default(tree: str, key: str, program: str) -> Any:
+    defaults: Mapping[str, Any] = PROGRAMS[program].defaults
+    value: Any = defaults[key] if key in defaults else default_tree(ROOTS[tree])
+    for part in () if key in defaults else key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
