@@ -121,6 +121,10 @@ COMMANDS = {
     "reward-bench": SubCommand(
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),
+    "plan": SubCommand(
+        "predict the fastest placement and layouts of grpo or ppo on devices that you name",
+        "hybridrl.plan.plan_command:main",
+    ),
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),
