@@ -83,10 +83,10 @@ class Cluster:
     def sizes(self) -> list[int]:
         """Numbers of devices that a pool may have: powers of two within a machine, then whole machines.
 
-        Above sixteen machines only every so many are listed, so that there are at most about 24 sizes.
+        Above eight machines only every so many are listed, so that there are about twelve to eighteen sizes.
         """
         inside = [size for size in (1, 2, 4) if size < min(self.count, self.machine)]
-        step = max(1, self.machines // 16)
+        step = max(1, self.machines // 8)
         whole = {self.machine * number for number in range(step, self.machines + 1, step)}
         power = 1
         while power < self.machines:

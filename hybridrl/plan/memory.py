@@ -15,8 +15,7 @@ from hybridrl.plan.seconds import StepSize, TrainingLayout
 from hybridrl.plan.shapes import ModelShape
 
 RESERVED = 0.1  # of a device: CUDA context, NCCL, fragmentation
-_LOGIT_BYTES = 10  # of a logit in an update: bfloat16, float32, and its gradient
-_PASS_LOGIT_BYTES = 6
+_LOGIT_BYTES = 2  # bfloat16; kernels for GPUs write the gradient in its place
 _FUSED_LOGITS = 2 * 2**27 * 4  # bytes: a few tiles of at most 2^27 logits
 _REDUCED_BYTES = 6  # of an element while its gradient is reduced: bfloat16 and float32
 
@@ -36,37 +35,47 @@ class MemoryTerms:
     pass_peak: Any
 
 
-def _layer_bytes(model: ModelShape) -> float:
-    """Bytes that a layer keeps per token without checkpointing, in bfloat16.
-
-    Two norms in float32 (inputs and results), queries, keys, values and results of attention with their rotated
-    copies, and gate, up, activation and product of the MLP: 2 (10 H + 2 (q + 2 k) + 2 q + 4 F).
-    """
+def _widths(model: ModelShape) -> tuple[int, int, int]:
+    """Widths per token of queries, of keys, and of the MLP (that of the experts that a token passes)."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     if model.latent is not None:
         queries = keys = model.heads * (model.latent.plain + model.latent.rotary)
     width = model.experts_per_token * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
-    return 2 * (10 * model.hidden + 2 * (queries + 2 * keys) + 2 * queries + 4 * width)
+    return queries, keys, width
+
+
+def layer_bytes(model: ModelShape) -> int:
+    """Bytes that a layer keeps per token for its backward pass, without checkpointing, in bfloat16.
+
+    Two norms, each with its input in float32 and two results (16 H); rotated queries and keys, and values (2 (q + 2
+    k)); the result of attention, twice (4 q); gate, up, activation and product of the MLP (8 F). Where a token
+    passes k experts, its copies for them, before and after, and their sum (4 k H + 8 H).
+    """
+    queries, keys, width = _widths(model)
+    copies = (4 * model.experts_per_token + 8) * model.hidden if model.experts else 0
+    return 16 * model.hidden + 2 * (queries + 2 * keys) + 4 * queries + 8 * width + copies
 
 
 def _activations(model: ModelShape, layout: TrainingLayout, step: StepSize) -> tuple[Any, Any]:
     """Bytes of an update, and of a pass without gradients.
 
-    Update, with checkpointing: 2 L H T + max(one layer's, logits'); without: L x one layer's + logits'. A pipeline's
-    first stage keeps those of p micro-batches.
+    Update with checkpointing: 2 L H T + max(a layer's + gradients, 2 V of each response token); without: L x a layer's
+    + max(gradients, 2 V). Gradients: 4 F + 3 H, and 9 H of the last norm where it is kept. A pipeline's first stage
+    keeps those of p micro-batches. A pass: max(6 F + 8 H, 2 V).
     """
     tensor, pipeline = np.asarray(layout.tensor), np.asarray(layout.pipeline)
     tokens = np.maximum(layout.micro_tokens, step.sequence / np.asarray(layout.context))
-    answers = tokens * step.longest / step.sequence
-    layer, layers = tokens * _layer_bytes(model) / tensor, model.layers / pipeline
-    words = model.vocabulary / tensor
-    fused = np.asarray(layout.fused) > 0
-    logits = np.where(fused, _FUSED_LOGITS, answers * words * _LOGIT_BYTES)
-    inputs = 2 * layers * model.hidden * tokens / tensor
-    checkpointed = inputs * pipeline + np.maximum(2 * layer, logits)
-    whole = layers * layer * pipeline + logits
+    per_token, width = layer_bytes(model), _widths(model)[2]
+    layers = model.layers / pipeline
+    words = tokens * step.longest / step.sequence * model.vocabulary / tensor * _LOGIT_BYTES
+    logits = np.where(np.asarray(layout.fused) > 0, _FUSED_LOGITS, words)
+    share = tokens / tensor
+    inputs = 2 * model.hidden * share * layers * pipeline
+    gradients = (4 * width + 3 * model.hidden) * share
+    checkpointed = inputs + np.maximum(per_token * share + gradients, logits)
+    whole = per_token * share * layers * pipeline + np.maximum(gradients + 9 * model.hidden * share, logits)
     update = np.where(np.asarray(layout.recompute) > 0, checkpointed, whole)
-    return update, np.maximum(layer, np.where(fused, _FUSED_LOGITS, answers * words * _PASS_LOGIT_BYTES))
+    return update, np.maximum((6 * width + 8 * model.hidden) * share, logits)
 
 
 def _sharded(model: ModelShape, n: int, layout: TrainingLayout, trains: bool) -> tuple[Any, Any, Any, Any]:

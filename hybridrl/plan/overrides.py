@@ -3,6 +3,7 @@
 from hybridrl.plan.run_plan import ACTOR, CRITIC, PLACES, REF, REWARD, ROLLOUT, SHARDED_FIELDS, PlanRequest, RunPlan
 from hybridrl.plan.seconds import TrainingLayout
 
+_ENGINE = "vllm"  # replicas with machines of their own need a name other than auto
 _POOL_NAMES = {ACTOR: "policy", CRITIC: "value", REF: "reference", REWARD: "reward"}
 _KEYS_OF_PLACEMENT = {ACTOR: "actor_rollout_ref", CRITIC: "critic", REF: "ref", REWARD: "reward_model"}
 
@@ -42,6 +43,7 @@ def _devices(request: PlanRequest, plan: RunPlan) -> dict[str, str]:
         shape = cluster.shape_of(alone)
         words["actor_rollout_ref.rollout.nnodes"] = str(len(shape))
         words["actor_rollout_ref.rollout.n_gpus_per_node"] = str(shape[0])
+        words["actor_rollout_ref.rollout.name"] = _ENGINE
     return words
 
 

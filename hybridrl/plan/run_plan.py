@@ -22,6 +22,7 @@ from hybridrl.plan.memory import model_memory
 from hybridrl.plan.search import MappingProblem, Placement, RunOption, search
 from hybridrl.plan.seconds import CostFactors, StepSize, TrainingLayout, generation, refit, training
 from hybridrl.plan.shapes import ModelShape, read_shape
+from hybridrl.registry import INFERENCE_ENGINES, has_replicas
 
 ACTOR, ROLLOUT, REF, CRITIC, REWARD = "actor", "rollout", "ref", "critic", "reward_model"
 #: where the settings of a role are, and the group of FSDP2
@@ -43,7 +44,7 @@ _MEGATRON_FIELDS = {
     "expert": "expert_model_parallel_size",
 }
 SHARDED_FIELDS = {"context": "ulysses_sequence_parallel_size", "shards": "fsdp_size"}
-_SLACK = 0.02
+_SLACK = 0.03
 _HALF = 0.5  # of the longest prompt and response: the mean lengths, where the user gives none
 _EXACT = 40  # devices up to which options that are nearly the same are kept
 
@@ -121,6 +122,11 @@ def request_for(
         ConfigError: the run has something that no plan is made for.
     """
     policy = config.actor_rollout_ref
+    if INFERENCE_ENGINES.knows(policy.rollout.name) and not has_replicas(policy.rollout.name):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={policy.rollout.name}: plans are made for engines with replicas; leave it "
+            f"out, or set one of {', '.join(filter(has_replicas, INFERENCE_ENGINES.names()))}"
+        )
     if policy.model.adapted or config.distillation.enabled:
         key = "distillation.enabled=True" if config.distillation.enabled else "actor_rollout_ref.model.lora_rank"
         raise ConfigError(f"{key}: a plan knows neither adapters nor teachers yet; leave it out, or use forecast")
@@ -220,7 +226,8 @@ def _engines(request: PlanRequest) -> list[bool]:
 def _problem(request: PlanRequest, factors: CostFactors, sharded: bool) -> MappingProblem:
     cluster, config = request.cluster, request.config
     rollout, slack = config.actor_rollout_ref.rollout, 0.0 if cluster.count <= _EXACT else _SLACK
-    apart = rollout.nnodes * rollout.n_gpus_per_node
+    per_node = "actor_rollout_ref.rollout.n_gpus_per_node"
+    apart = rollout.nnodes * (rollout.n_gpus_per_node if per_node in config.set_keys else cluster.machine)
     stated = "actor_rollout_ref.rollout.nnodes" in config.set_keys
 
     @functools.cache
