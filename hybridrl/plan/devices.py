@@ -13,7 +13,7 @@ from hybridrl.errors import PlacementError
 
 @dataclass(frozen=True)
 class DeviceSheet:
-    """What the data sheet of a device says.
+    """The data sheet of a device.
 
     Attributes:
         name: as in `devices=64xH100`.
@@ -105,7 +105,7 @@ def device_named(name: str) -> DeviceSheet:
     Raises:
         PlacementError: there is none of that name.
     """
-    sheet = {known.lower(): sheet for known, sheet in DEVICES.items()}.get(name.lower())
+    sheet = {title.lower(): sheet for title, sheet in DEVICES.items()}.get(name.lower())
     if sheet is None:
         near = difflib.get_close_matches(name.upper(), DEVICES, 1, 0)
         raise PlacementError(f"devices={name}: no data sheet; choose from {', '.join(DEVICES)} (nearest: {near[0]})")

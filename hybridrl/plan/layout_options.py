@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.plan.devices import Cluster
-from hybridrl.plan.memory import RESERVED, model_memory
+from hybridrl.plan.model_bytes import RESERVED, model_memory
 from hybridrl.plan.search import RunOption, front_of
 from hybridrl.plan.seconds import CostFactors, StepSize, TrainingLayout, generation, refit, training
 from hybridrl.plan.shapes import ModelShape
@@ -44,7 +44,7 @@ class TrainedRole:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How engines generate: devices per replica, share of a device's memory, and sequences at once."""
+    """The replicas of the engine: devices per replica, share of a device's memory, and sequences at once."""
 
     tensor: int
     share: float
@@ -76,10 +76,10 @@ def powers_of_two(most: int) -> list[int]:
 def _candidates(role: TrainedRole, cluster: Cluster, n: int, sharded: bool) -> dict[str, Sequence[int]]:
     """Values of each field that make sense for any value of the others."""
     model, inside = role.model, powers_of_two(min(n, cluster.machine))
-    one, most = [1], role.step.sequence
-    values: dict[str, Sequence[int]] = dict.fromkeys(_NAMES, one)
+    single, most = [1], role.step.sequence
+    values: dict[str, Sequence[int]] = dict.fromkeys(_NAMES, single)
     values["micro_tokens"] = sorted({max(_MICRO_TOKENS, most), max(2 * _MICRO_TOKENS, most), most})
-    values["recompute"] = [1, 0] if role.trains else one
+    values["recompute"] = [1, 0] if role.trains else single
     values["fused"] = [0, 1] if role.trains else [0]
     values["offload"] = [0, 1, 2] if role.trains else [0, 2]
     values["context"] = [size for size in inside if model.heads % size == 0]
@@ -90,7 +90,7 @@ def _candidates(role: TrainedRole, cluster: Cluster, n: int, sharded: bool) -> d
         values["tensor"] = [size for size in inside if model.heads % size == 0 and model.kv_heads % size == 0]
         values["pipeline"] = [size for size in powers_of_two(min(n, 16)) if model.layers % size == 0]
         values["context"] = [size for size in values["context"] if size <= 4]
-        values["expert"] = [size for size in powers_of_two(n) if model.experts and model.experts % size == 0] or one
+        values["expert"] = [size for size in powers_of_two(n) if model.experts and model.experts % size == 0] or single
         values["offload"] = [0, 2]
         values["micro_tokens"] = [max(_MICRO_TOKENS, most)]
     return {name: role.fixed.get(name, candidates) for name, candidates in values.items()}
@@ -151,7 +151,10 @@ def trained_options(
     columns = np.stack([passes, update, memory.resident + 0 * passes, highest - memory.resident + 0 * passes], axis=1)
     fitting = np.flatnonzero(highest <= device_budget(cluster))
     best = fitting[front_of(columns[fitting], slack)]
-    return [RunOption((0.0, *map(float, columns[i, :2])), *map(float, columns[i, 2:]), table.at(int(i))) for i in best]
+    return [
+        RunOption((0.0, float(before), float(after)), float(resident), float(beyond), table.at(int(index)))
+        for index, (before, after, resident, beyond) in zip(best, columns[best], strict=True)
+    ]
 
 
 def device_budget(cluster: Cluster) -> float:
@@ -171,10 +174,10 @@ def replica_options(
     for t in sizes:
         for share in role.share or _SHARES:
             for capacity in role.capacity or (_CAPACITY, 4 * _CAPACITY):
-                taken = generation(role.model, cluster.device, factors, n, t, role.step, share, capacity)
-                if np.isfinite(taken):
+                duration = generation(role.model, cluster.device, factors, n, t, role.step, share, capacity)
+                if np.isfinite(duration):
                     penalty = 1 + PER_CHANGE * ((t > 1) + (capacity != _CAPACITY))
-                    stages = ((taken + refit(role.model, factors)) * penalty, 0.0, 0.0)
+                    stages = ((duration + refit(role.model, factors)) * penalty, 0.0, 0.0)
                     peak = share * cluster.device.memory_gb * 1e9
                     options.append(RunOption(stages, 0.0, peak, Replicas(t, share, capacity)))
     table = np.array([(option.stages[0], option.peak) for option in options]).reshape(-1, 2)

@@ -88,8 +88,8 @@ def _role(request: PlanRequest, plan: RunPlan, role: str, layout: TrainingLayout
         }
         if layout.expert > 1 and layout.tensor > 1:
             words[f"{group}.expert_tensor_parallel_size"] = "1"
-    shown = role == REF or any(size != 1 for size in sizes.values())
-    words |= {f"{group}.{name}": str(size) for name, size in sizes.items() if shown}
+    explicit = role == REF or any(size != 1 for size in sizes.values())
+    words |= {f"{group}.{name}": str(size) for name, size in sizes.items() if explicit}
     for name, level in (("param_offload", 2), ("optimizer_offload", 1)):
         if (name == "param_offload" or role != REF) and (layout.offload >= level or (role == REF and not plan.sharded)):
             words[f"{group}.{name}"] = str(layout.offload >= level)

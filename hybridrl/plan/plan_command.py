@@ -35,17 +35,17 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.p
     args = _arguments(argv, command)
     try:
         request = read_request(args.program, args.words)
-        found = plans(request)
-        if not found:
+        proposals = plans(request)
+        if not proposals:
             raise PlacementError(_too_small(request))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     more = _with_more(request)
     if args.json:
-        print(json.dumps(as_data(request, found, more), indent=2))
+        print(json.dumps(as_data(request, proposals, more), indent=2))
     else:
-        print("\n".join(as_lines(request, found[: args.rows], more)))
+        print("\n".join(as_lines(request, proposals[: args.rows], more)))
     return 0
 
 
@@ -94,8 +94,8 @@ def _too_small(request: PlanRequest) -> str:
 def _with_more(request: PlanRequest) -> tuple[Cluster, RunPlan] | None:
     """The first plan with one machine more."""
     larger = replace(request.cluster, count=request.cluster.count + request.cluster.machine)
-    found = plans(replace(request, cluster=larger))
-    return (larger, found[0]) if found else None
+    proposals = plans(replace(request, cluster=larger))
+    return (larger, proposals[0]) if proposals else None
 
 
 def training_words(plan: RunPlan) -> str:
@@ -133,7 +133,7 @@ def _cells(number: int, plan: RunPlan, fastest: float) -> tuple[str, ...]:
 
 
 def limits(request: PlanRequest, plan: RunPlan) -> list[str]:
-    """What limits a plan: its longest phase, and its fullest one."""
+    """Describe the limits of a plan: its longest phase, and its fullest one."""
     own = {name: value for name, value in plan.seconds.items() if name not in ("step", "rest")}
     longest, fullest = (max(part, key=lambda name: part[name]) for part in (own, plan.memory))
     device = request.cluster.device
@@ -149,11 +149,11 @@ def limits(request: PlanRequest, plan: RunPlan) -> list[str]:
     ]
 
 
-def as_lines(request: PlanRequest, found: Sequence[RunPlan], more: tuple[Cluster, RunPlan] | None) -> list[str]:
+def as_lines(request: PlanRequest, proposals: Sequence[RunPlan], more: tuple[Cluster, RunPlan] | None) -> list[str]:
     """Return the printed text."""
-    cluster, first = request.cluster, found[0]
-    fastest = min(plan.step_s for plan in found)
-    table = [_HEADERS, *(_cells(number, plan, fastest) for number, plan in enumerate(found, start=1))]
+    cluster, first = request.cluster, proposals[0]
+    fastest = min(plan.step_s for plan in proposals)
+    table = [_HEADERS, *(_cells(number, plan, fastest) for number, plan in enumerate(proposals, start=1))]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(_HEADERS))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
     lines = [
@@ -186,9 +186,9 @@ def _block(words: dict[str, str]) -> list[str]:
     return [f"    {word} \\" for word in quoted[:-1]] + [f"    {quoted[-1]}"]
 
 
-def as_data(request: PlanRequest, found: Sequence[RunPlan], more: tuple[Cluster, RunPlan] | None) -> dict[str, Any]:
+def as_data(request: PlanRequest, proposals: Sequence[RunPlan], more: tuple[Cluster, RunPlan] | None) -> dict[str, Any]:
     """Return what `--json` prints: seconds, and bytes per device."""
-    fastest = min(plan.step_s for plan in found)
+    fastest = min(plan.step_s for plan in proposals)
     listed = [
         {
             "placement": [{"roles": list(roles), "devices": size} for roles, size in plan.sets],
@@ -200,7 +200,7 @@ def as_data(request: PlanRequest, found: Sequence[RunPlan], more: tuple[Cluster,
             "tie": is_tie(plan, fastest),
             "overrides": overrides(request, plan),
         }
-        for plan in found
+        for plan in proposals
     ]
     result = {
         "devices": {"name": request.cluster.device.name, "count": request.cluster.count},
@@ -208,7 +208,7 @@ def as_data(request: PlanRequest, found: Sequence[RunPlan], more: tuple[Cluster,
         "relative_error": STEP_ERROR,
         "note": WARNING,
         "plans": listed,
-        "limits": limits(request, found[0]),
+        "limits": limits(request, proposals[0]),
     }
     if more is not None:
         result["one_machine_more"] = {"devices": more[0].count, "predicted_step_seconds": more[1].step_s}

@@ -68,7 +68,7 @@ class PublishedRow:
 
     @property
     def setting(self) -> tuple[str, ...]:
-        """What versions of a framework repeat: model, device, devices, mode and lengths' limit."""
+        """The setting, which versions of a framework repeat: model, device, devices, mode and lengths' limit."""
         names = ("model", "device", "gpus", "gen_gpus", "train_gpus", "mode", "samples", "max_len")
         return (self.framework.split()[0], *(self.fields[name] for name in names))
 

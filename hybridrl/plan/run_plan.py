@@ -18,11 +18,11 @@ from hybridrl.plan.layout_options import (
     replica_options,
     trained_options,
 )
-from hybridrl.plan.memory import model_memory
+from hybridrl.plan.model_bytes import model_memory
 from hybridrl.plan.search import MappingProblem, Placement, RunOption, search
 from hybridrl.plan.seconds import CostFactors, StepSize, TrainingLayout, generation, refit, training
 from hybridrl.plan.shapes import ModelShape, read_shape
-from hybridrl.registry import INFERENCE_ENGINES, has_replicas
+from hybridrl.registry import INFERENCE_ENGINES, MEGATRON_FAMILIES, has_replicas
 
 ACTOR, ROLLOUT, REF, CRITIC, REWARD = "actor", "rollout", "ref", "critic", "reward_model"
 #: where the settings of a role are, and the group of FSDP2
@@ -32,11 +32,6 @@ PLACES = {
     CRITIC: ("critic", "fsdp", "critic.model"),
     REWARD: ("reward.reward_model", "fsdp_config", "reward.reward_model.model"),
 }
-#: families that the training engine megatron can build: `hybridrl/engine/megatron/families`
-_MEGATRON_FAMILIES = (
-    *("deepseek_v2", "deepseek_v3", "gemma", "gemma3_text", "llama", "mistral"),
-    *("mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-)
 _MEGATRON_FIELDS = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -51,7 +46,7 @@ _EXACT = 40  # devices up to which options that are nearly the same are kept
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned.
+    """A run to plan.
 
     Attributes:
         config: the settings; `config.set_keys` are constraints.
@@ -218,7 +213,7 @@ def _engines(request: PlanRequest) -> list[bool]:
             raise ConfigError(f"actor_rollout_ref.actor.strategy={strategy}: plans are made for fsdp2 and megatron")
         return [strategy == "fsdp2"]
     sharded.append(True)
-    if families <= set(_MEGATRON_FAMILIES):
+    if all(map(MEGATRON_FAMILIES.knows, families)):
         sharded.append(False)
     return sharded
 
@@ -275,15 +270,15 @@ def _fixed(config: PPOTrainerConfig, role: str, sharded: bool, trains: bool) -> 
             rows = int(get_key(config, f"{where}.ppo_micro_batch_size_per_gpu"))
             longest = config.data.max_prompt_length + config.data.max_response_length
             fixed["micro_tokens"] = [rows * longest]
-    kept = {name: bool(get_key(config, f"{group}.{name}_offload")) for name in ("param", "optimizer")}
-    stated = [name for name in kept if f"{group}.{name}_offload" in config.set_keys]
+    offloaded = {name: bool(get_key(config, f"{group}.{name}_offload")) for name in ("param", "optimizer")}
+    stated = [name for name in offloaded if f"{group}.{name}_offload" in config.set_keys]
     if stated:
         levels = {0: (False, False), 1: (False, True), 2: (True, True)}
-        given = {"param": 0, "optimizer": 1}
+        position = {"param": 0, "optimizer": 1}
         fixed["offload"] = [
             level
             for level, pair in levels.items()
-            if all(pair[given[name]] == kept[name] for name in stated if trains or name == "param")
+            if all(pair[position[name]] == offloaded[name] for name in stated if trains or name == "param")
         ]
     return fixed
 
@@ -295,21 +290,21 @@ def _generating_role(request: PlanRequest) -> GeneratingRole:
         "share": ("gpu_memory_utilization", rollout.gpu_memory_utilization),
         "capacity": ("max_num_seqs", rollout.max_num_seqs),
     }
-    given = {name: [value] for name, (key, value) in values.items() if where + key in request.config.set_keys}
-    return GeneratingRole(request.models[ROLLOUT], request.step, **given)
+    limits = {name: [value] for name, (key, value) in values.items() if where + key in request.config.set_keys}
+    return GeneratingRole(request.models[ROLLOUT], request.step, **limits)
 
 
 def _described(request: PlanRequest, factors: CostFactors, sharded: bool, placement: Placement) -> RunPlan:
     """The plan of a placement, with its seconds without the search's preference for defaults."""
     device, step = request.cluster.device, request.step
-    chosen = {role: option for _, _, found in placement.sets for role, option in found.how}
+    options = {role: option for _, _, used in placement.sets for role, option in used.how}
     sizes = {role: size for roles, size, _ in placement.sets for role in roles}
-    replicas: Replicas = chosen[ROLLOUT].how
+    replicas: Replicas = options[ROLLOUT].how
     policy = request.models[ROLLOUT]
     n, t = sizes[ROLLOUT], replicas.tensor
     phases = {"gen": generation(policy, device, factors, n, t, step, replicas.share, replicas.capacity)}
     phases["weights"] = refit(policy, factors)
-    residents = {role: option.resident for role, option in chosen.items()}
+    residents = {role: option.resident for role, option in options.items()}
     memory: dict[str, float] = {}
 
     def others(role: str) -> float:
@@ -323,7 +318,7 @@ def _described(request: PlanRequest, factors: CostFactors, sharded: bool, placem
         for role in roles:
             if role == ROLLOUT:
                 continue
-            layout, work = chosen[role].how, trained_role(request, role, sharded)
+            layout, work = options[role].how, trained_role(request, role, sharded)
             terms = model_memory(work.model, sizes[role], layout, step, work.trains)
             values = {
                 _pass_name(role): work.passes
@@ -342,7 +337,7 @@ def _described(request: PlanRequest, factors: CostFactors, sharded: bool, placem
     slowest = sum(max(stages[name] for stages in of_set) for name in ("preparation", "update"))
     phases["rest"] = factors.fixed_s
     phases["step"] = phases["gen"] + phases["weights"] + slowest + factors.fixed_s
-    layouts = {role: option.how for role, option in chosen.items() if role != ROLLOUT}
+    layouts = {role: option.how for role, option in options.items() if role != ROLLOUT}
     sets = tuple((roles, size) for roles, size, _ in placement.sets)
     return RunPlan(sharded, sets, layouts, replicas, phases, memory)
 

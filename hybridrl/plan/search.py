@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class MappingProblem:
-    """What is searched.
+    """The models, their options and the devices.
 
     Attributes:
         roles: the models.
@@ -80,23 +80,24 @@ class MappingProblem:
     budget: float
     allowed: Callable[[Sequence[str]], bool] = lambda roles: True
     slack: float = 0.0
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def set_options(self, roles: tuple[str, ...], size: int) -> list[SetOption]:
         """The options of a set on `size` devices that fit, none of which another one beats in every stage."""
         key = "set", roles, size
-        if key not in self._known:
+        if key not in self._cache:
             values, picks = self._merged(roles, size)
             own = [self.options(role, size) for role in roles]
-            self._known[key] = [
+            self._cache[key] = [
                 SetOption(
                     tuple(map(float, values[index, : len(STAGES)])),
-                    *map(float, values[index, len(STAGES) :]),
+                    float(values[index, -2]),
+                    float(values[index, -1]),
                     tuple((role, own[n][picks[index, n]]) for n, role in enumerate(roles)),
                 )
                 for index in front_of(values[:, : len(STAGES)], self.slack)
             ]
-        result: list[SetOption] = self._known[key]
+        result: list[SetOption] = self._cache[key]
         return result
 
     def _merged(self, roles: tuple[str, ...], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +105,7 @@ class MappingProblem:
         if not roles:
             return np.zeros((1, len(STAGES) + 2)), np.zeros((1, 0), dtype=int)
         key = "merged", roles, size
-        if key not in self._known:
+        if key not in self._cache:
             values, picks = self._merged(roles[:-1], size)
             own = self.options(roles[-1], size)
             if not own:
@@ -117,22 +118,22 @@ class MappingProblem:
                 )
                 picks = np.hstack([picks[first], second[:, None]])
                 fitting = np.flatnonzero(values[:, -2] + values[:, -1] <= self.budget)
-                kept = fitting[front_of(values[fitting], self.slack)]
-                values, picks = values[kept], picks[kept]
-            self._known[key] = values, picks
-        merged: tuple[np.ndarray, np.ndarray] = self._known[key]
+                rows = fitting[front_of(values[fitting], self.slack)]
+                values, picks = values[rows], picks[rows]
+            self._cache[key] = values, picks
+        merged: tuple[np.ndarray, np.ndarray] = self._cache[key]
         return merged
 
 
 def front_of(table: np.ndarray, slack: float = 0.0) -> np.ndarray:
     """Return the rows of `table` [K, values] for which no other one has values that are all at most (1 + slack) times
     theirs, as indices."""
-    left = np.lexsort((*table.T[::-1], table.sum(axis=1)))
-    kept = []
-    while len(left):  # the first has the least sum, so no other one beats it
-        kept.append(left[0])
-        left = left[(table[left] * (1 + slack) < table[left[0]]).any(axis=1)]
-    return np.array(kept, dtype=int)
+    remaining = np.lexsort((*table.T[::-1], table.sum(axis=1)))
+    front = []
+    while len(remaining):  # the first has the least sum, so no other one beats it
+        front.append(remaining[0])
+        remaining = remaining[(table[remaining] * (1 + slack) < table[remaining[0]]).any(axis=1)]
+    return np.array(front, dtype=int)
 
 
 def partitions(roles: Sequence[str]) -> Iterator[Sets]:
@@ -142,8 +143,8 @@ def partitions(roles: Sequence[str]) -> Iterator[Sets]:
         return
     *rest, last = roles
     for sets in partitions(rest):
-        for number, chosen in enumerate(sets):
-            yield (*sets[:number], (*chosen, last), *sets[number + 1 :])
+        for number, own in enumerate(sets):
+            yield (*sets[:number], (*own, last), *sets[number + 1 :])
         yield (*sets, (last,))
 
 
@@ -162,20 +163,20 @@ def best_of(problem: MappingProblem, sets: Sets, limit: float = float("inf")) ->
     def cost_of(stages: np.ndarray) -> float:
         return float(stages.sum())
 
-    def descend(number: int, left: int, stages: np.ndarray, chosen: tuple[tuple[int, SetOption], ...]) -> None:
+    def descend(number: int, unused: int, stages: np.ndarray, picked: tuple[tuple[int, SetOption], ...]) -> None:
         nonlocal best, limit
         if number == len(sets):
             limit = cost_of(stages)
-            best = Placement(limit, tuple((roles, *pair) for roles, pair in zip(sets, chosen, strict=True)))
+            best = Placement(limit, tuple((roles, *pair) for roles, pair in zip(sets, picked, strict=True)))
             return
-        room = left - sum(least[number + 1 :])
+        room = unused - sum(least[number + 1 :])
         coming = floors[number + 1 :].max(axis=0) if number + 1 < len(sets) else np.zeros(len(STAGES))
         for size, option in options[number]:
             if size > room:
                 continue
             slowest = np.maximum(stages, option.stages)
             if cost_of(np.maximum(slowest, coming)) < limit:
-                descend(number + 1, left - size, slowest, (*chosen, (size, option)))
+                descend(number + 1, unused - size, slowest, (*picked, (size, option)))
 
     descend(0, problem.devices, np.zeros(len(STAGES)), ())
     return best
@@ -194,13 +195,13 @@ def search(problem: MappingProblem, within: float = 0.0) -> list[Placement]:
     Args:
         within: placements that take more than (1 + within) times the fastest are left out.
     """
-    found: list[Placement] = []
+    placements: list[Placement] = []
     limit = float("inf")
     for sets in sorted(partitions(problem.roles), key=len):
         if all(problem.allowed(roles) for roles in sets) and len(sets) <= problem.devices:
             placement = best_of(problem, sets, limit * (1 + within))
             if placement is not None:
-                found.append(placement)
+                placements.append(placement)
                 limit = min(limit, placement.cost)
-    kept = [placement for placement in found if placement.cost <= limit * (1 + within)]
-    return sorted(kept, key=lambda placement: (placement.cost, len(placement.sets)))
+    close = [placement for placement in placements if placement.cost <= limit * (1 + within)]
+    return sorted(close, key=lambda placement: (placement.cost, len(placement.sets)))

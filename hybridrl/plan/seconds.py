@@ -26,7 +26,7 @@ _CAPACITY = 1024  # sequences of a replica at once, unless the engine is limited
 
 @dataclass(frozen=True)
 class CostFactors:
-    """What is fitted.
+    """The factors that are fitted.
 
     Attributes:
         mfu: of peak FLOPs, in products of training.
@@ -102,7 +102,7 @@ class StepSize:
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """How n devices train a model. Fields may be arrays [K].
+    """A layout in which n devices train a model. Fields may be arrays [K].
 
     Attributes:
         sharded: whether the engine is FSDP2, which gathers weights for each layer; otherwise Megatron-core.
@@ -210,10 +210,10 @@ def streaming(
     Tokens per replica / B times `decode_step` of B sequences, B = min(cache, (1 + lag) x 0.6 x samples per replica).
     """
     samples = step.samples / max(1, n // t)
-    seen = step.prompt + step.response * _SEEN
+    context = step.prompt + step.response * _SEEN
     cache = max(cache_tokens(model, device, t, share), 1 / model.kv_bytes)
-    batch = max(1.0, min(cache / seen, samples * (1 + lag) * _SEEN, _CAPACITY))
-    per_token = float(decode_step(model, device, factors, t, batch, seen))
+    batch = max(1.0, min(cache / context, samples * (1 + lag) * _SEEN, _CAPACITY))
+    per_token = float(decode_step(model, device, factors, t, batch, context))
     waiting = samples * step.response / batch * per_token * factors.imbalance
     return waiting + _prefill(model, device, factors, t, samples, step)
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.config import load_config
 from hybridrl.forecast.ppo_run import forecast_run
-from hybridrl.plan.memory import model_memory
+from hybridrl.plan.model_bytes import model_memory
 from hybridrl.plan.published import read_models
 from hybridrl.plan.seconds import StepSize, TrainingLayout
 from hybridrl.plan.shapes import read_shape

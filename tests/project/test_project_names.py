@@ -55,12 +55,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the table itself; a role's own checks and worker
     "config/checks/check_run.py": ("reward_model",),
     "config/roles.py": ("actor_rollout", "prime", "ref", "reward_model", "teacher"),
+    # the engines and roles whose layouts a plan computes by formulas of their own
+    "plan/run_plan.py": ("critic", "fsdp2", "megatron", "ref", "reward_model"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
     "__init__.py": ("grpo",),
     "agents/environments/gymnasium.py": ("gymnasium",),
     "agents/tools/builtin.py": ("abs",),
     "engine/megatron/build.py": ("vanilla",),
     "observe/tracking.py": ("mlflow",),
+    "plan/plan_command.py": ("grpo",),
     "programs.py": ("grpo",),
     "reward/column_checks.py": ("reward_model",),
     "reward/pools.py": ("judge",),

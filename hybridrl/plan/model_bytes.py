@@ -118,8 +118,7 @@ def model_memory(model: ModelShape, n: int, layout: TrainingLayout, step: StepSi
     update, without = _activations(model, layout, step)
     offload = np.asarray(layout.offload)
     flat = 0 if layout.sharded else gradients  # those of Megatron-core stay
-    kept = np.where(offload >= 2, 0, weights) + np.where(offload >= 1, 0, states) + flat
+    resident = np.where(offload >= 2, 0, weights) + np.where(offload >= 1, 0, states) + flat
     peak = weights + states + gradients + gathered + update if trains else 0
-    return MemoryTerms(
-        kept, peak, np.maximum(kept, weights + flat + np.where(offload >= 1, 0, states)) + gathered + without
-    )
+    used = weights + flat + np.where(offload >= 1, 0, states)
+    return MemoryTerms(resident, peak, np.maximum(resident, used) + gathered + without)
