@@ -68,7 +68,7 @@ class AgentRollout(Rollout):
         Raises:
             RolloutError: generation failed, or a session failed and `agent.on_error` is `raise`.
         """
-        self.inner.resume()
+        self.inner.resume_for_requests()
         trajectories, missing = run_coroutine(self._sessions(prompts, on_finished))
         batch = batch_of(
             trajectories,
@@ -152,8 +152,11 @@ class AgentRollout(Rollout):
     def weights_will_change(self) -> None:
         self.inner.weights_will_change()
 
-    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        self.inner.release(tags)
+    def release(self, tags: Sequence[str] = MEMORY_TAGS, training: bool = False) -> None:
+        self.inner.release(tags, training)
+
+    def resume_for_requests(self) -> None:
+        self.inner.resume_for_requests()
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         self.inner.resume(tags)

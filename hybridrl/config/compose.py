@@ -21,6 +21,7 @@ from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.entry_settings import add_own_settings
+from hybridrl.config.schema.actor import PolicyLossConfig
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import (
     ROOTS,
@@ -32,6 +33,7 @@ from hybridrl.config.schema.root import (
     RMTrainerConfig,
     SFTTrainerConfig,
 )
+from hybridrl.config.schema.trainer import TrainerModeConfig
 from hybridrl.config.unread import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
 from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, RewriteResult, key_book
@@ -276,6 +278,23 @@ def _global_pool(processes: Any, nodes: Any) -> list[int]:
     return [int(processes)] * int(nodes)
 
 
+def _bypass_if_stale(mode: str, colocated: Any, separate: Any, loss_mode: str) -> bool:
+    """Return the default of `rollout_correction.bypass_mode` for responses that may be S updates old.
+
+    Up to S = 1 the ratio of the loss is against the sampler, which needs no further pass and is right for tokens of
+    mixed versions. Beyond it, and for losses that bypass mode would replace, tokens get importance weights.
+    """
+    staleness = float({"colocate_async": colocated, "separate_async": separate}.get(mode, 0.0))
+    return 0 < staleness <= 1 and loss_mode == PolicyLossConfig.loss_mode
+
+
+def _weights_if_stale(mode: str, colocated: Any, separate: Any, loss_mode: str) -> str | None:
+    """Return the default of `rollout_correction.rollout_is`; see `_bypass_if_stale`."""
+    if mode == TrainerModeConfig.trainer_mode or _bypass_if_stale(mode, colocated, separate, loss_mode):
+        return None
+    return "token"
+
+
 def _half_pool(which: str, processes: Any, nodes: Any) -> list[int]:
     """Return half of the nodes, or of the processes if there is one node; the first half is the larger one."""
     count = int(nodes) if int(nodes) > 1 else int(processes)
@@ -369,6 +388,8 @@ def _set_twins(book: KeyBook, tree: dict[str, Any], origins: Mapping[str, str], 
 def register_resolvers() -> None:
     """Make the functions known that defaults use in `${NAME:...}`."""
     OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
+    OmegaConf.register_new_resolver("bypass_if_stale", _bypass_if_stale, replace=True)
+    OmegaConf.register_new_resolver("weights_if_stale", _weights_if_stale, replace=True)
     OmegaConf.register_new_resolver("half_pool", _half_pool, replace=True)
     OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
 

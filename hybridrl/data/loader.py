@@ -104,11 +104,7 @@ class StatefulLoader:
 
     def _check_hooks(self, num_workers: int) -> None:
         """Refuse hooks that would act too late or not at all, and report what a resume would not repeat."""
-        hooks = [
-            f"{type(thing).__name__}.{name}"
-            for thing, name in ((self.sampler, "update"), (self.dataset, "on_batch_end"))
-            if hasattr(thing, name)
-        ]
+        hooks = self.hooks
         if hooks and num_workers:
             raise DataError(
                 f"data.dataloader_num_workers={num_workers}: {' and '.join(hooks)} must see a batch before the next "
@@ -121,6 +117,15 @@ class StatefulLoader:
                 "forgets what it learned and may draw other rows. Add both.",
                 "warning",
             )
+
+    @property
+    def hooks(self) -> list[str]:
+        """The methods that `after_step` calls: they learn from each batch before the next rows are drawn."""
+        return [
+            f"{type(thing).__name__}.{name}"
+            for thing, name in ((self.sampler, "update"), (self.dataset, "on_batch_end"))
+            if hasattr(thing, name)
+        ]
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch."""

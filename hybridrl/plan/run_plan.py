@@ -122,6 +122,11 @@ def request_for(
             f"actor_rollout_ref.rollout.name={policy.rollout.name}: plans are made for engines with replicas; leave it "
             f"out, or set one of {', '.join(filter(has_replicas, INFERENCE_ENGINES.names()))}"
         )
+    if config.trainer.v1.trainer_mode != "sync":
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}: plans are made for synchronous runs; leave it "
+            "out, and compare schedules with hybridrl simulate"
+        )
     if policy.model.adapted or config.distillation.enabled:
         key = "distillation.enabled=True" if config.distillation.enabled else "actor_rollout_ref.model.lora_rank"
         raise ConfigError(f"{key}: a plan knows neither adapters nor teachers yet; leave it out, or use forecast")

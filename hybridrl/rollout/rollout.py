@@ -3,7 +3,6 @@
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.supervisor import Supervisor
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, request_number
 from hybridrl.rollout.trajectory import Trajectory
+from hybridrl.utils.clock import OverlappingSeconds
 
 OnFinished = Callable[[Sequence[Trajectory]], None]
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -80,12 +80,21 @@ class Rollout(ABC):
         Returns when a transfer or a turn that has begun is complete. `Learner` calls it before each change.
         """
 
-    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Training begins: return the device memory of generation to it (with "weights" the weights are lost)."""
+    def release(self, tags: Sequence[str] = MEMORY_TAGS, training: bool = False) -> None:
+        """Training begins: return the device memory of generation to it (with "weights" the weights are lost).
+
+        Args:
+            training: requests, in flight or new ones, wait for the next `update_weights`. Otherwise the next
+                `generate` takes the memory back.
+        """
         self.weights_will_change()
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
         """Take that memory back."""
+
+    def resume_for_requests(self) -> None:
+        """Take that memory back because there is something to generate, unless training has it (see `release`)."""
+        self.resume()
 
     def lend_cache(self) -> None:  # noqa: B027
         """Return the memory of the KV cache, with unchanged weights, until there is something to generate."""
@@ -218,15 +227,15 @@ class ReplicatedRollout(Rollout):
         self._config = supervisor.settings.spec.config
         self._model = config_of(supervisor.settings.spec.model)
         self.gives_memory_back = self._config.free_cache_engine and bool(supervisor.replicas[0].placement.devices)
-        self._generating_s = 0.0
+        self._seconds = OverlappingSeconds()
+        self._trains = False
         self._before: dict[str, dict[str, float]] = {}
         self._restarts = self._rerun = 0
         #: called before the replicas are closed
         self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto, on_finished: OnFinished | None = None) -> DataProto:
-        self.supervisor.resume()  # the KV cache is released until there is something to generate
-        started = time.perf_counter()
+        self.resume_for_requests()
         images = images_of(prompts, self._model, self._config.limit_images)
         requests = requests_of(prompts, self._config, request_number, images)
         names, seeing = request_names(prompts), MULTI_MODAL_INPUTS in prompts.non_tensor_batch
@@ -239,8 +248,8 @@ class ReplicatedRollout(Rollout):
             assert on_finished is not None
             on_finished([trajectory(number, completion)])
 
-        completions = self.scheduler.generate(requests, None if on_finished is None else done)
-        self._generating_s += time.perf_counter() - started
+        with self._seconds.measured():
+            completions = self.scheduler.generate(requests, None if on_finished is None else done)
         trajectories = [trajectory(number, completion) for number, completion in enumerate(completions)]
         positions = prompts.batch["position_ids"]
         return batch_of(
@@ -251,10 +260,18 @@ class ReplicatedRollout(Rollout):
             prompt_positions=positions if positions.ndim > 2 else None,
         )
 
+    def resume_for_requests(self) -> None:
+        if not self._trains:
+            self.supervisor.resume()  # the KV cache is released until there is something to generate
+
     def update_weights(self, version: int) -> dict[str, float]:
         self.supervisor.resume(["weights"])
         report = self.supervisor.update_weights(version)
         self.version = version
+        if self._trains:
+            self._trains = False
+            if self.scheduler.in_flight:
+                self.supervisor.resume()
         if not report:
             return {}
         sent = max(part.bytes for part in report)
@@ -274,7 +291,8 @@ class ReplicatedRollout(Rollout):
     def weights_will_change(self) -> None:
         self.supervisor.weights_will_change()
 
-    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+    def release(self, tags: Sequence[str] = MEMORY_TAGS, training: bool = False) -> None:
+        self._trains = training
         self.supervisor.weights_will_change()
         if self._config.free_cache_engine:
             self.supervisor.release(tags)
@@ -317,10 +335,9 @@ class ReplicatedRollout(Rollout):
             "rollout/prompt_tokens": since["prompt_tokens"],
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
-        if self._generating_s:
-            metrics["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
+        if seconds := self._seconds.take():
+            metrics["rollout/tokens_per_s"] = since["generated_tokens"] / seconds
         self._before, self._restarts, self._rerun = now, self.supervisor.restarts, self.scheduler.rerun
-        self._generating_s = 0.0
         return metrics
 
     def close(self) -> None:

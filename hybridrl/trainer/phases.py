@@ -43,7 +43,5 @@ _spans = new_buffer()
 
 
 def take_spans() -> list[TimedSpan]:
-    """Return the phases of this process, of all timers, since the previous call."""
-    spans = list(_spans)
-    _spans.clear()
-    return spans
+    """Return the phases of this process, of all timers and threads, since the previous call."""
+    return [_spans.popleft() for _ in range(len(_spans))]

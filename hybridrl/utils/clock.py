@@ -57,6 +57,40 @@ class Clock:
                     self._on_change(False)
 
 
+class OverlappingSeconds:
+    """Counts the seconds in which at least one of several blocks runs, in any threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._seconds = self._since = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the seconds within this context."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._running:
+                self._seconds += now - self._since
+            self._since = now
+            self._running += change
+
+    def take(self) -> float:
+        """Return the seconds since the previous call."""
+        with self._lock:
+            now = time.monotonic()
+            seconds = self._seconds + (now - self._since if self._running else 0.0)
+            self._seconds, self._since = 0.0, now
+            return seconds
+
+
 def current() -> Clock | None:
     """The clock of this call; None: the call is not limited."""
     return _current.get()

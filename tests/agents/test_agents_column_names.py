@@ -14,7 +14,6 @@ from template_families import FAMILIES
 from hybridrl.data import PromptLoader, RLHFDataset
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, bookkeeping
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.sampler import Sampler
 
 NAMES = sorted(bookkeeping.bookkeeping())
@@ -52,9 +51,8 @@ def sampled(started: Any, model: Path, tmp_path: Path) -> Any:
         ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         dataset = RLHFDataset(path, tokenizer_of(config.actor_rollout_ref.model), config.data)
-        pool = PromptPool(config.algorithm.filter_groups, ROWS, 2, len(dataset), 0)
         torch.manual_seed(0)
-        sampler = Sampler(config, rollout, reward, PromptLoader(dataset, ROWS), pool)  # type: ignore[arg-type]
+        sampler = Sampler(config, rollout, reward, PromptLoader(dataset, ROWS), 0)  # type: ignore[arg-type]
         batch = sampler.next().batch
         found: dict[str, Any] = {name: batch.batch[name] for name in batch.batch.keys()}
         return found | {name: list(values) for name, values in batch.non_tensor_batch.items() if name != "session_log"}

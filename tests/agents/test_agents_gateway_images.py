@@ -32,7 +32,7 @@ from hybridrl.rollout.trace import read_trace, trajectories_of
 from hybridrl.serve import wire
 from hybridrl.serve.conversation import inner_messages
 from hybridrl.serve.schema import ApiError
-from hybridrl.trainer.ppo.sampler import respond
+from hybridrl.trainer.ppo.responses import respond
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

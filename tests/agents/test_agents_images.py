@@ -29,7 +29,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import AGENT_LOOPS, import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout
 from hybridrl.trainer.ppo.correction import probe_prompts
-from hybridrl.trainer.ppo.sampler import respond
+from hybridrl.trainer.ppo.responses import respond
 
 TOOLS = Path(__file__).with_name("image_tools.py")
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -22,7 +22,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout.request import Completion
-from hybridrl.trainer.ppo.sampler import respond
+from hybridrl.trainer.ppo.responses import respond
 
 R3 = "actor_rollout_ref.actor.router_replay.mode=R3"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -474,6 +474,7 @@ EXAMPLES = {
     "optimizer": "AdamW",
     "optimizer_impl": "mine",
     "lr_warmup_steps": -1,
+    "trainer_mode": "colocate_async",
 }
 
 

@@ -188,7 +188,6 @@ def test_old_names_act_under_the_new_with_a_notice(key, value, new, expected):
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("trainer.async_weight_update", True, "trainer.v1.trainer_mode"),
         ("actor_rollout_ref.model.backend", "tpu", "actor_rollout_ref.model.backend='tpu'"),
     ],
 )

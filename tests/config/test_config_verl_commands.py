@@ -186,7 +186,7 @@ def test_defaults_of_verl_pass(root, word):
 
 
 def test_the_metric_of_group_filtering_may_be_called_reward():
-    from hybridrl.trainer.ppo.prompt_pool import SCORES
+    from hybridrl.config.schema.choices import SCORES
 
     metric = load_config("ppo_trainer", ["algorithm.filter_groups.metric=reward"]).algorithm.filter_groups.metric
     assert metric == "reward" and metric in SCORES

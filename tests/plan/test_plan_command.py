@@ -190,6 +190,7 @@ def test_more_devices_are_faster_and_few_are_refused_by_what_is_enough(
         (("placement=split", "devices=8xH100"), PlacementError, ("placement",)),
         (("actor_rollout_ref.model.lora_rank=8", "devices=8xH100"), ConfigError, ("lora_rank",)),
         (("actor_rollout_ref.rollout.name=hf", "devices=8xH100"), ConfigError, ("rollout.name=hf", "vllm")),
+        (("trainer.v1.trainer_mode=colocate_async", "devices=8xH100"), ConfigError, ("trainer_mode=colocate_async",)),
         (("data.no_such_key=1", "devices=8xH100"), ConfigError, ("data.no_such_key",)),
         ((), PlacementError, ("devices",)),
     ],

@@ -14,7 +14,6 @@ from hybridrl.rollout import Rollout
 from hybridrl.rollout.batch import batch_of, prompt_ids_of
 from hybridrl.rollout.rollout import OnFinished
 from hybridrl.rollout.trajectory import Trajectory
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.sampler import Sampler
 
 PAD = 0
@@ -99,5 +98,4 @@ def sampler_of(rollout: Rollout, *words: str, kind: type[Sampler] = Sampler) -> 
         ["algorithm.adv_estimator=grpo", "data.train_batch_size=3", "actor_rollout_ref.rollout.n=2", *words],
     )
     loader = PromptLoader(Rows(), config.data.gen_batch_size or 3)
-    pool = PromptPool(config.algorithm.filter_groups, 3, 2, len(Rows()), PAD)
-    return kind(config, rollout, reward, loader, pool)  # type: ignore[arg-type]
+    return kind(config, rollout, reward, loader, PAD)  # type: ignore[arg-type]

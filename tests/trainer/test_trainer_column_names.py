@@ -32,7 +32,6 @@ from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.request import Completion
 from hybridrl.scored import Scored
 from hybridrl.trainer.ppo.advantage import compute_advantage
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.sampler import Sampler
 
 SOURCES = sorted(Path(hybridrl.__file__).parent.rglob("*.py"))
@@ -74,8 +73,7 @@ def trained_on(path: Path, extra: dict[str, Any] | None = None) -> dict[str, lis
         ],
     )
     dataset = RLHFDataset(path, build_tokenizer(), config.data)
-    pool = PromptPool(config.algorithm.filter_groups, 3, 2, len(dataset), PAD)
-    sampler = Sampler(config, OwnRollout(same), reward(extra or {}), PromptLoader(dataset, 3), pool)  # type: ignore[arg-type]
+    sampler = Sampler(config, OwnRollout(same), reward(extra or {}), PromptLoader(dataset, 3), PAD)  # type: ignore[arg-type]
     batch = sampler.next().batch
     found: dict[str, list[Any]] = {name: batch.batch[name].tolist() for name in batch.batch.keys()}
     found |= {name: batch.non_tensor_batch[name].tolist() for name in ("uid", "sample", "reward_model", "raw_prompt")}

@@ -13,7 +13,7 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.batch import prompt_ids_of
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.trainer.ppo.early_scores import scored_early
-from hybridrl.trainer.ppo.sampler import respond
+from hybridrl.trainer.ppo.responses import respond
 
 FUNCTION = """
 def compute_score(solution_str, ground_truth, extra_info):

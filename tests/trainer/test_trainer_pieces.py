@@ -1,6 +1,5 @@
 """The pieces of the dataflow around the estimators, without workers: what they do to a batch, against plain loops."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scored_batches import PAD, generated
 
 from hybridrl.algorithms import AlgorithmError, estimate_advantages
 from hybridrl.algorithms.algorithm_registry import ADV_ESTIMATOR_REGISTRY
 from hybridrl.config import (
     ActorConfig,
     AlgorithmConfig,
-    FilterGroupsConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
     load_config,
@@ -26,204 +25,11 @@ from hybridrl.registry import POLICY_LOSSES
 from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metrics, draw_by_reward
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
-from hybridrl.trainer.ppo.prompt_pool import SURPLUS_FILE, PromptPool
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.run_requirements import RunRequirements, check_algorithm
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.losses import LossCounts, policy_loss_fn
-
-PAD = 99
-
-
-def generated(uids: list[str], scores: list[list[float]], prompt_width: int = 3, width: int = 4) -> DataProto:
-    """A scored generation batch: every id names its prompt and sample, prompts left-padded, responses right-padded."""
-    samples = len(scores[0])
-    rows = len(uids) * samples
-    lengths = torch.arange(rows) % width + 1
-    mask = (torch.arange(width)[None] < lengths[:, None]).long()
-    prompts = torch.full((rows, prompt_width), PAD)
-    prompts[:, -1] = torch.arange(rows) // samples
-    responses = torch.where(mask.bool(), torch.arange(rows)[:, None] + 10, PAD)
-    attention = torch.cat([(prompts != PAD).long(), mask], 1)
-    token_scores = torch.zeros(rows, width)
-    token_scores[torch.arange(rows), lengths - 1] = torch.tensor(scores, dtype=torch.float32).flatten()
-    return DataProto.from_dict(
-        tensors={
-            "prompts": prompts,
-            "responses": responses,
-            "input_ids": torch.cat([prompts, responses], 1),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-            "response_mask": mask,
-            "token_level_scores": token_scores,
-        },
-        non_tensors={
-            "uid": np.repeat(uids, samples).astype(object),
-            "acc": np.array([score > 0 for group in scores for score in group], dtype=object),
-        },
-        meta_info={"temperature": 1.0},
-    )
-
-
-def pool(prompts: int, enable: bool = True, **more) -> PromptPool:
-    return PromptPool(FilterGroupsConfig(enable=enable, **more), prompts, 2, prompts_in_data=8, pad_token_id=PAD)
-
-
-def uids_of(batch: DataProto) -> list[str]:
-    return list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
-
-
-def filled(steps: PromptPool, batches: Iterator[DataProto]) -> tuple[DataProto, dict[str, float]]:
-    """The next step, of as many generation batches as it takes."""
-    while steps.needed:
-        steps.add(next(batches))
-    return steps.take()
-
-
-def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
-    made = iter(
-        [
-            generated(["a", "b", "c"], [[0, 0], [0, 1], [1, 1]]),
-            generated(["d", "e", "f"], [[1, 0], [0, 2], [3, 0]], prompt_width=5, width=6),
-            generated(["g", "h", "i"], [[0, 1], [1, 0], [5, 5]], prompt_width=2, width=3),
-        ]
-    )
-    steps = pool(3)
-    first, metrics = filled(steps, made)
-    assert uids_of(first) == ["b", "d", "e"] and len(first) == 6
-    assert metrics == {
-        "filter_groups/generation_batches": 2.0,
-        "filter_groups/generated": 6.0,
-        "filter_groups/discarded": 2.0,
-        "filter_groups/carried_over": 0.0,
-        "filter_groups/surplus": 1.0,
-        "filter_groups/generated_score/mean": pytest.approx(9 / 12),
-        "filter_groups/discarded_score/mean": 0.5,
-    }
-    assert steps.waiting == 1 and steps.needed == 2
-    second, metrics = filled(steps, made)
-    assert uids_of(second) == ["f", "g", "h"] and steps.waiting == 0
-    assert metrics["filter_groups/carried_over"] == 1.0
-    # Rows of different widths lie as they were: same tokens, same scores.
-    ids, attention = second.batch["input_ids"], second.batch["attention_mask"].bool()
-    assert ids[0][attention[0]].tolist() == [2, *[14] * int(second.batch["response_mask"][0].sum())]
-    assert second.batch["token_level_scores"].sum(1).tolist() == [3, 0, 0, 1, 1, 0]
-
-
-GROUPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=4)
-
-
-@settings(max_examples=60)
-@given(st.lists(GROUPS, min_size=1, max_size=5), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
-def test_groups_of_any_size_in_any_order(batches, prompts, enable, random) -> None:
-    """Against dicts of lists: every differing group is taken once, whole, in the order in which groups appear."""
-    steps = PromptPool(FilterGroupsConfig(enable=enable), prompts, 2, prompts_in_data=10**6, pad_token_id=PAD)
-    expected: dict[str, list[tuple[int, float]]] = {}
-    number, taken = 0, []
-    for index, groups in enumerate(batches):
-        rows = [(f"{index}-{group}", score) for group, scores in enumerate(groups) for score in scores]
-        random.shuffle(rows)
-        uids, scores = zip(*rows, strict=True)
-        batch = generated(list(uids), [[score] for score in scores])
-        batch.non_tensor_batch["key"] = np.arange(number, number + len(rows)).astype(object)
-        kept: dict[str, list[tuple[int, float]]] = {}
-        for place, (uid, score) in enumerate(rows):
-            kept.setdefault(uid, []).append((number + place, score))
-        number += len(rows)
-        expected |= {uid: found for uid, found in kept.items() if not enable or len({score for _, score in found}) > 1}
-        steps.add(batch)
-        assert steps.waiting == len(expected) - len(taken) and steps.needed == max(prompts - steps.waiting, 0)
-        while not steps.needed:
-            batch, metrics = steps.take()
-            now = list(expected)[len(taken) : len(taken) + prompts]
-            taken += now
-            wanted = sorted(row for uid in now for row, _ in expected[uid])
-            assert batch.non_tensor_batch["key"].tolist() == wanted  # rows keep their order
-            assert uids_of(batch) == now
-            assert metrics.get("filter_groups/surplus", 0.0) == steps.waiting
-
-
-def test_rows_of_one_sample_count_by_their_sum() -> None:
-    """Two samples of two rows each: a scores 1 and 1 in all, b scores 1 and 2."""
-    batch = generated(["a", "b"], [[1, 0, 0, 1], [1, 0, 1, 1]])
-    batch.non_tensor_batch["sample"] = np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=object)
-    steps = pool(1)
-    steps.add(batch)
-    found, metrics = steps.take()
-    assert uids_of(found) == ["b"] and metrics["filter_groups/discarded"] == 1.0
-
-
-def test_a_prompt_that_comes_twice_is_refused() -> None:
-    steps = pool(4, enable=False)
-    steps.add(generated(["a", "b"], [[0, 1], [1, 1]]))
-    with pytest.raises(UserError, match=r"'b'.*data\.sampler"):
-        steps.add(generated(["b"], [[0, 1]]))
-    with pytest.raises(ValueError, match="2 of 4"):
-        steps.take()
-
-
-def test_a_surplus_goes_through_the_checkpoint(tmp_path) -> None:
-    steps = pool(1)
-    steps.add(generated(["a", "b"], [[0, 1], [2, 0]]))
-    steps.take()
-    steps.save(tmp_path)
-    other = pool(1)
-    other.load(tmp_path)
-    assert other.needed == 0
-    kept, metrics = other.take()
-    assert uids_of(kept) == ["b"] and kept.batch["token_level_scores"].sum(1).tolist() == [2, 0]
-    assert metrics["filter_groups/carried_over"] == 1.0 and metrics["filter_groups/generated"] == 0.0
-    of_three = PromptPool(FilterGroupsConfig(), 1, 3, 8, PAD)
-    with pytest.raises(UserError, match=r"rollout\.n=2"):
-        of_three.load(tmp_path)
-
-
-def test_saved_groups_may_have_lost_samples(tmp_path) -> None:
-    """Samples that `reward.on_error=drop` removes can leave every waiting group smaller than `rollout.n`."""
-    steps = pool(1, enable=False)
-    steps.add(generated(["a", "b"], [[1], [3]]))
-    steps.save(tmp_path)
-    other = pool(3, enable=False)
-    other.load(tmp_path)
-    other.add(generated(["c"], [[1, 0]]))
-    assert uids_of(other.take()[0]) == ["a", "b", "c"]
-    of_three = PromptPool(FilterGroupsConfig(), 1, 3, 8, PAD)
-    with pytest.raises(UserError, match=r"rollout\.n=2"):
-        of_three.load(tmp_path)
-    # The file of an earlier version does not say how many samples there were.
-    generated(["a", "b"], [[1], [3]]).save_to_disk(tmp_path / SURPLUS_FILE)
-    of_three.load(tmp_path)
-    assert of_three.waiting == 2
-    generated(["a"], [[1, 2, 3]]).save_to_disk(tmp_path / SURPLUS_FILE)
-    with pytest.raises(UserError, match=r"rollout\.n=3"):
-        pool(1).load(tmp_path)
-
-
-def test_without_filter_a_batch_passes_as_it_is() -> None:
-    batch, steps = generated(["a", "b"], [[0, 0], [1, 1]]), pool(2, enable=False)
-    steps.add(batch)
-    found, metrics = steps.take()
-    assert found is batch and metrics == {}
-
-
-def test_another_metric_and_its_absence() -> None:
-    batch, steps = generated(["a", "b"], [[1, 2], [0, 2]]), pool(1, metric="acc")
-    steps.add(batch)  # `acc` is true for both samples of a
-    assert uids_of(steps.take()[0]) == ["b"]
-    with pytest.raises(UserError, match=r"metric=accuracy.*acc"):
-        pool(1, metric="accuracy").add(batch)
-
-
-def test_generation_does_not_go_on_for_ever() -> None:
-    def batches() -> Iterator[DataProto]:
-        while True:
-            yield generated(["a", "b", "c"], [[0, 0], [1, 1], [2, 2]])
-
-    with pytest.raises(UserError, match=r"max_num_gen_batches=2.*0 of data.train_batch_size=1"):
-        filled(pool(1, max_num_gen_batches=2), batches())
-    with pytest.raises(UserError, match="last 9 prompts"):
-        filled(pool(1), batches())
 
 
 def test_joining_fills_columns_that_a_part_lacks() -> None:

@@ -14,7 +14,8 @@ from hybridrl.scored import Unscored
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.early_scores import EarlyScores
-from hybridrl.trainer.ppo.sampler import Sampler, respond
+from hybridrl.trainer.ppo.responses import respond
+from hybridrl.trainer.ppo.sampler import Sampler
 
 
 def test_what_a_rollout_returns_is_kept_and_what_prompts_carry_reaches_it() -> None:
@@ -176,16 +177,36 @@ def test_a_manager_that_does_not_say_what_failed_is_refused_where_that_matters()
         sampler_of(OwnRollout(same), "reward.on_error=drop").next()
 
 
-def test_a_step_that_failed_can_be_taken_back() -> None:
-    """The next attempt draws the same prompts, with those that waited."""
-    sampler = sampler_of(OwnRollout(same), "data.gen_batch_size=2")
-    sampler.next()  # one prompt is left over
-    before = sampler.position()
-    expected = sampler.next().batch
-    sampler.rewind(before)
-    found = sampler.next().batch
-    assert found.non_tensor_batch["uid"].tolist() == expected.non_tensor_batch["uid"].tolist()
-    assert sampler.step == 2 and torch.equal(found.batch["token_level_scores"], expected.batch["token_level_scores"])
+def test_prompts_whose_scoring_failed_are_answered_again(tmp_path) -> None:
+    """By the same sampler, and by one that resumes; with the prompt that waited."""
+    ends = iter([RewardError("not yet")])
+
+    def failing(batch: DataProto, return_dict: bool = False):
+        if len(rollout.asked) == 3:
+            for error in ends:
+                raise error
+        return reward(batch, return_dict)
+
+    words = ["data.gen_batch_size=2"]
+    whole = sampler_of(OwnRollout(same), *words)
+    whole.next()
+    expected = [whole.next() for _ in range(2)]
+    rollout = OwnRollout(same)
+    sampler = sampler_of(rollout, *words)
+    sampler.reward_fn = failing  # type: ignore[assignment]
+    sampler.next()
+    sampler.release()
+    with pytest.raises(RewardError, match="not yet"):
+        sampler.next()
+    resumed = sampler_of(OwnRollout(same), *words)
+    resumed.load(tmp_path, sampler.save(tmp_path))
+    for again in (sampler, resumed):
+        for batch in expected:
+            sampled = again.next().batch
+            assert sampled.non_tensor_batch["uid"].tolist() == batch.batch.non_tensor_batch["uid"].tolist()
+            assert torch.equal(sampled.batch["token_level_scores"], batch.batch.batch["token_level_scores"])
+        assert again.step == 3
+        assert [asked.meta_info["global_steps"] for asked in again.rollout.asked][-3:] == [2, 3, 3]
 
 
 def test_the_batch_that_could_not_be_scored_is_kept_and_named_in_the_error(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """Cross-checks of `algorithm` and the losses: valid settings that conflict with each other."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,6 +67,7 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
     """Check the controller of the KL coefficient, and the components that `gdpo` reads in place of the reward."""
     algorithm, keys, weights = config.algorithm, config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     control, rows = algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    rows *= 1 + math.ceil(config.trainer.v1.staleness)  # of the steps until a change of the coefficient is seen
     if algorithm.use_kl_in_reward and control.type == "adaptive" and rows >= 5 * control.horizon:
         yield (
             f"algorithm.kl_ctrl.horizon={control.horizon}: a step of {rows} samples (data.train_batch_size x "

@@ -21,6 +21,7 @@ from hybridrl.config.checks.check_distillation import check_distillation, chosen
 from hybridrl.config.checks.check_judge import check_judge
 from hybridrl.config.checks.check_mappings import check_mappings
 from hybridrl.config.checks.check_roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
+from hybridrl.config.checks.check_schedule import check_schedule
 from hybridrl.config.checks.check_served import check_served
 from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.idle import check_idle
@@ -121,6 +122,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_full_kl(config)
     yield check_distillation(config)
     yield check_served(config)
+    yield check_schedule(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
     yield check_agents(policy.rollout)

@@ -1,5 +1,6 @@
 """Valid settings with a consequence that the user may not expect; each is one notice before the run."""
 
+import math
 from collections.abc import Iterator
 
 from hybridrl.config.checks.check_distillation import distillation_notices
@@ -31,6 +32,7 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             f"validation costs {check.n} times as much for the same result. Set val_kwargs.do_sample=True and a "
             "temperature, or n=1"
         )
+    yield from _of_staleness(config)
     yield from distillation_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():
@@ -40,3 +42,20 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
                 f"placement.pools.{pool}={processes} stays idle: of its roles ({', '.join(roles)}) none takes part in "
                 f"this run (algorithm.adv_estimator={name}). Give its devices to another pool, e.g. placement=colocated"
             )
+
+
+def _of_staleness(config: PPOTrainerConfig) -> Iterator[str]:
+    """Say how old responses may be, and what corrects for it."""
+    mode, correction = config.trainer.v1, config.algorithm.rollout_correction
+    if not mode.staleness:
+        return
+    if correction.bypass_mode:
+        what = "bypass_mode=True: the loss compares with the probabilities that tokens were sampled with"
+    elif correction.rollout_is:
+        what = f"rollout_is={correction.rollout_is}: importance weights correct for the weights that have changed since"
+    else:
+        what = "neither bypass_mode nor rollout_is: nothing corrects for the weights that have changed since"
+    yield (
+        f"trainer.v1.trainer_mode={mode.trainer_mode}: responses may be up to {math.ceil(mode.staleness)} updates old "
+        f"when they are trained on. algorithm.rollout_correction.{what}"
+    )

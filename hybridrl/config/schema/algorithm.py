@@ -23,6 +23,13 @@ class KLControlConfig(ConfigNode):
     target_kl: float = key(0.1, "adaptive: target of the KL", gt=0, needs=among(".type", "adaptive"))
 
 
+#: arguments of the defaults for responses that may be older than the weights that are updated (`trainer.v1`)
+_STALENESS = (
+    "${trainer.v1.trainer_mode},${trainer.v1.colocate_async.num_warmup_batches},"
+    "${trainer.v1.separate_async.num_warmup_batches},${actor_rollout_ref.actor.policy_loss.loss_mode}"
+)
+
+
 @dataclass
 class RolloutCorrectionConfig(ConfigNode):
     """`algorithm.rollout_correction`: correction for the sampler's probabilities differing from the trainer's."""
@@ -33,6 +40,7 @@ class RolloutCorrectionConfig(ConfigNode):
         choices=("token", "sequence"),
         # in bypass mode the clipped ratio is against the sampler already
         needs=any_of(off(".bypass_mode"), among(".loss_type", "reinforce")),
+        follows=f"${{weights_if_stale:{_STALENESS}}}",
     )
     rollout_is_threshold: float | str | None = key(
         2.0,
@@ -46,7 +54,11 @@ class RolloutCorrectionConfig(ConfigNode):
     rollout_rs_threshold: float | str | None = key(
         None, "threshold of rejection: lo_hi for k1, an upper bound for k2 and k3", needs=is_set(".rollout_rs")
     )
-    bypass_mode: bool = key(False, "use the sampler's log-probabilities as the old ones")
+    bypass_mode: bool = key(
+        False,
+        "use the sampler's log-probabilities as the old ones",
+        follows=f"${{bypass_if_stale:{_STALENESS}}}",
+    )
     loss_type: str = key("ppo_clip", "the loss in bypass mode", choices=choices.BYPASS_LOSSES, needs=on(".bypass_mode"))
     probe_threshold: float | None = key(
         0.2, "mean |log pi_train - log pi_rollout| of the first step above which the run is stopped; null: never", gt=0

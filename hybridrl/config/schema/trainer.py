@@ -144,6 +144,85 @@ class HealthConfig(ConfigNode):
 
 
 @dataclass
+class ColocateAsyncConfig(ConfigNode):
+    """`trainer.v1.colocate_async`: training and generation take turns on the same devices."""
+
+    num_warmup_batches: float = key(
+        1.0,
+        "steps of prompts that are answered ahead of training; a response may be trained on as many updates later",
+        gt=0,
+        needs=among("..trainer_mode", "colocate_async"),
+    )
+
+
+@dataclass
+class SeparateAsyncConfig(ConfigNode):
+    """`trainer.v1.separate_async`: generation has devices of its own (`rollout.nnodes`)."""
+
+    num_warmup_batches: float = key(
+        1.0,
+        "steps of prompts that are answered ahead of training; a response may be trained on as many updates later",
+        gt=0,
+        needs=among("..trainer_mode", "separate_async"),
+    )
+    parameter_sync_step: int | None = key(
+        None,
+        "updates of the policy between two transfers of its weights; null: those of a step, the only possible number",
+        gt=0,
+        needs=among("..trainer_mode", "separate_async"),
+    )
+
+
+@dataclass
+class StalenessConfig(ConfigNode):
+    """`trainer.v1.sampler`: the age of responses in asynchronous training."""
+
+    max_off_policy_threshold: int | None = key(
+        None,
+        "prompts whose responses began this many versions of the weights before the update are dropped, and others "
+        "drawn; null: num_warmup_batches alone bounds the age",
+        gt=0,
+        needs=not_among("..trainer_mode", "sync"),
+    )
+
+
+@dataclass
+class TrainerModeConfig(ConfigNode):
+    """`trainer.v1`: whether generation runs ahead of training."""
+
+    trainer_mode: str = key(
+        "sync",
+        "sync: a step's prompts are answered, then trained on; colocate_async: ahead of training, on its devices; "
+        "separate_async: ahead of training, on devices of their own",
+        choices=("sync", "colocate_async", "separate_async"),
+    )
+    window: int = key(
+        1,
+        "1: prompts are trained on in the order in which they were drawn; W: at most W - 1 later ones pass one whose "
+        "responses are unfinished",
+        gt=0,
+        needs=not_among(".trainer_mode", "sync"),
+    )
+    drain: bool = key(
+        False,
+        "wait for all responses in flight before new weights are sent: no response has tokens of two versions, and a "
+        "run is a function of its seed",
+        needs=not_among(".trainer_mode", "sync"),
+    )
+    colocate_async: ColocateAsyncConfig = group(ColocateAsyncConfig)
+    separate_async: SeparateAsyncConfig = group(SeparateAsyncConfig)
+    sampler: StalenessConfig = group(StalenessConfig)
+
+    @property
+    def staleness(self) -> float:
+        """The number of steps of prompts that are answered ahead of training; 0: none."""
+        if self.trainer_mode == "sync":
+            return 0.0
+        mode = self.colocate_async if self.trainer_mode == "colocate_async" else self.separate_async
+        return mode.num_warmup_batches
+
+
+@dataclass
 class TrainerConfig(RunConfig):
     """`trainer` of `ppo_trainer`."""
 
@@ -190,6 +269,7 @@ class TrainerConfig(RunConfig):
         place="output",
     )
     health: HealthConfig = group(HealthConfig)
+    v1: TrainerModeConfig = group(TrainerModeConfig)
 
 
 @dataclass

@@ -46,6 +46,11 @@ class Scheduler:
         """Number of requests that no replica has room for yet."""
         return len(self.balancer)
 
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that are not completed."""
+        return len(self._futures)
+
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Queue requests; replicas get them as they have room.
 

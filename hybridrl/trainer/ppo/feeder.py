@@ -60,12 +60,13 @@ class TakenGroups(Generic[R]):
     Attributes:
         groups: in the order of their admission.
         rows: of each group.
-        reports: those of the lots that ended up to the youngest of these groups, and belong to no earlier step.
+        reports: those of the lots that ended up to the youngest of these groups, and belong to no earlier step; by the
+            number of the first group of the lot, in this order.
     """
 
     groups: list[Group]
     rows: list[R]
-    reports: list[Any]
+    reports: dict[int, Any]
 
 
 class Feeder(Generic[P, R]):
@@ -79,6 +80,7 @@ class Feeder(Generic[P, R]):
             then, and with a seed for each request a run is a function of its seeds.
         awaits_weights: whether generation stands still until new weights are published, because every replica was lost
             since the last ones. `before_publish` does not wait for lots in flight then. Call `wake` where it changes.
+        enough: whether no lot is needed beyond those that a step waits for.
     """
 
     def __init__(
@@ -88,16 +90,19 @@ class Feeder(Generic[P, R]):
         answer: Callable[[Lot[P]], Awaitable[LotResult[R]]],
         drain: bool = False,
         awaits_weights: Callable[[], bool] = lambda: False,
+        enough: Callable[[], bool] = lambda: False,
     ) -> None:
         self.ledger = ledger
         self._draw = draw
         self._answer = answer
         self._drain = drain
         self._awaits_weights = awaits_weights
+        self._enough = enough
         self._lots: dict[asyncio.Task[LotResult[R]], Lot[P]] = {}
         self._restored: list[Lot[P]] = []
         self._rows: dict[int, R] = {}  # of ready groups, by seq
         self._reports: dict[int, Any] = {}  # by the first seq of the lot
+        self._taken: TakenGroups[R] = TakenGroups([], [], {})
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._reads_ahead = ledger.schedule.staleness > 0
@@ -107,23 +112,25 @@ class Feeder(Generic[P, R]):
     async def take(self) -> TakenGroups[R]:
         """Wait until the groups of a step are ready, and take them.
 
+        A lot whose `answer` raised is answered again by the next call.
+
         Raises:
             LedgerError: nothing is in flight, and nothing may be admitted.
             BaseException: what `draw` or `answer` raised.
         """
-        self._start(self._restored)
-        self._restored = []
+        restored, self._restored = self._restored, []
+        self._start(restored)
         while not self.ledger.takeable():
-            self._admit()
+            self._admit(needed=True)
             if not self._lots and self._error is None:
                 raise LedgerError(f"no lot is in flight, and none may be admitted: {self.ledger.state()}")
             await self._change()
         groups = self.ledger.take()
         youngest = groups[-1].seq
-        reports = [self._reports.pop(seq) for seq in sorted(self._reports) if seq <= youngest]
-        if self._reads_ahead:
-            self._admit()
-        return TakenGroups(groups, [self._rows.pop(group.seq) for group in groups], reports)
+        reports = {seq: self._reports.pop(seq) for seq in sorted(self._reports) if seq <= youngest}
+        self._read_ahead()
+        self._taken = TakenGroups(groups, [self._rows.pop(group.seq) for group in groups], reports)
+        return self._taken
 
     async def before_publish(self) -> list[Group]:
         """Prepare for new weights: void groups that would be too old, and with `drain` wait for those in flight.
@@ -133,9 +140,20 @@ class Feeder(Generic[P, R]):
         """
         stale = self.ledger.stale()
         self._void(stale, "stale")
-        while self._drain and self.ledger.count(GroupState.INFLIGHT) and not self._awaits_weights():
-            await self._change()
+        # An error is for the next `take`: the step that is about to end has trained.
+        while self._drain and self._lots and self._error is None and not self._awaits_weights():
+            self._changed.clear()
+            await self._changed.wait()
         return stale
+
+    async def settle(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            BaseException: what `draw` or `answer` raised.
+        """
+        while self._lots:
+            await self._change()
 
     def wake(self) -> None:
         """Look at the state again, because `awaits_weights` may have changed."""
@@ -144,9 +162,16 @@ class Feeder(Generic[P, R]):
     def release(self, groups: Iterable[Group]) -> int:
         """The weights that were trained on the groups are published. Return the new version."""
         version = self.ledger.release(groups)
-        if self._reads_ahead:
-            self._admit()
+        self._taken = TakenGroups([], [], {})
+        self._read_ahead()
         return version
+
+    def give_back(self) -> None:
+        """Undo the last `take`: its groups are ready again. Their rows are those that `take` returned."""
+        step, self._taken = self._taken, TakenGroups([], [], {})
+        self.ledger.give_back(step.groups)
+        self._rows |= {group.seq: row for group, row in zip(step.groups, step.rows, strict=True)}
+        self._reports |= step.reports
 
     def drop(self, reason: str) -> int:
         """Void all groups that are in flight or ready, and return how many there were."""
@@ -213,11 +238,23 @@ class Feeder(Generic[P, R]):
 
     # ------------------------------------------------------------------ lots
 
-    def _admit(self) -> None:
-        """Begin with as many lots as there is room for."""
-        while self._error is None and self.ledger.room():
+    def _admit(self, needed: bool = False) -> None:
+        """Begin with as many lots as there is room for.
+
+        Args:
+            needed: a step waits for them.
+        """
+        while self._error is None and self.ledger.room() and (not self._enough() or (needed and self.ledger.missing())):
             uids, prompts = self._draw()
             self._start([Lot(prompts, self.ledger.admit(uids))])
+
+    def _read_ahead(self) -> None:
+        """Use the room that there is now, for later steps. The next `take` raises what goes wrong."""
+        try:
+            if self._reads_ahead:
+                self._admit()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _start(self, lots: Iterable[Lot[P]]) -> None:
         for lot in lots:
@@ -232,10 +269,11 @@ class Feeder(Generic[P, R]):
             return  # it is not needed any more
         try:
             self._enter(lot, task.result())
-            if self._reads_ahead:
-                self._admit()
         except BaseException as error:  # `take` raises it; nobody looks at what a callback raises
             self._error = self._error or error
+            if task.exception() is not None:
+                self._restored.append(lot)
+        self._read_ahead()
         self._changed.set()
 
     def _enter(self, lot: Lot[P], result: LotResult[R]) -> None:
@@ -270,4 +308,5 @@ class Feeder(Generic[P, R]):
             self._changed.clear()
             await self._changed.wait()
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            raise error

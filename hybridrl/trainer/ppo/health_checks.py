@@ -23,6 +23,7 @@ from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 
+MISMATCH = "rollout_corr/k3_kl"  # divergence of sampler and trainer
 USUAL_STEPS = 20  # time constant, in steps, of the exponential mean that gives the usual length
 
 
@@ -69,7 +70,7 @@ CHECKS: dict[str, Check] = {
         while_growing=True,
     ),
     "logprob_mismatch": Check(
-        ("rollout_corr/k3_kl",),
+        (MISMATCH,),
         True,
         "sampler and trainer drift apart: compare their dtypes, or set algorithm.rollout_correction.rollout_is=token",
     ),

@@ -248,7 +248,8 @@ class Learner:
         with timer.phase("rollout_corr"):
             if self.step == 1 and settings.probe_threshold is not None:
                 metrics = self.compare_with_sampler(batch if probe is None else probe, settings.probe_threshold)
-            return metrics | correct_rollout(batch, settings)
+            version = self.step - 1 if self.config.trainer.v1.staleness else None
+            return metrics | correct_rollout(batch, settings, version)
 
     def compare_with_sampler(self, batch: DataProto, threshold: float) -> dict[str, float]:
         """Compare sampler and trainer with the same weights, on tokens sampled without top-p or top-k.

@@ -3,7 +3,7 @@
 The ledger is a state machine without clock, thread or I/O, so that training and its simulation run the same one. A
 group is one prompt with all of its samples:
 
-    INFLIGHT -> READY -> TAKEN -> RELEASED
+    INFLIGHT -> READY <-> TAKEN -> RELEASED
         \\________\\__-> VOID (with a reason)
 
 Let P be the prompts of a step, S the staleness (how many steps of prompts are answered ahead of training), W the
@@ -239,6 +239,15 @@ class Ledger:
             other.passed += sum(group.seq > other.seq for group in groups)
         self._journal("take", seqs=[group.seq for group in groups], version=self.version)
         return groups
+
+    def give_back(self, groups: Iterable[Group]) -> None:
+        """The groups will not be trained on now: a step was abandoned before its update."""
+        groups = list(groups)
+        for group in groups:
+            self._expect(group, GroupState.TAKEN)
+        for group in groups:
+            group.state = GroupState.READY
+        self._journal("give_back", seqs=[group.seq for group in groups])
 
     def release(self, groups: Iterable[Group]) -> int:
         """The groups were trained on, and the weights that resulted are published. Return the new version."""

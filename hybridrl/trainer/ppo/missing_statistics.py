@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,55 @@ from hybridrl.notify import notify
 from hybridrl.protocol.sample_names import SampleName, sample_names
 from hybridrl.scored import Reason
 from hybridrl.trainer.ppo.episode import EpisodeBatch, SampleAttempt
+
+
+@dataclass(frozen=True)
+class MissingCounts:
+    """The attempts at the samples of a generation batch.
+
+    Attributes:
+        samples: number of samples that were asked for.
+        left_out: number of those without a score in the end.
+        attempts: all attempts.
+        scores: of the samples of each prompt; none of samples that are not trained on.
+    """
+
+    samples: int
+    left_out: int
+    attempts: Sequence[SampleAttempt]
+    scores: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def of(cls, episodes: EpisodeBatch, scores: bool = True) -> "MissingCounts":
+        """Count the samples of episodes that have ended.
+
+        Args:
+            scores: count their scores too; False for samples that are not trained on.
+        """
+        score_of: dict[SampleName, float] = {}
+        if scores and episodes.batch is not None:
+            rows = episodes.batch.batch["token_level_scores"].sum(dim=-1).tolist()
+            for name, score in zip(sample_names(episodes.batch), rows, strict=True):
+                score_of[name] = score_of.get(name, 0.0) + score
+        by_uid: dict[str, list[float]] = {}
+        for name, score in score_of.items():
+            by_uid.setdefault(name.uid, []).append(score)
+        return cls(len(episodes.prompts), episodes.left_out, tuple(episodes.attempts), by_uid)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as JSON values, for `from_state`."""
+        attempts = [[uid, tokens, None if reason is None else reason.value] for uid, tokens, reason in self.attempts]
+        scores = {uid: list(values) for uid, values in self.scores.items()}
+        return {"samples": self.samples, "left_out": self.left_out, "attempts": attempts, "scores": scores}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "MissingCounts":
+        """Return the counts that `state` describes."""
+        attempts = [
+            SampleAttempt(uid, tokens, None if reason is None else Reason(reason))
+            for uid, tokens, reason in state["attempts"]
+        ]
+        return cls(state["samples"], state["left_out"], attempts, state["scores"])
 
 
 class MissingStatistics:
@@ -35,23 +85,13 @@ class MissingStatistics:
         self._lowest, self._largest = float("inf"), float("-inf")
         self._tests = {"length": Dependence(), "reward": Dependence()}
 
-    def add(self, episodes: EpisodeBatch, scores: bool = True) -> None:
-        """Count the samples of a generation batch.
-
-        Args:
-            episodes: have ended.
-            scores: count their scores too; False for samples that are not trained on.
-        """
-        self._samples += len(episodes.prompts)
-        self._left_out += episodes.left_out
-        self._attempts += episodes.attempts
-        if scores and episodes.batch is not None:
-            score_of: dict[SampleName, float] = {}
-            rows = episodes.batch.batch["token_level_scores"].sum(dim=-1).tolist()
-            for name, score in zip(sample_names(episodes.batch), rows, strict=True):
-                score_of[name] = score_of.get(name, 0.0) + score
-            for name, score in score_of.items():
-                self._scores.setdefault(name.uid, []).append(score)
+    def add(self, counts: MissingCounts) -> None:
+        """Count the samples of a generation batch."""
+        self._samples += counts.samples
+        self._left_out += counts.left_out
+        self._attempts += counts.attempts
+        for uid, scores in counts.scores.items():
+            self._scores.setdefault(uid, []).extend(scores)
 
     def end_step(self) -> dict[str, float]:
         """Return the metrics of the step; every `window` steps, the tests are made.

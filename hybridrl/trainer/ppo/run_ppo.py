@@ -76,4 +76,5 @@ def started_trainer(
                         stack.enter_context(closing(group))
                 trainer.init_workers(groups)
                 stack.enter_context(closing(trainer.rollout))
+                stack.enter_context(closing(trainer.sampler))
                 yield trainer

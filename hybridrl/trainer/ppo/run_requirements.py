@@ -23,7 +23,8 @@ class RunRequirements:
         reference_in_policy: the reference is the policy without its adapter; see `PPOTrainerConfig`.
         old_log_probs: the actor computes log-probabilities once before the first update of a batch. With one update
             per batch the policy that is updated is the one that sampled, so its detached current log-probabilities
-            are the old ones and the pass is skipped; `actor.recompute_old_log_prob=always` never skips it. A KL
+            are the old ones and the pass is skipped; `actor.recompute_old_log_prob=always` never skips it, nor does
+            asynchronous training, whose responses may be older. A KL
             penalty in the reward, some estimators, a correction of the sampler's probabilities and router replay R2
             need them before the update. In bypass mode the sampler's log-probabilities replace them.
         ref_log_prob: the reference computes log-probabilities of the sampled tokens. Every KL form except `full`
@@ -80,7 +81,8 @@ def _old_log_probs(config: PPOTrainerConfig, inputs: frozenset[str]) -> bool:
         return True
     if correction.bypass_mode:
         return False
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    on_policy = not config.trainer.v1.staleness
+    one_update = on_policy and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     corrects = correction.rollout_is is not None or correction.rollout_rs is not None
     return not one_update or config.algorithm.use_kl_in_reward or corrects
 

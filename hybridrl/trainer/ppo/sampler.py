@@ -1,48 +1,50 @@
 """From prompts to scored batches. `Sampler.next` draws prompts, generates responses and scores them.
 
+Prompts are generated in lots, the batches of the data loader. A `Feeder` keeps lots in flight within the limits of a
+`Ledger`; a step takes the oldest groups that are ready.
+
 Shapes: B rows, T response width.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
-from hybridrl.errors import RewardError, RolloutError
+from hybridrl.errors import CheckpointError, RewardError, UserError
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import (
-    ATTEMPT,
-    DATA_COLUMNS,
-    MISSING_SAMPLES,
-    MULTI_MODAL_INPUTS,
-    PROMPT_IMAGES,
-    ROUTED_EXPERTS,
-    TRAJECTORY_REWARD,
-)
-from hybridrl.protocol.sample_names import SampleName, sample_names
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
 from hybridrl.rollout.rollout import OnFinished
+from hybridrl.scored import Unscored
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
-from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
+from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
+from hybridrl.trainer.ppo.dynamic_sampling import GenerationLimits, differing_groups
 from hybridrl.trainer.ppo.early_scores import EarlyScores, scored_early
 from hybridrl.trainer.ppo.episode import EpisodeBatch, counts_of, merged
+from hybridrl.trainer.ppo.feeder import Feeder, Lot, LotResult
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger
+from hybridrl.trainer.ppo.lot_report import LotReport, filter_metrics, merged_metrics, summed_seconds
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.missing import MissingPolicy
-from hybridrl.trainer.ppo.missing_statistics import MissingStatistics
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.missing_statistics import MissingCounts, MissingStatistics
+from hybridrl.trainer.ppo.ready_rows import ReadyRows
+from hybridrl.trainer.ppo.responses import attempt_meta, respond
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.run_requirements import RunRequirements
+from hybridrl.utils.loops import LoopThread, in_daemon_thread
+
+_STEP = "global_steps"  # in the meta_info of prompts: keys the sampling noise of their samples
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ScoredBatch:
         batch: `train_batch_size` prompts with all of their samples: prompts, responses, masks, the sampler's
             log-probabilities, `token_level_scores` [B, T], and the columns of the prompts, the rollout and the reward
             function.
-        metrics: metrics of generation, scoring and the prompt pool.
+        metrics: metrics of generation, scoring and dynamic sampling.
         timing: seconds per phase: `data`, `gen`, `reward`, `gen_max`, and those of roles that score.
         reward_columns: names of the columns that the reward function returned, which dumps show.
         probe: responses sampled without top-p and top-k, on which the learner compares sampler and trainer. Set only
@@ -67,6 +69,36 @@ class ScoredBatch:
     probe: DataProto | None = None
 
 
+@dataclass(frozen=True)
+class DrawnPrompts:
+    """A batch of the data loader.
+
+    Attributes:
+        prompts: one row per prompt.
+        seconds: time that reading it took.
+    """
+
+    prompts: DataProto
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class AnsweredLot:
+    """The scored samples of a lot.
+
+    Attributes:
+        batch: the rows of the groups that can be trained on; None if there is none.
+        voided: reasons of the other groups, by uid.
+        report: metrics of the lot.
+        columns: names of the columns of its prompts.
+    """
+
+    batch: DataProto | None
+    voided: Mapping[str, str]
+    report: LotReport
+    columns: frozenset[str]
+
+
 class Sampler:
     """Produces the batches of a run, one at a time.
 
@@ -75,13 +107,13 @@ class Sampler:
         rollout: generates responses. The caller updates its weights between batches.
         reward_fn: scores a batch of responses.
         loader: yields batches of prompts.
-        pool: chooses the groups that are trained on.
+        pad_token_id: pads rows that were generated to different widths.
         scorer: adds the scores of roles; None: there are none.
         failed_batches: keeps a batch that could not be scored; None: it is not kept.
 
     Attributes:
-        step: number of batches that `next` returned. The sampling noise is keyed by it.
         reward_columns: names of the columns that the reward function last returned.
+        total_steps: the steps of the run, for which prompts are drawn; None: without end.
     """
 
     def __init__(
@@ -90,7 +122,7 @@ class Sampler:
         rollout: Rollout,
         reward_fn: RewardManager,
         loader: StatefulLoader,
-        pool: PromptPool,
+        pad_token_id: int,
         scorer: Scorer | None = None,
         failed_batches: FailedBatches | None = None,
     ) -> None:
@@ -98,46 +130,193 @@ class Sampler:
         self.rollout = rollout
         self.reward_fn = reward_fn
         self.loader = loader
-        self.pool = pool
         self.scorer = scorer or Scorer({})
         self.failed_batches = failed_batches
         self.needs = RunRequirements.of(config)
-        self.step = 0
         self.reward_columns: tuple[str, ...] = ()
-        self.missing = MissingPolicy(config, pool.pad_token_id)
-        settings = config.algorithm.missing
+        self.missing = MissingPolicy(config, pad_token_id)
+        settings, prompts = config.algorithm.missing, config.data.train_batch_size
         self.missing_statistics = MissingStatistics(settings.window, settings.significance)
-        self._fruitless = 0
+        self.ready = ReadyRows(config.actor_rollout_ref.rollout.n, pad_token_id)
+        self.limits = GenerationLimits(config.algorithm.filter_groups, prompts, len(loader) * loader.batch_size)
+        mode = config.trainer.v1
+        oldest = mode.sampler.max_off_policy_threshold
+        schedule = AdmissionSchedule(
+            prompts, mode.staleness, mode.window, loader.batch_size, max_age=None if oldest is None else oldest - 1
+        )
+        self.total_steps: int | None = None
+        self._feeder: Feeder[DrawnPrompts, None] = Feeder(
+            Ledger(schedule), self._draw, self._answer, mode.drain, enough=self._enough
+        )
+        self._loop = LoopThread("sampler")  # the feeder runs on it; lots are answered in threads of their own
+        self._taken: list[Group] = []
         self._prompts = _endless(loader)
+        self._prompt_columns: frozenset[str] = frozenset()
+
+    @property
+    def step(self) -> int:
+        """The number of batches that `next` returned. The sampling noise of a lot is keyed by the next one."""
+        return self._feeder.ledger.version + bool(self._taken)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._feeder.ledger.version = step
 
     def next(self) -> ScoredBatch:
-        """Return the next scored batch: prompts are drawn, answered and scored until the pool has enough of them."""
-        self.step += 1
+        """Return the next scored batch: prompts are drawn, answered and scored until there are enough groups.
+
+        The groups of the previous batch count as trained on.
+        """
+        if self._taken:
+            self.release()
+        ledger = self._feeder.ledger
+        carried = ledger.count(GroupState.READY)
         timer = PhaseTimer(memory_advice())
-        metrics: dict[str, float] = {}
-        columns: frozenset[str] = frozenset()
-        while self.pool.needed:
-            with timer.phase("data"):
-                prompts = next(self._prompts)
-            samples = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
-            columns = frozenset(samples.non_tensor_batch)
-            episodes = self.run_episodes(samples, timer, self.generate)
-            self.missing_statistics.add(episodes)
-            metrics = merged(metrics, episodes.metrics)
-            if episodes.batch is not None:
-                self.reward_columns = episodes.columns
-            batch = episodes.trainable()
-            if batch is not None and self.needs.reward_baselines:
-                batch, baseline_metrics = self.add_baselines(batch, prompts, timer)
-                metrics = merged(metrics, baseline_metrics)
-            if batch is not None:
-                self.pool.add(batch)
-            self._check_progress(len(prompts), batch)
-        batch, pool_metrics = self.pool.take()
-        metrics |= self.missing_statistics.end_step()
-        parts = part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
-        probe = self.probe(batch, columns) if self.step == 1 else None
-        return ScoredBatch(batch, metrics | parts | pool_metrics, dict(timer.seconds), self.reward_columns, probe)
+        with timer.phase("gen") if self.reads_ahead else nullcontext():
+            step = self._loop.run(self._feeder.take())
+        self._taken = step.groups
+        batch = self.ready.rows_of([group.uid for group in step.groups])
+        self.limits.start_step()
+        reports = list(step.reports.values())
+        for report in reports:
+            self.reward_columns = self.reward_columns if report.columns is None else report.columns
+            for counts in report.counts:
+                self.missing_statistics.add(counts)
+        metrics = merged_metrics(reports) | self.missing_statistics.end_step()
+        metrics |= part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
+        surplus = ledger.count(GroupState.READY)
+        if self.config.algorithm.filter_groups.enable or ((carried or surplus) and not self.reads_ahead):
+            metrics |= filter_metrics(reports, carried, surplus)
+        if self.reads_ahead:
+            metrics |= self._ledger_metrics()
+        probe = self.probe(batch, self._prompt_columns) if self.step == 1 else None
+        # Lots that are answered ahead overlap with training: a step only waits for them.
+        timing = dict(timer.seconds) if self.reads_ahead else summed_seconds(reports)
+        return ScoredBatch(batch, metrics, timing, self.reward_columns, probe)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether prompts are answered ahead of training."""
+        return self._feeder.ledger.schedule.staleness > 0
+
+    def _ledger_metrics(self) -> dict[str, float]:
+        """Return the share of the places that are in use, and the number of dropped prompts so far."""
+        ledger = self._feeder.ledger
+        return {
+            "ledger/occupancy": len(ledger.live) / ledger.schedule.slots,
+            "ledger/inflight": float(ledger.count(GroupState.INFLIGHT)),
+            "ledger/void": float(ledger.voided.total()),
+        }
+
+    def settle(self) -> None:
+        """Wait for everything in flight, where training and generation take turns in the same processes."""
+        if self.reads_ahead and self.rollout.in_place:
+            self._loop.run(self._feeder.settle())
+
+    def before_publish(self) -> None:
+        """Prepare for new weights: drop prompts that would be too old, and with `drain` wait for those in flight."""
+        if self.reads_ahead:
+            stale = self._loop.run(self._feeder.before_publish())
+            self.ready.remove([group.uid for group in stale])
+
+    def release(self) -> None:
+        """Forget the groups of the last batch: the rollout has the weights that were trained on it."""
+        groups, self._taken = self._taken, []
+        self.ready.remove([group.uid for group in groups])
+        self._loop.call(self._feeder.release, groups)
+
+    def give_back(self) -> None:
+        """Keep the groups of the last batch for the next one, because it was not trained on."""
+        self._taken = []
+        self._loop.call(self._feeder.give_back)
+
+    def drop(self, reason: str) -> int:
+        """Drop the groups that were answered beforehand, and return how many there were."""
+        dropped = self._loop.call(self._feeder.drop, reason)
+        self.ready.clear()
+        return dropped
+
+    # ------------------------------------------------------------------ a lot
+
+    def _enough(self) -> bool:
+        """Return whether the prompts of the whole run are drawn."""
+        ledger, prompts = self._feeder.ledger, self.config.data.train_batch_size
+        return self.total_steps is not None and ledger.released + len(ledger.live) >= self.total_steps * prompts
+
+    def _draw(self) -> tuple[Sequence[str], DrawnPrompts]:
+        """Return the uids and the prompts of the next lot."""
+        self.limits.check(self._feeder.ledger.count(GroupState.READY))
+        timer = PhaseTimer()
+        with timer.phase("data"):
+            prompts = next(self._prompts)
+        uids = [str(uid) for uid in prompts.non_tensor_batch["uid"].tolist()]
+        live = {group.uid for group in self._feeder.ledger.live.values()}
+        twice = [uid for number, uid in enumerate(uids) if uid in live or uid in uids[:number]]
+        if twice:
+            raise UserError(
+                f"the prompt with uid {twice[0]!r} was drawn twice for one step: two generation batches hold it. "
+                "Let the data sampler (data.sampler) draw a row at most once per epoch, or give prompts unique uids."
+            )
+        return uids, DrawnPrompts(prompts, timer.seconds["data"])
+
+    async def _answer(self, lot: Lot[DrawnPrompts]) -> LotResult[None]:
+        """Generate and score the samples of a lot, and keep the rows of its groups."""
+        answered = await in_daemon_thread(self.answer_lot, lot)
+        self._prompt_columns, report = answered.columns, answered.report
+        self.limits.add(len(lot.groups), report.scored, report.scored - report.discarded)
+        uids: list[str] = []
+        if answered.batch is not None:
+            needed = {group.uid for group in lot.groups if group.state is GroupState.INFLIGHT}
+            uids = list(dict.fromkeys(map(str, answered.batch.non_tensor_batch["uid"].tolist())))
+            self.ready.add(lot.first_seq, answered.batch)
+            self.ready.remove(set(uids) - needed)
+        return LotResult(dict.fromkeys(uids), answered.voided, report)
+
+    def answer_lot(self, lot: Lot[DrawnPrompts]) -> AnsweredLot:
+        """Generate and score the samples of a lot."""
+        timer = PhaseTimer(memory_advice())
+        prompts = _of_groups(lot.prompts.prompts, {group.uid for group in lot.groups})
+        prompts.meta_info = {**prompts.meta_info, _STEP: lot.key}
+        samples = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
+        episodes = self.run_episodes(samples, timer, self.generate)
+        report = LotReport(dict(episodes.metrics), counts=[MissingCounts.of(episodes)])
+        if episodes.batch is not None:
+            report.columns = episodes.columns
+        voided = {
+            uid: outcome.reason.value
+            for uid, episode in episodes.episodes.items()
+            if isinstance(outcome := episode.outcome, Unscored)
+        }
+        batch = episodes.trainable()
+        if batch is not None and self.needs.reward_baselines:
+            batch, metrics, counts = self.add_baselines(batch, prompts, timer)
+            report.metrics = merged(report.metrics, metrics)
+            report.counts.append(counts)
+        if batch is not None:
+            batch = self.drop_uniform(batch, report, voided)
+        trained = set() if batch is None else set(map(str, batch.non_tensor_batch["uid"].tolist()))
+        for group in lot.groups:
+            if group.uid not in trained:
+                voided.setdefault(group.uid, "without_baseline")
+        report.seconds = {"data": lot.prompts.seconds, **timer.seconds}
+        return AnsweredLot(batch, voided, report, frozenset(samples.non_tensor_batch))
+
+    def drop_uniform(self, batch: DataProto, report: LotReport, voided: dict[str, str]) -> DataProto | None:
+        """Drop groups as `filter_groups` says, and enter them into the report and the reasons."""
+        groups = Groups(batch.non_tensor_batch["uid"], torch.device("cpu"))
+        report.scored = groups.count
+        report.scores = batch.batch["token_level_scores"].sum(dim=-1)
+        settings = self.config.algorithm.filter_groups
+        if not settings.enable:
+            return batch
+        rows = differing_groups(settings, batch, groups)[groups.ids]
+        if bool(rows.all()):
+            return batch
+        report.dropped_scores = report.scores[~rows]
+        dropped = dict.fromkeys(map(str, batch.non_tensor_batch["uid"][(~rows).numpy()].tolist()))
+        report.discarded = len(dropped)
+        voided |= dict.fromkeys(dropped, "uniform")
+        return batch.select_idxs(rows.nonzero().squeeze(-1)) if bool(rows.any()) else None
 
     def run_episodes(self, samples: DataProto, timer: PhaseTimer, generate: Callable[..., DataProto]) -> EpisodeBatch:
         """Generate and score samples, and those without a score again, as `algorithm.missing` says.
@@ -151,24 +330,15 @@ class Sampler:
         while (rows := episodes.rows) is not None:
             with scored_early(self.reward_fn, rows) as reward_fn:
                 answer = generate(rows, timer, episodes.attempt, on_finished=reward_fn.on_finished)
-            with self._keeping(answer):
+            with self._keeping(answer, samples.meta_info.get(_STEP, self.step)):
                 episodes.add(answer, self.score(answer, timer, reward_fn) if len(answer) else None)
         return episodes
 
-    def _keeping(self, answer: DataProto) -> AbstractContextManager[None]:
+    def _keeping(self, answer: DataProto, step: int) -> AbstractContextManager[None]:
         """Keep the answer if it cannot be scored inside the block."""
         if self.failed_batches is None:
             return nullcontext()
-        return self.failed_batches.keeping(answer, self.step, RewardError)
-
-    def _check_progress(self, prompts: int, batch: DataProto | None) -> None:
-        """End a run that would draw prompts for ever, because all samples are left out."""
-        self._fruitless = 0 if batch is not None else self._fruitless + prompts
-        if self._fruitless >= max(self.pool.prompts_in_data, 1):
-            raise RolloutError(
-                f"none of the last {self._fruitless} prompts, a whole pass over the data, has samples with a reward "
-                "(enough of them for algorithm.adv_estimator): all were left out. The warnings and missing/* say why"
-            )
+        return self.failed_batches.keeping(answer, step, RewardError)
 
     def generate(
         self, samples: DataProto, timer: PhaseTimer, attempt: int = 0, on_finished: OnFinished | None = None
@@ -182,14 +352,14 @@ class Sampler:
             on_finished: begins to score samples that finish before others; see `Rollout.generate`.
         """
         with timer.phase("gen"):
-            return self.respond(samples, on_finished, **self._recorded, **_attempt_meta(attempt))
+            return self.respond(samples, on_finished, **self._recorded, **attempt_meta(attempt))
 
     def generate_greedy(
         self, samples: DataProto, timer: PhaseTimer, attempt: int = 0, on_finished: OnFinished | None = None
     ) -> DataProto:
         """Generate the most likely response to each row, for the baselines of ReMax; `gen_max` is measured."""
         with timer.phase("gen_max"):
-            return self.respond(samples, on_finished, do_sample=False, **_attempt_meta(attempt))
+            return self.respond(samples, on_finished, do_sample=False, **attempt_meta(attempt))
 
     def score(self, batch: DataProto, timer: PhaseTimer, reward_fn: RewardManager | EarlyScores) -> dict[str, Any]:
         """Score responses: by the reward function, and by the models of roles that score.
@@ -207,24 +377,24 @@ class Sampler:
 
     def add_baselines(
         self, batch: DataProto, prompts: DataProto, timer: PhaseTimer
-    ) -> tuple[DataProto | None, dict[str, float]]:
+    ) -> tuple[DataProto | None, dict[str, float], MissingCounts]:
         """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax).
 
         A greedy response without a score is asked for again, as other samples are. A prompt that has none in the end
         is left out, because its advantages would be whole scores.
 
         Returns:
-            The batch, None where nothing of it is left; and the mean of the baselines, with the counts of time-outs and
-            errors.
+            The batch, None where nothing of it is left; the mean of the baselines, with the counts of time-outs and
+            errors; and the attempts at greedy samples.
         """
         uids = set(batch.non_tensor_batch["uid"].tolist())
         rows = [row for row, uid in enumerate(prompts.non_tensor_batch["uid"].tolist()) if uid in uids]
         samples = repeat_for_sampling(prompts.select_idxs(rows), 1)
         episodes = self.run_episodes(samples, timer, self.generate_greedy)
-        self.missing_statistics.add(episodes, scores=False)  # greedy samples are not those that training sees
+        counts = MissingCounts.of(episodes, scores=False)  # greedy samples are not those that training sees
         metrics = counts_of(episodes.metrics)
         if episodes.batch is None:
-            return None, metrics
+            return None, metrics, counts
         greedy_uids = episodes.batch.non_tensor_batch["uid"]
         sums = Groups(greedy_uids, torch.device("cpu")).sum(episodes.batch.batch["token_level_scores"].sum(dim=-1))
         baseline_of = dict(zip(dict.fromkeys(greedy_uids.tolist()), sums.tolist(), strict=True))
@@ -232,7 +402,7 @@ class Sampler:
         batch = batch if len(rows) == len(batch) else batch.select_idxs(rows)
         baselines = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
         batch.batch["reward_baselines"] = torch.tensor(baselines, dtype=sums.dtype)
-        return batch, metrics | {"critic/reward_baselines/mean": sums.mean().item()}
+        return batch, metrics | {"critic/reward_baselines/mean": sums.mean().item()}, counts
 
     def probe(self, batch: DataProto, columns: Collection[str]) -> DataProto | None:
         """Generate a few responses without top-p and top-k, to compare sampler and trainer on them.
@@ -257,107 +427,85 @@ class Sampler:
     def respond(self, prompts: DataProto, on_finished: OnFinished | None = None, **sampling: Any) -> DataProto:
         """Generate responses to the rows of `prompts` for training, with settings of this call; see `respond`."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        meta = {"global_steps": self.step, "validate": False, **sampling}
+        meta = {"global_steps": prompts.meta_info.get(_STEP, self.step), "validate": False, **sampling}
         return respond(self.rollout, prompts, temperature, on_finished, **meta)
 
-    def position(self) -> dict[str, Any]:
-        """Return where the next batch begins, for `rewind`."""
-        return {
-            "loader": self.loader.state_dict(),
-            "pool": self.pool.position(),
-            "step": self.step,
-            "missing": self.missing_statistics.state(),
-        }
-
-    def rewind(self, position: Mapping[str, Any]) -> None:
-        """Forget what was drawn and generated since `position`, so that `save` saves the state of that moment."""
-        self.loader.load_state_dict(position["loader"])
-        self._prompts = _endless(self.loader)
-        self.pool.rewind(position["pool"])
-        self.step = position["step"]
-        self.missing_statistics.load(position["missing"])
+    # ------------------------------------------------------------------ checkpoint
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the prompts that wait for the next step, and return the rest of the state."""
-        self.pool.save(folder)
+        """Write the prompts and rows that wait for the next step, and return the rest of the state.
+
+        Prompts that are in flight are answered again by a resumed run, with their old keys. The groups of the last
+        batch count as trained on.
+        """
+        if self._taken:
+            self.release()
+        return self._loop.call(self._save, folder)
+
+    def _save(self, folder: Path) -> dict[str, Any]:
+        self.ready.save(folder)
+        lots = self._feeder.inflight()
+        for number, lot in enumerate(lots):
+            lot.prompts.prompts.save_to_disk(folder / _waiting_file(number))
         return {
             "train_loader": self.loader.state_dict(),
             "reward_columns": list(self.reward_columns),
             "missing": self.missing_statistics.state(),
+            "ledger": self._feeder.ledger.state(),
+            "inflight": [[group.seq for group in lot.groups] for lot in lots],
+            "reports": {str(seq): report.state() for seq, report in self._feeder.reports().items()},
         }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Continue from what `save` wrote and returned."""
+        """Continue from what `save` wrote and returned.
+
+        Raises:
+            CheckpointError: rows of a group that waits are missing.
+        """
         self.loader.load_state_dict(state["train_loader"])
+        self._prompts = _endless(self.loader)
         self.reward_columns = tuple(state["reward_columns"])
-        self.pool.load(folder)
+        self.ready.load(folder)
         if "missing" in state:  # checkpoints of earlier versions have none
             self.missing_statistics.load(state["missing"])
-
-
-def _attempt_meta(attempt: int) -> dict[str, Any]:
-    return {ATTEMPT: attempt} if attempt else {}
-
-
-def respond(
-    rollout: Rollout, prompts: DataProto, temperature: float, on_finished: OnFinished | None = None, **meta: Any
-) -> DataProto:
-    """Have a rollout answer prompts. The answer also has the columns of the prompts.
-
-    A rollout that returns no `uid` answers row by row. A rollout that returns `uid` may return any number of rows per
-    prompt, in any order; each row gets the columns of its prompt. A column that the rollout returns is kept as it is.
-
-    Args:
-        prompts: rows with all of their columns (`raw_prompt`, `extra_info`, ...); the rollout gets all of them.
-        temperature: the temperature that responses are trained at.
-        on_finished: see `Rollout.generate`.
-        meta: settings of this call: `global_steps`, `validate`, and fields of `SamplingParams` to override.
-
-    Raises:
-        RolloutError: a prompt has no answer, or an answer has no prompt.
-    """
-    request = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
-    answer = trim(rollout.generate(request) if on_finished is None else rollout.generate(request, on_finished))
-    columns = _columns_of(prompts, answer)
-    if MULTI_MODAL_INPUTS in answer.non_tensor_batch and MULTI_MODAL_INPUTS in columns:
-        columns[PROMPT_IMAGES] = columns[MULTI_MODAL_INPUTS]
-    of_data = [name for name in columns if name not in answer.non_tensor_batch]
-    brought = {DATA_COLUMNS: of_data} if TRAJECTORY_REWARD in answer.non_tensor_batch else {}
-    answer.non_tensor_batch = columns | answer.non_tensor_batch
-    missing = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
-    answer.meta_info = {"temperature": temperature, **missing, **brought, **_attempt_meta(meta.get(ATTEMPT, 0))}
-    return answer
-
-
-def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
-    """Return the prompts' columns for the rows of the answer, found by `uid` and `sample`, or by row without `uid`."""
-    columns, returned = prompts.non_tensor_batch, answer.non_tensor_batch
-    if "uid" not in returned:
-        if len(answer) != len(prompts):
-            raise RolloutError(
-                f"the rollout returned {len(answer)} rows for {len(prompts)}, and no column 'uid' to tell which prompt "
-                "each row answers; a rollout that returns another number of rows must return 'uid' and 'sample'"
+        ledger = state["ledger"] if "ledger" in state else _ledger_of(self.ready.uids)
+        uids = set(self.ready.uids)
+        ready = {group["seq"]: group["uid"] for group in ledger["live"] if group["state"] == GroupState.READY.value}
+        if missing := set(ready.values()) - uids:
+            raise CheckpointError(
+                f"{folder} has no rows of {len(missing)} prompts that wait for the next step: {missing}"
             )
-        return dict(columns)
-    numbered = "sample" in returned and "sample" in columns
+        inflight = state.get("inflight", [])
+        lots = [
+            (DrawnPrompts(DataProto.load_from_disk(folder / _waiting_file(number))), seqs)
+            for number, seqs in enumerate(inflight)
+        ]
+        reports = {int(seq): LotReport.from_state(report) for seq, report in state.get("reports", {}).items()}
+        self._loop.call(self._feeder.restore, ledger, lots, dict.fromkeys(ready), reports)
 
-    def keys(names: Iterable[SampleName]) -> list[tuple[Any, ...]]:
-        return [name if numbered else name[:1] for name in names]
+    def close(self) -> None:
+        """End what is in flight, and the thread of the feeder."""
+        self._loop.run(self._feeder.close())
+        self._loop.close()
 
-    requested, answered = keys(sample_names(prompts)), keys(sample_names(answer))
-    row_of = {key: row for row, key in reversed(list(enumerate(requested)))}
-    dropped = keys(sample.name for sample in answer.meta_info.get(MISSING_SAMPLES, ()) if not sample.again)
-    strange, unanswered = set(answered) - set(requested), set(requested) - set(answered) - set(dropped)
-    if strange or unanswered:
-        what = "answered rows that were not asked for" if strange else "left rows without an answer"
-        raise RolloutError(
-            f"the rollout {what}: {'uid, sample' if numbered else 'uid'} = "
-            f"{[tuple(map(str, key)) for key in sorted(strange or unanswered)[:3]]} "
-            f"({len(strange or unanswered)} in all, of {len(set(requested))})"
-        )
-    rows = np.array([row_of[key] for key in answered], dtype=np.int64)
-    # If the rollout does not say which sample a row belongs to, every row counts as its own sample.
-    return {name: column[rows] for name, column in columns.items() if name != "sample" or "sample" in returned}
+
+def _waiting_file(number: int) -> str:
+    return f"waiting_{number:05d}.safetensors"
+
+
+def _ledger_of(uids: Sequence[str]) -> dict[str, Any]:
+    """Return the state of a ledger for a checkpoint of an earlier version, which has rows only."""
+    live = [
+        {"seq": seq, "uid": uid, "admitted": 0, "key": 0, "state": GroupState.READY.value, "passed": 0}
+        for seq, uid in enumerate(uids)
+    ]
+    return {"version": 0, "admitted": len(uids), "released": 0, "voided": {}, "live": live}
+
+
+def _of_groups(prompts: DataProto, uids: Collection[str]) -> DataProto:
+    """Return the prompts of some groups."""
+    rows = [row for row, uid in enumerate(prompts.non_tensor_batch["uid"].tolist()) if str(uid) in uids]
+    return prompts if len(rows) == len(prompts) else prompts.select_idxs(rows)
 
 
 def _endless(loader: StatefulLoader) -> Iterator[DataProto]:

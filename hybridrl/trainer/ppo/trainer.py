@@ -14,7 +14,7 @@ from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.data import create_train_loader, create_val_loader
-from hybridrl.errors import RewardError
+from hybridrl.errors import DataError, RewardError, UserError
 from hybridrl.notify import notify
 from hybridrl.observe.step_metrics import (
     compute_data_metrics,
@@ -30,10 +30,9 @@ from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.interrupt import StepAbandoned
 from hybridrl.trainer.memory_peaks import as_metrics, check_memory
-from hybridrl.trainer.ppo.health_checks import HealthMonitor
+from hybridrl.trainer.ppo.health_checks import MISMATCH, HealthMonitor
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_groups import POLICY, ROLLOUT, active_roles, spawn_worker_groups
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.run_requirements import total_training_steps
@@ -89,6 +88,7 @@ class RayPPOTrainer:
         self.scorer = Scorer.of(config, tokenizer)
         generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
+        self._check_reads_ahead()
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
         if (service := config.actor_rollout_ref.rollout.trace.backend) is not None:
             check_backend(service)
@@ -96,13 +96,6 @@ class RayPPOTrainer:
         self.health = HealthMonitor(config.trainer.health)
         self.validation_failed = False  # of the step that is saved
         prompts_per_epoch = len(self.train_loader) * generated_at_once
-        self.pool = PromptPool(
-            config.algorithm.filter_groups,
-            prompts=config.data.train_batch_size,
-            samples=config.actor_rollout_ref.rollout.n,
-            prompts_in_data=prompts_per_epoch,
-            pad_token_id=tokenizer.pad_token_id,
-        )
         steps = total_training_steps(config, prompts_per_epoch)
         self.groups: dict[str, RayWorkerGroup] = {}
         self.run = TrainingRun(
@@ -115,6 +108,28 @@ class RayPPOTrainer:
             groups=lambda: self.groups.values(),
             writers=lambda: self.learner.background_writers,
         )
+
+    def _check_reads_ahead(self) -> None:
+        """Refuse what sees each batch before the next prompts are drawn, where prompts are answered ahead of training.
+
+        Raises:
+            DataError: a sampler or data set learns from batches.
+            UserError: a sampler class forms its batches itself.
+        """
+        mode = self.config.trainer.v1
+        where = f"trainer.v1.trainer_mode={mode.trainer_mode}"
+        if not mode.staleness:
+            return
+        if hooks := self.train_loader.hooks:
+            raise DataError(
+                f"{where}: {' and '.join(hooks)} must see a batch before the next rows are drawn, and prompts are "
+                "answered ahead. Set trainer.v1.trainer_mode=sync"
+            )
+        if self.sampler_class.next is not Sampler.next:
+            raise UserError(
+                f"{where}: {self.sampler_class.__name__}.next forms batches by itself, and prompts are answered ahead. "
+                "Override generate or score, or set trainer.v1.trainer_mode=sync"
+            )
 
     def sizes(self) -> str:
         """Say how much data there is and how many steps."""
@@ -147,10 +162,11 @@ class RayPPOTrainer:
             self.rollout,
             self.reward_fn,
             self.train_loader,
-            self.pool,
+            self.tokenizer.pad_token_id,
             self.scorer,
             self.run.failed_batches,
         )
+        self.sampler.total_steps = self.run.total_steps
 
     def _measured_roles(self) -> dict[str, Utilization]:
         """Return the measure of the updates of each role whose group can tell its device, by the role's name."""
@@ -243,10 +259,12 @@ class RayPPOTrainer:
                 with self.keeping_progress(), run.measured_step(), self.profiler.step(run.step):
                     with run.abandonable():
                         sampled = self.sampler.next()  # prompts -> generate -> score, until there are enough
-                    self.rollout.release()  # training needs its memory now
+                    self.make_room()  # training needs the rollout's memory now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
+                    self.sampler.before_publish()  # prompts that would be too old under the new weights
                     synced = self.reshard()  # training weights -> generation weights
                     self.train_loader.after_step(result.batch)  # a curriculum uses it to choose the next prompts
+                    self.sampler.release()  # the rollout has the weights that were trained on the batch
                 metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})
                 self.watch(metrics)
                 with self.keeping_progress(validating=True), run.abandonable():
@@ -265,6 +283,12 @@ class RayPPOTrainer:
             self.memory.note("with new weights")
             self.memory.print()
         return metrics
+
+    def make_room(self) -> None:
+        """Have generation return the memory that training needs. Prompts in flight go on under the next weights."""
+        self.sampler.settle()
+        if self.config.trainer.v1.trainer_mode != "separate_async":  # which has devices of its own
+            self.rollout.release(training=self.sampler.reads_ahead)
 
     def worker_seconds(self) -> float:
         """Return the seconds spent inside worker methods so far, by the slowest rank of each call."""
@@ -316,10 +340,13 @@ class RayPPOTrainer:
 
     def watch(self, metrics: Mapping[str, Any]) -> None:
         """Check the health of the run after a step, before its state is saved as good (`trainer.health`)."""
+        if self.sampler.reads_ahead and self.config.algorithm.rollout_correction.bypass_mode:
+            # There the update measures the divergence, of old tokens, too: they differ from the trainer by right.
+            metrics = {name: value for name, value in metrics.items() if name != MISMATCH}
         if not self.health.act(self.run.step, metrics):
             return
         assert self.health.good is not None
-        dropped = self.pool.drop()
+        dropped = self.sampler.drop("rollback")
         notify(
             f"step {self.run.step}: going on with the models of {self.health.good} and the next prompts; {dropped} "
             "prompts that were answered beforehand are dropped",
@@ -383,18 +410,18 @@ class RayPPOTrainer:
         """Save the last complete step if the reward function fails inside the block, or if a second stop request leaves
         it; the sampler keeps the batch.
 
-        A resumed run draws and answers the same prompts again.
+        A resumed run answers the same prompts again.
 
         Args:
             validating: the block validates a complete step. A resumed run validates it again.
         """
-        before, step = self.sampler.position(), self.run.step
+        step = self.run.step
         try:
             yield
         except (RewardError, StepAbandoned) as error:
             self.run.abandon_step(step)
             self.validation_failed = validating
-            self.sampler.rewind(before)
+            self.sampler.give_back()
             self.rollout.release()  # saving needs its memory
             self.run.save(self._write)
             self.run.checkpoints.complete()

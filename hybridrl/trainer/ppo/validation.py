@@ -15,8 +15,8 @@ from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.trainer.ppo.early_scores import scored_early
 from hybridrl.trainer.ppo.episode import EpisodeBatch
 from hybridrl.trainer.ppo.missing import MissingPolicy
+from hybridrl.trainer.ppo.responses import respond
 from hybridrl.trainer.ppo.role_scores import Scorer
-from hybridrl.trainer.ppo.sampler import respond
 from hybridrl.trainer.ppo.samples import Samples
 
 

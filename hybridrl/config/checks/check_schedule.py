@@ -1,0 +1,72 @@
+"""Checks of asynchronous training (`trainer.v1`): how far generation runs ahead, its devices, and scorers."""
+
+import math
+from collections.abc import Iterator
+
+from hybridrl.config.roles import active_roles, pool_of
+from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.registry import has_replicas
+
+_MODE = "trainer.v1.trainer_mode"
+
+
+def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check that generation can run ahead of training with these settings."""
+    mode = config.trainer.v1
+    if not mode.staleness:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    where = f"{_MODE}={mode.trainer_mode}"
+    if mode.trainer_mode == "separate_async" and not (rollout.nnodes and has_replicas(rollout.name)):
+        yield (
+            f"{where}: generation has no devices of its own (rollout.name={rollout.name}, rollout.nnodes="
+            f"{rollout.nnodes}). Set actor_rollout_ref.rollout.name=vllm or sglang and rollout.nnodes=1 with "
+            "rollout.n_gpus_per_node, or trainer_mode=colocate_async"
+        )
+    if mode.trainer_mode == "colocate_async" and rollout.nnodes:
+        yield (
+            f"{where} with actor_rollout_ref.rollout.nnodes={rollout.nnodes}: generation has devices of its own; set "
+            "trainer_mode=separate_async, or rollout.nnodes=0"
+        )
+    yield from _check_sizes(config, where)
+    updates = -(-config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
+    step = mode.separate_async.parameter_sync_step
+    if mode.trainer_mode == "separate_async" and step not in (None, updates):
+        yield (
+            f"trainer.v1.separate_async.parameter_sync_step={step}: weights are sent once a step, which has {updates} "
+            f"updates (data.train_batch_size={config.data.train_batch_size}, ppo_mini_batch_size="
+            f"{config.actor_rollout_ref.actor.ppo_mini_batch_size}). Set train_batch_size to {step} times the mini-"
+            "batch, or leave parameter_sync_step away"
+        )
+    yield from _check_scorers(config, where)
+
+
+def _check_sizes(config: PPOTrainerConfig, where: str) -> Iterator[str]:
+    """Check that a lot fits next to a step. With P prompts a step there are floor((1 + S) P) - (W - 1) places."""
+    mode, prompts = config.trainer.v1, config.data.train_batch_size
+    lot, ahead = config.data.gen_batch_size or prompts, mode.staleness
+    widest = math.floor(ahead * prompts) + 1
+    if mode.window > widest:
+        yield (
+            f"trainer.v1.window={mode.window}: at most {widest}, with {prompts} prompts per step and "
+            f"num_warmup_batches={ahead:g}"
+        )
+        return
+    room = math.floor((1 + ahead) * prompts) - (mode.window - 1) - (prompts - 1)
+    if lot > room:
+        yield (
+            f"{where} with num_warmup_batches={ahead:g} and window={mode.window}: {lot} prompts are drawn at once, and "
+            f"{room} fit next to a step of {prompts}. Set data.gen_batch_size={room} or less, or raise "
+            "num_warmup_batches"
+        )
+
+
+def _check_scorers(config: PPOTrainerConfig, where: str) -> Iterator[str]:
+    """Check that models that score are not on the devices of training, which they would use during an update."""
+    policy = config.placement.roles.get("actor_rollout_ref")
+    for spec in active_roles(config):
+        if (spec.scoring is not None or spec.asked_in) and pool_of(spec, config) == policy:
+            yield (
+                f"{where}: {spec.name} scores responses on the devices of training, while these train. Give it a pool "
+                "of its own, or set trainer_mode=sync"
+            )
