@@ -75,6 +75,7 @@ def random_words(random: Random, models: Path, data: Path) -> tuple[str, list[st
     return program, words_of(models, model, f"{count}x{device}", **more)
 
 
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("part", range(3))
 def test_a_run_accepts_the_settings_of_30_random_plans(part: int, models: Path, sort_data: Path) -> None:
     random = Random(part)
