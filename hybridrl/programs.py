@@ -126,6 +126,10 @@ COMMANDS = {
         "tell what becomes of the settings of a script for TRL, with the command to paste",
         "hybridrl.compat.import_command:main",
     ),
+    "plan": SubCommand(
+        "predict the fastest placement and layouts of grpo or ppo on devices that you name",
+        "hybridrl.plan.plan_command:main",
+    ),
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),

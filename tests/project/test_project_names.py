@@ -55,6 +55,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the table itself; a role's own checks and worker
     "config/checks/check_run.py": ("reward_model",),
     "config/roles.py": ("actor_rollout", "prime", "ref", "reward_model", "teacher"),
+    # the engines and roles whose layouts a plan computes by formulas of their own
+    "plan/run_plan.py": ("critic", "fsdp2", "megatron", "ref", "reward_model"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
     "__init__.py": ("grpo",),
     "agents/environments/gymnasium.py": ("gymnasium",),
@@ -63,6 +65,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "config/short_table.py": ("cispo", "dapo", "grpo", "sapo"),  # TRL's names of losses
     "engine/megatron/build.py": ("vanilla",),
     "observe/tracking.py": ("mlflow",),
+    "plan/plan_command.py": ("grpo",),
     "programs.py": ("grpo",),
     "reward/column_checks.py": ("reward_model",),
     "reward/pools.py": ("judge",),
