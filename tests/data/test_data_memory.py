@@ -60,8 +60,9 @@ def test_a_value_that_would_change_is_named(tmp_path, value):
 
 
 def test_rows_of_another_type_are_named(tmp_path, rows):
-    both = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
-    for given, said in ((both, "DatasetDict with the keys train"), (iter(rows), "iterator"), (["a"], "str in it")):
+    part = datasets.Dataset.from_list(rows)
+    both = datasets.DatasetDict(train=part, test=part)
+    for given, said in ((both, "DatasetDict with the keys train"), (7, "int"), (["a", 1], "in it")):
         with pytest.raises(DataError, match=said):
             save_rows(given, tmp_path)
     with pytest.raises(DataError, match="no rows"):
