@@ -208,6 +208,8 @@ class PolicySettings(TypedDict, total=False):
     ray_init: dict[str, Any]
     ray_wait_register_center_timeout: int
     recompute_old_log_prob: str
+    record: bool
+    replay: str | None
     report: bool
     report_rollouts: int
     report_to: str | list[str]

@@ -1,12 +1,14 @@
-"""Work in threads of its own: a call whose error is raised where its end is awaited, and an event loop."""
+"""Work in threads of its own: a call whose error is raised where its end is awaited, an event loop, and its calls."""
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _END_S = 10.0
 
@@ -66,6 +68,23 @@ class BackgroundLoop:
         """Run a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. It is cancelled where the waiting is interrupted."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on the loop, between its other work, and return its result."""
+
+        async def call() -> T:
+            return function(*args, **kwargs)
+
+        return self.run(call())
+
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
         self.is_closing = True
@@ -84,3 +103,38 @@ class BackgroundLoop:
                 self._loop.run_until_complete(asyncio.wait(tasks))
         finally:
             self._loop.close()
+
+
+async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a daemon thread of its own and return its result.
+
+    The threads of `asyncio.to_thread` are joined when the interpreter ends, so that a function that hangs would hold
+    the program. A function that is no longer waited for runs on, and its result is dropped.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return  # nobody waits any more
+        if error is None:
+            result.set_result(value)  # type: ignore[arg-type]
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value: T | None = None
+        error: BaseException | None = None
+        try:
+            value = context.run(function, *args, **kwargs)
+        except (SystemExit, KeyboardInterrupt, StopIteration) as raised:  # would end the loop, or cannot be passed on
+            error = RuntimeError(f"{type(raised).__name__} in a thread: {raised}")
+            error.__cause__ = raised
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
+    return await result

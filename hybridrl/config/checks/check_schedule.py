@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.root import PPOTrainerConfig
@@ -12,7 +13,9 @@ _MODE = "trainer.v1.trainer_mode"
 
 def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
     """Check that generation can run ahead of training with these settings."""
-    mode = config.trainer.v1
+    mode, replay = config.trainer.v1, config.trainer.replay
+    if replay is not None:
+        yield from _check_replay(config, replay)
     if not mode.staleness:
         return
     rollout = config.actor_rollout_ref.rollout
@@ -39,6 +42,14 @@ def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
             "batch, or leave parameter_sync_step away"
         )
     yield from _check_scorers(config, where)
+
+
+def _check_replay(config: PPOTrainerConfig, replay: str) -> Iterator[str]:
+    """Check that a recording is there, and that nothing asks for other batches."""
+    if not Path(replay).expanduser().is_dir():
+        yield f"trainer.replay={replay}: no such folder (from {Path.cwd()})"
+    if config.trainer.record:
+        yield f"trainer.replay={replay} with trainer.record=True: the batches are recorded already; set one of the two"
 
 
 def _check_sizes(config: PPOTrainerConfig, where: str) -> Iterator[str]:

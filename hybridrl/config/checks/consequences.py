@@ -33,6 +33,12 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             "temperature, or n=1"
         )
     yield from _of_staleness(config)
+    if config.trainer.replay is not None:
+        yield (
+            f"trainer.replay={config.trainer.replay}: responses are those of the recorded run. Where this run has "
+            "other weights at a step, they are off-policy; algorithm.rollout_correction.rollout_is=token corrects for "
+            "that, and rollout_corr/k3_kl measures it"
+        )
     yield from distillation_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():

@@ -268,6 +268,14 @@ class TrainerConfig(RunConfig):
         needs=is_set("data.val_files"),
         place="output",
     )
+    record: bool = key(
+        False, "write the scored batch of each step to recording/ in default_local_dir, for trainer.replay"
+    )
+    replay: str | None = key(
+        None,
+        "folder of a run with trainer.record: learn from its batches, without generating or scoring others",
+        place="output",
+    )
     health: HealthConfig = group(HealthConfig)
     v1: TrainerModeConfig = group(TrainerModeConfig)
 

@@ -5,6 +5,7 @@ what becomes of the sample, by the reason. One that is refilled is generated aga
 changes its seed; all other samples stay as they are.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ class MissingPolicy:
         self._reward_on_error = config.reward.on_error
         self._agent_on_error = config.actor_rollout_ref.rollout.agent.on_error
         self._samples = self._missing = 0  # since the share was last looked at
+        self._lock = threading.Lock()  # several lots may be answered at once
 
     def of_rollout(self, answer: DataProto) -> tuple[list[UnscoredSample], list[UnscoredSample]]:
         """Return the samples that a rollout gave no answer to, and those that it has generated again itself."""
@@ -105,6 +107,10 @@ class MissingPolicy:
         Raises:
             RewardError, RolloutError: a sample is missing whose setting is `raise`, or too many are.
         """
+        with self._lock:
+            self._check(missing, samples, first)
+
+    def _check(self, missing: Sequence[UnscoredSample], samples: int, first: bool) -> None:
         counting = [sample for sample in missing if sample.counts]
         if first:
             self._samples, self._missing = self._samples + samples, self._missing + len(counting)

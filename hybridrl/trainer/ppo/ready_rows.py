@@ -4,6 +4,7 @@ A group is the rows of one `uid`: any number of rows, in any order. Rows that al
 prompt (a session in several turns).
 """
 
+import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _SAMPLES = "samples_per_prompt"  # in the meta_info of the file
 
 
 class ReadyRows:
-    """Keeps the batches that groups were generated in, until all of their groups are gone.
+    """Keeps the batches that groups were generated in, until all of their groups are gone. Any thread may call it.
 
     Args:
         samples: number of samples per prompt (`rollout.n`). A checkpoint with another number is refused.
@@ -32,6 +33,7 @@ class ReadyRows:
         self.samples = samples
         self.pad_token_id = pad_token_id
         self._batches: dict[int, DataProto] = {}  # by the number of the first group of the lot, in this order
+        self._lock = threading.Lock()  # of changes: lots end while a step takes and forgets groups
 
     @property
     def uids(self) -> list[str]:
@@ -45,7 +47,8 @@ class ReadyRows:
             first_seq: the number of the lot's first group.
             batch: all rows of the groups of a lot.
         """
-        self._batches = dict(sorted([*self._batches.items(), (first_seq, batch)], key=lambda entry: entry[0]))
+        with self._lock:
+            self._batches = dict(sorted([*self._batches.items(), (first_seq, batch)], key=lambda entry: entry[0]))
 
     def rows_of(self, uids: Collection[str]) -> DataProto:
         """Return the rows of groups as one batch, in the order in which they were generated."""
@@ -61,14 +64,15 @@ class ReadyRows:
 
     def remove(self, uids: Collection[str]) -> None:
         """Forget groups."""
-        remaining = {}
-        for first_seq, batch in self._batches.items():
-            rows = _rows(batch, uids, inside=False)
-            if len(rows) == len(batch):
-                remaining[first_seq] = batch
-            elif rows:
-                remaining[first_seq] = trim(batch.select_idxs(rows))
-        self._batches = remaining
+        with self._lock:
+            remaining = {}
+            for first_seq, batch in self._batches.items():
+                rows = _rows(batch, uids, inside=False)
+                if len(rows) == len(batch):
+                    remaining[first_seq] = batch
+                elif rows:
+                    remaining[first_seq] = trim(batch.select_idxs(rows))
+            self._batches = remaining
 
     def clear(self) -> None:
         """Forget all groups."""

@@ -32,7 +32,7 @@ from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_p
 from hybridrl.trainer.ppo.dynamic_sampling import GenerationLimits, differing_groups
 from hybridrl.trainer.ppo.early_scores import EarlyScores, scored_early
 from hybridrl.trainer.ppo.episode import EpisodeBatch, counts_of, merged
-from hybridrl.trainer.ppo.feeder import Feeder, Lot, LotResult
+from hybridrl.trainer.ppo.feeder import Feeder, Lot, LotResult, TakenGroups
 from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger
 from hybridrl.trainer.ppo.lot_report import LotReport, filter_metrics, merged_metrics, summed_seconds
 from hybridrl.trainer.ppo.memory import memory_advice
@@ -42,7 +42,7 @@ from hybridrl.trainer.ppo.ready_rows import ReadyRows
 from hybridrl.trainer.ppo.responses import attempt_meta, respond
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.run_requirements import RunRequirements
-from hybridrl.utils.loops import LoopThread, in_daemon_thread
+from hybridrl.utils.background import BackgroundLoop, in_daemon_thread
 
 _STEP = "global_steps"  # in the meta_info of prompts: keys the sampling noise of their samples
 
@@ -112,6 +112,7 @@ class Sampler:
         failed_batches: keeps a batch that could not be scored; None: it is not kept.
 
     Attributes:
+        is_out: a batch is being trained on.
         reward_columns: names of the columns that the reward function last returned.
         total_steps: the steps of the run, for which prompts are drawn; None: without end.
     """
@@ -146,9 +147,10 @@ class Sampler:
         )
         self.total_steps: int | None = None
         self._feeder: Feeder[DrawnPrompts, None] = Feeder(
-            Ledger(schedule), self._draw, self._answer, mode.drain, enough=self._enough
+            Ledger(schedule), self._draw, self._answer, mode.drain, enough=self.enough
         )
-        self._loop = LoopThread("sampler")  # the feeder runs on it; lots are answered in threads of their own
+        self._loop = BackgroundLoop("sampler")  # of the feeder; lots are answered in threads of their own
+        self.is_out = False
         self._taken: list[Group] = []
         self._prompts = _endless(loader)
         self._prompt_columns: frozenset[str] = frozenset()
@@ -156,7 +158,7 @@ class Sampler:
     @property
     def step(self) -> int:
         """The number of batches that `next` returned. The sampling noise of a lot is keyed by the next one."""
-        return self._feeder.ledger.version + bool(self._taken)
+        return self._feeder.ledger.version + self.is_out
 
     @step.setter
     def step(self, step: int) -> None:
@@ -167,46 +169,47 @@ class Sampler:
 
         The groups of the previous batch count as trained on.
         """
-        if self._taken:
+        if self.is_out:
             self.release()
-        ledger = self._feeder.ledger
-        carried = ledger.count(GroupState.READY)
         timer = PhaseTimer(memory_advice())
         with timer.phase("gen") if self.reads_ahead else nullcontext():
-            step = self._loop.run(self._feeder.take())
-        self._taken = step.groups
+            step, metrics = self._loop.run(self._take())
+        self._taken, self.is_out = step.groups, True
         batch = self.ready.rows_of([group.uid for group in step.groups])
-        self.limits.start_step()
         reports = list(step.reports.values())
         for report in reports:
             self.reward_columns = self.reward_columns if report.columns is None else report.columns
             for counts in report.counts:
                 self.missing_statistics.add(counts)
-        metrics = merged_metrics(reports) | self.missing_statistics.end_step()
-        metrics |= part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
-        surplus = ledger.count(GroupState.READY)
-        if self.config.algorithm.filter_groups.enable or ((carried or surplus) and not self.reads_ahead):
-            metrics |= filter_metrics(reports, carried, surplus)
-        if self.reads_ahead:
-            metrics |= self._ledger_metrics()
+        scored = merged_metrics(reports) | self.missing_statistics.end_step()
+        scored |= part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
         probe = self.probe(batch, self._prompt_columns) if self.step == 1 else None
         # Lots that are answered ahead overlap with training: a step only waits for them.
         timing = dict(timer.seconds) if self.reads_ahead else summed_seconds(reports)
-        return ScoredBatch(batch, metrics, timing, self.reward_columns, probe)
+        return ScoredBatch(batch, scored | metrics, timing, self.reward_columns, probe)
+
+    async def _take(self) -> tuple[TakenGroups[None], dict[str, float]]:
+        """Take the groups of a step; return them with the metrics of dynamic sampling and of the ledger."""
+        ledger = self._feeder.ledger
+        carried = ledger.count(GroupState.READY)
+        step = await self._feeder.take()
+        self.limits.start_step()
+        surplus = ledger.count(GroupState.READY)
+        metrics: dict[str, float] = {}
+        if self.config.algorithm.filter_groups.enable or ((carried or surplus) and not self.reads_ahead):
+            metrics = filter_metrics(list(step.reports.values()), carried, surplus)
+        if self.reads_ahead:
+            metrics |= {
+                "ledger/occupancy": len(ledger.live) / ledger.schedule.slots,
+                "ledger/inflight": float(ledger.count(GroupState.INFLIGHT)),
+                "ledger/void": float(ledger.voided.total()),
+            }
+        return step, metrics
 
     @property
     def reads_ahead(self) -> bool:
         """Whether prompts are answered ahead of training."""
         return self._feeder.ledger.schedule.staleness > 0
-
-    def _ledger_metrics(self) -> dict[str, float]:
-        """Return the share of the places that are in use, and the number of dropped prompts so far."""
-        ledger = self._feeder.ledger
-        return {
-            "ledger/occupancy": len(ledger.live) / ledger.schedule.slots,
-            "ledger/inflight": float(ledger.count(GroupState.INFLIGHT)),
-            "ledger/void": float(ledger.voided.total()),
-        }
 
     def settle(self) -> None:
         """Wait for everything in flight, where training and generation take turns in the same processes."""
@@ -221,13 +224,13 @@ class Sampler:
 
     def release(self) -> None:
         """Forget the groups of the last batch: the rollout has the weights that were trained on it."""
-        groups, self._taken = self._taken, []
+        groups, self._taken, self.is_out = self._taken, [], False
         self.ready.remove([group.uid for group in groups])
         self._loop.call(self._feeder.release, groups)
 
     def give_back(self) -> None:
         """Keep the groups of the last batch for the next one, because it was not trained on."""
-        self._taken = []
+        self._taken, self.is_out = [], False
         self._loop.call(self._feeder.give_back)
 
     def drop(self, reason: str) -> int:
@@ -238,8 +241,8 @@ class Sampler:
 
     # ------------------------------------------------------------------ a lot
 
-    def _enough(self) -> bool:
-        """Return whether the prompts of the whole run are drawn."""
+    def enough(self) -> bool:
+        """Return whether no prompt is drawn ahead of the steps that need it: those of the whole run are."""
         ledger, prompts = self._feeder.ledger, self.config.data.train_batch_size
         return self.total_steps is not None and ledger.released + len(ledger.live) >= self.total_steps * prompts
 
@@ -438,7 +441,7 @@ class Sampler:
         Prompts that are in flight are answered again by a resumed run, with their old keys. The groups of the last
         batch count as trained on.
         """
-        if self._taken:
+        if self.is_out:
             self.release()
         return self._loop.call(self._save, folder)
 

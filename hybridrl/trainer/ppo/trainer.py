@@ -33,6 +33,7 @@ from hybridrl.trainer.memory_peaks import as_metrics, check_memory
 from hybridrl.trainer.ppo.health_checks import MISMATCH, HealthMonitor
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
+from hybridrl.trainer.ppo.recording import Recorder, ReplayedSampler, check_recording
 from hybridrl.trainer.ppo.role_groups import POLICY, ROLLOUT, active_roles, spawn_worker_groups
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.run_requirements import total_training_steps
@@ -97,6 +98,8 @@ class RayPPOTrainer:
         self.validation_failed = False  # of the step that is saved
         prompts_per_epoch = len(self.train_loader) * generated_at_once
         steps = total_training_steps(config, prompts_per_epoch)
+        if config.trainer.replay is not None:
+            check_recording(config.trainer.replay, steps)
         self.groups: dict[str, RayWorkerGroup] = {}
         self.run = TrainingRun(
             config,
@@ -157,7 +160,8 @@ class RayPPOTrainer:
             if spec.asked_in:
                 judges = [judge for manager in (self.reward_fn, self.val_reward_fn) for judge in judges_of(manager)]
                 self.groups[spec.name].answer_for(judges, self.config)
-        self.sampler = self.sampler_class(
+        sampler_class = self.sampler_class if self.config.trainer.replay is None else ReplayedSampler
+        self.sampler = sampler_class(
             self.config,
             self.rollout,
             self.reward_fn,
@@ -167,6 +171,7 @@ class RayPPOTrainer:
             self.run.failed_batches,
         )
         self.sampler.total_steps = self.run.total_steps
+        self.recorder = Recorder(self.run.folder)
 
     def _measured_roles(self) -> dict[str, Utilization]:
         """Return the measure of the updates of each role whose group can tell its device, by the role's name."""
@@ -259,6 +264,8 @@ class RayPPOTrainer:
                 with self.keeping_progress(), run.measured_step(), self.profiler.step(run.step):
                     with run.abandonable():
                         sampled = self.sampler.next()  # prompts -> generate -> score, until there are enough
+                    if self.config.trainer.record:
+                        self.recorder.write(run.step, sampled)
                     self.make_room()  # training needs the rollout's memory now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
                     self.sampler.before_publish()  # prompts that would be too old under the new weights
