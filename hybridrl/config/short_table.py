@@ -258,6 +258,11 @@ _ACTING: tuple[ShortName, ...] = (
     _row("use_dynamic_bsz", {_PPO: "{actor}.use_dynamic_bsz"}),
     _row("ppo_max_token_len_per_gpu", {_PPO: "{actor}.ppo_max_token_len_per_gpu"}),
     # reinforcement learning
+    _row(
+        "asynchronous", {_PPO: "trainer.v1.trainer_mode"},
+        _one_of(false="sync", true="colocate_async", colocate="colocate_async", separate="separate_async"),
+        meaning="answer prompts ahead of training: true or colocate, on its devices; separate, on devices of their own",
+    ),
     _common("num_generations n", {_PPO: "{rollout}.n"}),
     _common("temperature", {_PPO: "{rollout}.temperature"}),
     _row("top_p", {_PPO: "{rollout}.top_p"}),

@@ -17,6 +17,7 @@ class PolicySettings(TypedDict, total=False):
     agent_loop_config_path: str | None
     allow_unisolated: bool
     apply_chat_template_kwargs: dict[str, Any]
+    asynchronous: Any
     attempts: int
     backend: str | None
     balance_batch: bool

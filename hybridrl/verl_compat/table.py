@@ -4,6 +4,7 @@ Data, models and GPUs are replaced by placeholders, and nothing is started. The 
 """
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -41,6 +42,7 @@ class Counted:
 
 def main(arguments: list[str]) -> int:
     """Print the tables, or write them into a page between its markers; return the exit status."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are placeholders: no hub is asked for them, again and again
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.verl_compat table",
         description="Count the commands in the shell scripts of checkouts of verl that can run here, and the reasons "

@@ -234,6 +234,14 @@ def test_old_responses_never_pass_as_new_ones(base, words, bypass, weights_of, o
     assert RunRequirements.of(config).old_log_probs is old_log_probs
 
 
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [("true", "colocate_async"), ("separate", "separate_async"), ("false", "sync"), ("colocate", "colocate_async")],
+)
+def test_the_short_name_of_the_modes(base, value, mode) -> None:
+    assert load_config("ppo_trainer", [*base, f"asynchronous={value}"]).trainer.v1.trainer_mode == mode
+
+
 def test_weights_change_while_others_are_generated(base, tiny_model, tmp_path) -> None:
     """Engines on devices of their own, and on those of training: requests in flight go on under the next weights."""
     pytest.importorskip("vllm")
