@@ -429,7 +429,7 @@ class RayPPOTrainer:
             self.run.abandon_step(step)
             self.validation_failed = validating
             self.sampler.give_back()
-            self.rollout.release()  # saving needs its memory
+            self.rollout.release(training=True)  # saving needs its memory, whatever is still in flight
             self.run.save(self._write)
             self.run.checkpoints.complete()
             if self.run.outcome.checkpoint is not None and isinstance(error, RewardError):
