@@ -347,7 +347,7 @@ class RayPPOTrainer:
 
     def watch(self, metrics: Mapping[str, Any]) -> None:
         """Check the health of the run after a step, before its state is saved as good (`trainer.health`)."""
-        if self.sampler.reads_ahead and self.config.algorithm.rollout_correction.bypass_mode:
+        if self.config.trainer.v1.staleness and self.config.algorithm.rollout_correction.bypass_mode:
             # There the update measures the divergence, of old tokens, too: they differ from the trainer by right.
             metrics = {name: value for name, value in metrics.items() if name != MISMATCH}
         if not self.health.act(self.run.step, metrics):
