@@ -546,6 +546,11 @@ def has_replicas(rollout_name: str) -> bool:
     return INFERENCE_ENGINES.knows(rollout_name) and INFERENCE_ENGINES.metadata(rollout_name).has_replicas
 
 
+def may_have_replicas(rollout_name: str) -> bool:
+    """Whether `rollout.name` is such an engine, or stands for one that is chosen later, as `auto` does."""
+    return not INFERENCE_ENGINES.knows(rollout_name) or has_replicas(rollout_name)
+
+
 def is_endpoint(rollout_name: str) -> bool:
     """Whether `rollout.name` is an external server, which does not accept weights."""
     return INFERENCE_ENGINES.knows(rollout_name) and not INFERENCE_ENGINES.metadata(rollout_name).takes_weights

@@ -33,7 +33,7 @@ from hybridrl.config.schema.root import (
     RMTrainerConfig,
     SFTTrainerConfig,
 )
-from hybridrl.config.schema.trainer import TrainerModeConfig
+from hybridrl.config.schema.trainer import staleness_of
 from hybridrl.config.short_derived import acting_seeds, derive
 from hybridrl.config.short_names import TREES, ShortSettings, is_short
 from hybridrl.config.unread import not_read_by, unread_by
@@ -315,15 +315,13 @@ def _bypass_if_stale(mode: str, colocated: Any, separate: Any, loss_mode: str) -
     Up to S = 1 the ratio of the loss is against the sampler, which needs no further pass and is right for tokens of
     mixed versions. Beyond it, and for losses that bypass mode would replace, tokens get importance weights.
     """
-    staleness = float({"colocate_async": colocated, "separate_async": separate}.get(mode, 0.0))
-    return 0 < staleness <= 1 and loss_mode == PolicyLossConfig.loss_mode
+    return 0 < staleness_of(mode, colocated, separate) <= 1 and loss_mode == PolicyLossConfig.loss_mode
 
 
 def _weights_if_stale(mode: str, colocated: Any, separate: Any, loss_mode: str) -> str | None:
     """Return the default of `rollout_correction.rollout_is`; see `_bypass_if_stale`."""
-    if mode == TrainerModeConfig.trainer_mode or _bypass_if_stale(mode, colocated, separate, loss_mode):
-        return None
-    return "token"
+    stale = staleness_of(mode, colocated, separate) > 0
+    return "token" if stale and not _bypass_if_stale(mode, colocated, separate, loss_mode) else None
 
 
 def _half_pool(which: str, processes: Any, nodes: Any) -> list[int]:

@@ -50,7 +50,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
 
     With a GPU, auto is vLLM, else SGLang, where one is installed and takes the settings. Without a GPU it is `hf`, if
     the training engine can generate: small models, the only ones a CPU trains, generate faster in place than through
-    an inference engine.
+    an inference engine. With devices of its own (`rollout.nnodes`) it is an engine, also without a GPU.
 
     Raises:
         RolloutError, UserError: it is not installed, or a setting cannot work with it.
@@ -62,7 +62,8 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     name = rollout.name
     if name == "auto":
         in_place = issubclass(_training_engine(config), GeneratesInPlace)
-        name = in_place_engine(name) if in_place and not on_gpu else _fastest(config, on_gpu)
+        takes_turns = in_place and not on_gpu and not rollout.nnodes
+        name = in_place_engine(name) if takes_turns else _fastest(config, on_gpu)
     _check_lengths(config)
     metadata = INFERENCE_ENGINES.metadata(name)
     _check_routing(config, name)
@@ -122,6 +123,11 @@ def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
                 notify(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}")
                 continue
             return name
+    if config.rollout.nnodes:
+        raise RolloutError(
+            f"{_KEY}.nnodes={config.rollout.nnodes} with name=auto: none of {', '.join(automatic_engines())} can "
+            "generate on devices of its own here; install one, or set nnodes=0"
+        )
     return in_place_engine("auto")
 
 

@@ -36,19 +36,18 @@ def grpo(
         model: directory in Hugging Face format, or a hub id `org/name`; must be set (also model_name_or_path).
         data: training data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
             train_dataset, train_data).
-        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows
-            (also eval_data, eval_dataset).
-        reward: FILE.py, FILE.py:NAME, or a list of them; in Python also functions; default: scorers by data
-            source (also reward_funcs, reward_function).
+        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            eval_data, eval_dataset).
+        reward: FILE.py, FILE.py:NAME, or a list of them; in Python also functions; default: scorers by data source
+            (also reward_funcs, reward_function).
         max_prompt_length: maximum tokens per prompt, those of images included. Default: 512.
-        max_completion_length: maximum tokens per response (also max_response_length, max_new_tokens). Default:
-            512.
-        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen;
-            0: none (also lora_r). Default: 0.
+        max_completion_length: maximum tokens per response (also max_response_length, max_new_tokens). Default: 512.
+        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none
+            (also lora_r). Default: 0.
         lora_alpha: scale of the adapter: its product is multiplied by lora_alpha / lora_rank. Default: 16.
         lr: peak learning rate (also learning_rate). Default: 1e-06.
-        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide
-            (also total_training_steps).
+        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide (also
+            total_training_steps).
         num_train_epochs: passes over the training data (also total_epochs). Default: 30.
         lr_scheduler_type: shape of the schedule after warm-up. Default: constant.
         weight_decay: decoupled weight decay. Default: 0.01.
@@ -56,21 +55,19 @@ def grpo(
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: prompts per step. Default: 1024.
         ppo_mini_batch_size: prompts per optimizer step, counted over all processes. Default: 256.
-        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in
-            TRL's way.
+        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         num_generations: samples per prompt (also n). Default: 8.
         temperature: softmax temperature, of the sampler and of the trained distribution; above 0. Default: 1.0.
         beta: weight of the KL to the reference in the loss; 0: no reference. Default: 0.
         num_iterations: passes over a batch (also ppo_epochs). Default: 1.
-        loss_type: how token losses are aggregated: dapo, grpo or dr_grpo; or another loss: cispo or sapo.
-            Default: dapo.
+        loss_type: how token losses are aggregated: dapo, grpo or dr_grpo; or another loss: cispo or sapo. Default:
+            dapo.
         use_vllm: true: generate with vLLM; else by what is installed. Default: false.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
-            Default: follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
+            follows other settings.
         run_name: name of the run (also experiment_name). Default: 'default'.
-        project: name of the project in tracking and in default_local_dir (also project_name). Default:
-            'hybridrl'.
+        project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
         save_steps: steps between checkpoints; -1: none (also save_freq). Default: -1.
         eval_steps: steps between validations; -1: none (also test_freq). Default: -1.
@@ -80,8 +77,7 @@ def grpo(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
-        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
-            checkpoint.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.
         settings: these and further settings; `hybridrl grpo --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -119,19 +115,18 @@ def ppo(
         model: directory in Hugging Face format, or a hub id `org/name`; must be set (also model_name_or_path).
         data: training data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
             train_dataset, train_data).
-        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows
-            (also eval_data, eval_dataset).
-        reward: FILE.py, FILE.py:NAME, or a list of them; in Python also functions; default: scorers by data
-            source (also reward_funcs, reward_function).
+        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            eval_data, eval_dataset).
+        reward: FILE.py, FILE.py:NAME, or a list of them; in Python also functions; default: scorers by data source
+            (also reward_funcs, reward_function).
         max_prompt_length: maximum tokens per prompt, those of images included. Default: 512.
-        max_completion_length: maximum tokens per response (also max_response_length, max_new_tokens). Default:
-            512.
-        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen;
-            0: none (also lora_r). Default: 0.
+        max_completion_length: maximum tokens per response (also max_response_length, max_new_tokens). Default: 512.
+        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none
+            (also lora_r). Default: 0.
         lora_alpha: scale of the adapter: its product is multiplied by lora_alpha / lora_rank. Default: 16.
         lr: peak learning rate (also learning_rate). Default: 1e-06.
-        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide
-            (also total_training_steps).
+        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide (also
+            total_training_steps).
         num_train_epochs: passes over the training data (also total_epochs). Default: 30.
         lr_scheduler_type: shape of the schedule after warm-up. Default: constant.
         weight_decay: decoupled weight decay. Default: 0.01.
@@ -139,21 +134,19 @@ def ppo(
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: prompts per step. Default: 1024.
         ppo_mini_batch_size: prompts per optimizer step, counted over all processes. Default: 256.
-        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in
-            TRL's way.
+        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         num_generations: samples per prompt (also n). Default: 1.
         temperature: softmax temperature, of the sampler and of the trained distribution; above 0. Default: 1.0.
         beta: weight of the KL to the reference in the loss; 0: no reference. Default: 0.
         num_iterations: passes over a batch (also ppo_epochs). Default: 1.
-        loss_type: how token losses are aggregated: dapo, grpo or dr_grpo; or another loss: cispo or sapo.
-            Default: dapo.
+        loss_type: how token losses are aggregated: dapo, grpo or dr_grpo; or another loss: cispo or sapo. Default:
+            dapo.
         use_vllm: true: generate with vLLM; else by what is installed. Default: false.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
-            Default: follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
+            follows other settings.
         run_name: name of the run (also experiment_name). Default: 'default'.
-        project: name of the project in tracking and in default_local_dir (also project_name). Default:
-            'hybridrl'.
+        project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
         save_steps: steps between checkpoints; -1: none (also save_freq). Default: -1.
         eval_steps: steps between validations; -1: none (also test_freq). Default: -1.
@@ -163,8 +156,7 @@ def ppo(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
-        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
-            checkpoint.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.
         settings: these and further settings; `hybridrl ppo --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -200,29 +192,27 @@ def sft(
         model: directory in Hugging Face format, or a hub id `org/name`; must be set (also model_name_or_path).
         data: training data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
             train_dataset, train_data).
-        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows
-            (also eval_data, eval_dataset).
+        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            eval_data, eval_dataset).
         max_length: maximum tokens per sequence, those of images included (also max_seq_length). Default: 1024.
-        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen;
-            0: none (also lora_r). Default: 0.
+        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none
+            (also lora_r). Default: 0.
         lora_alpha: scale of the adapter: its product is multiplied by lora_alpha / lora_rank. Default: 16.
         lr: peak learning rate (also learning_rate). Default: 1e-05.
-        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide
-            (also total_training_steps).
+        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide (also
+            total_training_steps).
         num_train_epochs: passes over the training data (also total_epochs). Default: 30.
         lr_scheduler_type: shape of the schedule after warm-up. Default: constant.
         weight_decay: decoupled weight decay. Default: 0.01.
         max_grad_norm: maximum global gradient norm (also clip_grad). Default: 1.0.
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: rows per optimizer step, counted over all processes. Default: 256.
-        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in
-            TRL's way.
+        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
-            Default: follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
+            follows other settings.
         run_name: name of the run (also experiment_name). Default: 'default'.
-        project: name of the project in tracking and in default_local_dir (also project_name). Default:
-            'hybridrl'.
+        project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
         save_steps: steps between checkpoints; -1: none (also save_freq). Default: -1.
         eval_steps: steps between validations; -1: none (also test_freq). Default: -1.
@@ -231,8 +221,7 @@ def sft(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
-        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
-            checkpoint.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.
         settings: these and further settings; `hybridrl sft --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -266,30 +255,28 @@ def dpo(
         model: directory in Hugging Face format, or a hub id `org/name`; must be set (also model_name_or_path).
         data: training data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
             train_dataset, train_data).
-        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows
-            (also eval_data, eval_dataset).
+        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            eval_data, eval_dataset).
         max_length: maximum tokens per sequence, those of images included (also max_seq_length). Default: 1024.
-        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen;
-            0: none (also lora_r). Default: 0.
+        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none
+            (also lora_r). Default: 0.
         lora_alpha: scale of the adapter: its product is multiplied by lora_alpha / lora_rank. Default: 16.
         lr: peak learning rate (also learning_rate). Default: 1e-06.
-        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide
-            (also total_training_steps).
+        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide (also
+            total_training_steps).
         num_train_epochs: passes over the training data (also total_epochs). Default: 30.
         lr_scheduler_type: shape of the schedule after warm-up. Default: constant.
         weight_decay: decoupled weight decay. Default: 0.01.
         max_grad_norm: maximum global gradient norm (also clip_grad). Default: 1.0.
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: rows per optimizer step, counted over all processes. Default: 256.
-        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in
-            TRL's way.
+        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         beta: scale of the implied rewards: larger values keep nearer to the reference. Default: 0.1.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
-            Default: follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
+            follows other settings.
         run_name: name of the run (also experiment_name). Default: 'default'.
-        project: name of the project in tracking and in default_local_dir (also project_name). Default:
-            'hybridrl'.
+        project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
         save_steps: steps between checkpoints; -1: none (also save_freq). Default: -1.
         eval_steps: steps between validations; -1: none (also test_freq). Default: -1.
@@ -298,8 +285,7 @@ def dpo(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
-        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
-            checkpoint.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.
         settings: these and further settings; `hybridrl dpo --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(
@@ -333,29 +319,27 @@ def rm(
         model: directory in Hugging Face format, or a hub id `org/name`; must be set (also model_name_or_path).
         data: training data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
             train_dataset, train_data).
-        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows
-            (also eval_data, eval_dataset).
+        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            eval_data, eval_dataset).
         max_length: maximum tokens per sequence, those of images included (also max_seq_length). Default: 1024.
-        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen;
-            0: none (also lora_r). Default: 0.
+        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none
+            (also lora_r). Default: 0.
         lora_alpha: scale of the adapter: its product is multiplied by lora_alpha / lora_rank. Default: 16.
         lr: peak learning rate (also learning_rate). Default: 1e-05.
-        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide
-            (also total_training_steps).
+        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide (also
+            total_training_steps).
         num_train_epochs: passes over the training data (also total_epochs). Default: 30.
         lr_scheduler_type: shape of the schedule after warm-up. Default: constant.
         weight_decay: decoupled weight decay. Default: 0.01.
         max_grad_norm: maximum global gradient norm (also clip_grad). Default: 1.0.
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: rows per optimizer step, counted over all processes. Default: 256.
-        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in
-            TRL's way.
+        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
-            Default: follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
+            follows other settings.
         run_name: name of the run (also experiment_name). Default: 'default'.
-        project: name of the project in tracking and in default_local_dir (also project_name). Default:
-            'hybridrl'.
+        project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
         save_steps: steps between checkpoints; -1: none (also save_freq). Default: -1.
         eval_steps: steps between validations; -1: none (also test_freq). Default: -1.
@@ -364,8 +348,7 @@ def rm(
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
-        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and
-            checkpoint.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.
         settings: these and further settings; `hybridrl rm --help` lists them, and `--cfg job` every key.
     """
     trainer = Trainer(

@@ -1,6 +1,7 @@
 """Work in threads of its own: a call whose error is raised where its end is awaited, an event loop, and its calls."""
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Coroutine
@@ -133,7 +134,7 @@ async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
             error.__cause__ = raised
         except BaseException as raised:
             error = raised
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()

@@ -125,7 +125,11 @@ def test_each_trainer_composes_its_program(here: Path) -> None:
     assert (reward.optim.lr, reward.data.train_batch_size) == (1e-4, 4)
     rloo = trl.RLOOTrainer("model", share_of_digits, trl.RLOOConfig(**small), PROMPTS).run.config
     assert (rloo.algorithm.adv_estimator, rloo.actor_rollout_ref.rollout.n) == ("rloo", 2)
-    assert rloo.actor_rollout_ref.actor.kl_loss_coef == 0.05
+    actor = rloo.actor_rollout_ref.actor
+    assert (rloo.algorithm.use_kl_in_reward, rloo.algorithm.kl_ctrl.kl_coef, actor.use_kl_loss) == (True, 0.05, False)
+    assert actor.loss_agg_mode == "seq-mean-token-sum"
+    without = trl.RLOOTrainer("model", share_of_digits, trl.RLOOConfig(beta=0.0, **small), PROMPTS).run.config
+    assert not without.use_reference
 
 
 def test_an_adapter(here: Path) -> None:

@@ -217,7 +217,7 @@ def test_sft_that_works_passes(here):
         ([f"{POLICY}.rollout.val_kwargs.do_sample=true"], "val_kwargs.do_sample=True", "temperature"),
         ([f"{POLICY}.rollout.temperature=0"], f"{POLICY}.rollout.temperature=0", "do_sample=False"),
         # engines and run
-        ([f"{POLICY}.rollout.nnodes=1"], "rollout.nnodes=1 with name=auto", "sglang, vllm"),
+        ([f"{POLICY}.rollout.nnodes=1", f"{POLICY}.rollout.name=hf"], "rollout.nnodes=1 with name=hf", "sglang, vllm"),
         (
             [
                 f"{POLICY}.rollout.checkpoint_engine.method=streamed",

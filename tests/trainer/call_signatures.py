@@ -104,7 +104,7 @@ def docstring(program: str) -> str:
         ("settings", f"these and further settings; `hybridrl {program} --help` lists them, and `--cfg job` every key."),
     ]
     for name, text in entries:
-        lines += textwrap.wrap(f"{name}: {text}", 108, initial_indent="    ", subsequent_indent="        ",
+        lines += textwrap.wrap(f"{name}: {text}", 116, initial_indent="    ", subsequent_indent="        ",
                                break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return "\n".join(f"    {line}" if line else "" for line in lines)
 

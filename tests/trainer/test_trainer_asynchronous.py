@@ -2,8 +2,12 @@
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -11,6 +15,7 @@ from trainer_tools import trained
 
 from hybridrl.config import ConfigError, load_config, validate
 from hybridrl.errors import DataError, RewardError, UserError
+from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.trainer.ppo.run_requirements import RunRequirements
 from hybridrl.trainer.ppo.sampler import Sampler, ScoredBatch
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -160,6 +165,19 @@ def test_a_scorer_that_fails_while_others_train_loses_no_step(base, tmp_path) ->
     [
         (ahead(mode="separate_async"), [f"{MODE}=separate_async", "rollout.nnodes=1"]),
         (
+            [*ahead(mode="separate_async"), "actor_rollout_ref.rollout.name=hf", "rollout.nnodes=1"],
+            ["rollout.nnodes=1 with name=hf"],
+        ),
+        (
+            [
+                *ahead(),
+                "algorithm.use_kl_in_reward=True",
+                "algorithm.kl_ctrl.type=adaptive",
+                "algorithm.kl_ctrl.horizon=4",  # above a fifth of a step of 12 samples, below that of two steps
+            ],
+            ["algorithm.kl_ctrl.horizon=4", "a step of 12 samples", "2 steps later", "above 4"],
+        ),
+        (
             [*ahead(), "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.nnodes=1"],
             [f"{MODE}=colocate_async", "trainer_mode=separate_async"],
         ),
@@ -242,13 +260,71 @@ def test_the_short_name_of_the_modes(base, value, mode) -> None:
     assert load_config("ppo_trainer", [*base, f"asynchronous={value}"]).trainer.v1.trainer_mode == mode
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_old_responses_do_not_trip_the_check_of_the_mismatch(base, tmp_path, steps) -> None:
+    """They differ from the trainer's weights by right; a threshold of rounding would stop the run at step 2."""
+    words = ["trainer.health.logprob_mismatch.threshold=1e-6", "trainer.health.logprob_mismatch.patience=1"]
+    words.append("trainer.health.logprob_mismatch.action=stop")
+    with trained(*base, *ahead(steps), *words, f"trainer.default_local_dir={tmp_path / 'run'}"):
+        pass
+    divergence = [
+        value
+        for step in steps_of(tmp_path / "run")
+        for name, value in step.items()
+        if name.startswith("rollout_corr/k3_kl")
+    ]
+    assert max(divergence) > 1e-5, "there was something to trip it"
+
+
+def test_requests_during_an_update_wait_for_its_weights(base, tiny_model, tmp_path) -> None:
+    """They would take the memory back that training uses."""
+    pytest.importorskip("vllm")
+    seen: dict[str, Any] = {}
+
+    class Requesting(RayPPOTrainer):
+        def reshard(self) -> dict[str, float]:
+            if self.run.step == 2:
+                prompts = repeat_for_sampling(next(iter(self.train_loader)), 1)
+                prompts.meta_info = {"global_steps": 99, "validate": True}
+                answer: Future[Any] = Future()
+                thread = threading.Thread(target=lambda: answer.set_result(self.rollout.generate(prompts)))
+                thread.start()
+                waits = self.rollout.scheduler
+                while not waits.in_flight:
+                    time.sleep(0.01)
+                seen["memory"], seen["done"] = set(self.rollout.supervisor.memory), answer.done()
+                metrics = super().reshard()
+                versions = answer.result(60).batch
+                seen["versions"] = versions["weight_versions"][versions["response_mask"].bool()].unique().tolist()
+                return metrics
+            return super().reshard()
+
+    from hybridrl.trainer.ppo import prepare_ppo
+
+    words = [f"actor_rollout_ref.model.path={tiny_model}", "actor_rollout_ref.rollout.name=vllm"]
+    words += ["trainer.total_training_steps=2", "trainer.threads_per_worker=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_ppo, "RayPPOTrainer", Requesting)
+        with trained(*base, *words, *ahead(), f"trainer.default_local_dir={tmp_path / 'run'}"):
+            pass
+    assert seen == {"memory": set(), "done": False, "versions": [2]}
+
+
 def test_weights_change_while_others_are_generated(base, tiny_model, tmp_path) -> None:
     """Engines on devices of their own, and on those of training: requests in flight go on under the next weights."""
     pytest.importorskip("vllm")
     engine = [f"actor_rollout_ref.model.path={tiny_model}", "actor_rollout_ref.rollout.name=vllm"]
-    own = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
-    for mode, more in (("separate_async", own), ("colocate_async", [])):
-        folder = tmp_path / mode
+    auto = ["actor_rollout_ref.rollout.name=auto", "rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
+    drain = ["trainer.v1.drain=True"]
+    for number, (mode, more) in enumerate(
+        (
+            ("separate_async", auto),
+            ("colocate_async", []),
+            ("separate_async", [*auto, *drain]),
+            ("colocate_async", drain),
+        )
+    ):
+        folder = tmp_path / str(number)
         words = [*base, *engine, *more, *ahead(mode=mode), "trainer.threads_per_worker=1"]
         with trained(*words, f"trainer.default_local_dir={folder}"):
             pass

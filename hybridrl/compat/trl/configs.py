@@ -141,3 +141,14 @@ DPOConfig = _config("DPOConfig", "Fields of TRL's `DPOConfig`, for `DPOTrainer`.
 RewardConfig = _config(
     "RewardConfig", "Fields of TRL's `RewardConfig`, for `RewardTrainer`.", _TRAINING, _SUPERVISED, _REWARD
 )
+
+
+def rloo_settings(beta: float) -> dict[str, Any]:
+    """Return the settings of TRL's RLOO besides its fields: KL is taken from rewards, a sequence's loss is a sum.
+
+    Args:
+        beta: of `RLOOConfig`, the coefficient of the KL.
+    """
+    penalty = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": beta} if beta else {}
+    loss = {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum"}
+    return {"algorithm.adv_estimator": "rloo", **loss, **penalty}

@@ -281,8 +281,13 @@ def command_words(settings: ScriptSettings) -> list[str]:
     config: Any = getattr(configs, settings.config)
     usable = {name: value for name, value in settings.fields.items() if name in config.__dataclass_fields__}
     validates = any(word.startswith("val_data=") for word in settings.words)
-    of_args = settings_of_args(config(**usable), tree, validates=validates)
+    args = config(**usable)
+    of_args = dict(settings_of_args(args, tree, validates=validates))
     assignments: list[str] = []
+    own: dict[str, Any] = {}
+    if settings.config == "RLOOConfig":
+        own = configs.rloo_settings(args.beta)
+        of_args.pop("beta", None)
     for name, value in of_args.items():
         meaning = ShortSettings()
         if name not in table or table[name].idle or table[name].refused:
@@ -293,8 +298,7 @@ def command_words(settings: ScriptSettings) -> list[str]:
         differs = any(_default(tree, item.key, settings.program) != item.value for item in meaning.assignments)
         if differs or (meaning.derived and not _is_usual(name, value)):
             assignments.append(f"{name}={_written(value)}")
-    extra = ["algorithm.adv_estimator=rloo"] if settings.config == "RLOOConfig" else []
-    return [*settings.words, *assignments, *extra]
+    return [*settings.words, *assignments, *(f"{name}={_written(value)}" for name, value in own.items())]
 
 
 def _is_usual(name: str, value: Any) -> bool:

@@ -6,9 +6,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from hybridrl.compat.trl.configs import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from hybridrl.compat.trl.configs import (
+    DPOConfig,
+    GRPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    rloo_settings,
+)
 from hybridrl.compat.trl.metric_names import with_trl_names
 from hybridrl.compat.trl.transformers_callbacks import CALLED, TransformersCallbacks
 from hybridrl.errors import ConfigError
@@ -55,8 +62,8 @@ class TRLTrainer:
 
     program = ""
     config_class: Any = None
-    #: settings by key that the trainer itself needs
-    settings: ClassVar[Mapping[str, Any]] = {}
+    #: fields of the config that `_more_settings` translates
+    own_fields: tuple[str, ...] = ()
 
     def __init__(self, model: Any, args: Any, **arguments: Any) -> None:
         self.args = args if args is not None else self.config_class()
@@ -86,8 +93,10 @@ class TRLTrainer:
         tree = PROGRAMS[self.program].tree
         settings = settings_of_args(self.args, tree, validates=self._arguments["val_data"] is not None)
         weights = settings.pop("reward_weights", None)
+        for name in self.own_fields:
+            settings.pop(name, None)
         settings |= {"output_dir": str(self.folder), "resume_from_checkpoint": resume or False}
-        config = {**self.settings, **self._more_settings()}
+        config = self._more_settings()
         model, tokenizer = self._stored()
         if tokenizer is not None:
             config["actor_rollout_ref.model.tokenizer_path" if tree == "ppo_trainer" else "model.tokenizer_path"] = (
@@ -253,10 +262,16 @@ class GRPOTrainer(TRLTrainer):
 
 
 class RLOOTrainer(GRPOTrainer):
-    """TRL's `RLOOTrainer`, run by `hybridrl.grpo` with `adv_estimator=rloo`; its KL is in the loss."""
+    """TRL's `RLOOTrainer`, run by `hybridrl.grpo` with `adv_estimator=rloo`.
+
+    Ratios are of tokens, and TRL's of sequences, which differ from the second update on a batch.
+    """
 
     config_class = RLOOConfig
-    settings: ClassVar[Mapping[str, Any]] = {"algorithm.adv_estimator": "rloo"}
+    own_fields = ("beta",)
+
+    def _more_settings(self) -> dict[str, Any]:
+        return rloo_settings(float(getattr(self.args, "beta", 0.0)))
 
 
 class _SupervisedTrainer(TRLTrainer):

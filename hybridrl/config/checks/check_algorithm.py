@@ -67,12 +67,15 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
     """Check the controller of the KL coefficient, and the components that `gdpo` reads in place of the reward."""
     algorithm, keys, weights = config.algorithm, config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     control, rows = algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    rows *= 1 + math.ceil(config.trainer.v1.staleness)  # of the steps until a change of the coefficient is seen
-    if algorithm.use_kl_in_reward and control.type == "adaptive" and rows >= 5 * control.horizon:
+    ahead = math.ceil(config.trainer.v1.staleness)
+    until_seen = rows * (1 + ahead)  # samples, before the first of them that a change of the coefficient has acted on
+    if algorithm.use_kl_in_reward and control.type == "adaptive" and until_seen >= 5 * control.horizon:
+        steps = f", and its effect is seen {ahead + 1} steps later (trainer.v1)" if ahead else ""
         yield (
             f"algorithm.kl_ctrl.horizon={control.horizon}: a step of {rows} samples (data.train_batch_size x "
-            f"{_ROLLOUT}.n) would change the coefficient by a factor of 1 - 0.2 x {rows} / {control.horizon}, which is "
-            f"not above 0; set horizon above {rows // 5}, {10 * rows} changes it by 2 % a step"
+            f"{_ROLLOUT}.n) would change the coefficient by a factor of 1 - 0.2 x {rows} / {control.horizon}{steps}. "
+            f"Until then, the changes leave nothing of it; set horizon above {until_seen // 5}, {10 * until_seen} "
+            "changes it by 2 %"
         )
     name = algorithm.adv_estimator
     if not ADV_ESTIMATORS.metadata(name).reads_components:

@@ -56,6 +56,7 @@ from hybridrl.registry import (
     Registry,
     has_replicas,
     is_endpoint,
+    may_have_replicas,
 )
 from hybridrl.utils.user_code import load_object
 
@@ -369,7 +370,7 @@ def _check_sampling(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _check_replicas(rollout: RolloutConfig) -> Iterator[str]:
-    if rollout.nnodes and not has_replicas(rollout.name):
+    if rollout.nnodes and not may_have_replicas(rollout.name):
         yield (
             f"{_ROLLOUT}.nnodes={rollout.nnodes} with name={rollout.name}: only engines have machines of their own; "
             f"set name to one of {', '.join(filter(has_replicas, INFERENCE_ENGINES.names()))}, or nnodes=0"

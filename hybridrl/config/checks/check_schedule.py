@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.registry import has_replicas
 
 _MODE = "trainer.v1.trainer_mode"
 
@@ -20,11 +19,10 @@ def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
         return
     rollout = config.actor_rollout_ref.rollout
     where = f"{_MODE}={mode.trainer_mode}"
-    if mode.trainer_mode == "separate_async" and not (rollout.nnodes and has_replicas(rollout.name)):
+    if mode.trainer_mode == "separate_async" and not rollout.nnodes:
         yield (
-            f"{where}: generation has no devices of its own (rollout.name={rollout.name}, rollout.nnodes="
-            f"{rollout.nnodes}). Set actor_rollout_ref.rollout.name=vllm or sglang and rollout.nnodes=1 with "
-            "rollout.n_gpus_per_node, or trainer_mode=colocate_async"
+            f"{where}: generation has no devices of its own (actor_rollout_ref.rollout.nnodes=0). Set "
+            "actor_rollout_ref.rollout.nnodes=1 with rollout.n_gpus_per_node, or trainer_mode=colocate_async"
         )
     if mode.trainer_mode == "colocate_async" and rollout.nnodes:
         yield (

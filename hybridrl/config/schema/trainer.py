@@ -216,10 +216,17 @@ class TrainerModeConfig(ConfigNode):
     @property
     def staleness(self) -> float:
         """The number of steps of prompts that are answered ahead of training; 0: none."""
-        if self.trainer_mode == "sync":
-            return 0.0
-        mode = self.colocate_async if self.trainer_mode == "colocate_async" else self.separate_async
-        return mode.num_warmup_batches
+        ahead = self.colocate_async.num_warmup_batches, self.separate_async.num_warmup_batches
+        return staleness_of(self.trainer_mode, *ahead)
+
+
+def staleness_of(trainer_mode: str, colocated: float, separate: float) -> float:
+    """Return S, the steps of prompts that are answered ahead of training.
+
+    Args:
+        colocated, separate: `num_warmup_batches` of the two modes.
+    """
+    return {"colocate_async": float(colocated), "separate_async": float(separate)}.get(trainer_mode, 0.0)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from hybridrl.config.roles import active_roles as active_roles
 from hybridrl.config.roles import pool_of, pools_of
 from hybridrl.config.roles import register_role as register_role
 from hybridrl.errors import ConfigError
-from hybridrl.registry import has_replicas
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -59,7 +58,7 @@ def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
     pools = pools_of(config)
     used = {name: list(pools[name]) for name in dict.fromkeys(mapping.values())}
     rollout = config.actor_rollout_ref.rollout
-    if rollout.nnodes and has_replicas(rollout.name):
+    if rollout.nnodes:
         mapping[ROLLOUT] = ROLLOUT_POOL
         used[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
     return ResourcePoolManager(resource_pool_spec=used, mapping=mapping, use_gpu=USES_GPU[config.trainer.device])

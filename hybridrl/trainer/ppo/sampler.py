@@ -212,8 +212,13 @@ class Sampler:
         return self._feeder.ledger.schedule.staleness > 0
 
     def settle(self) -> None:
-        """Wait for everything in flight, where training and generation take turns in the same processes."""
-        if self.reads_ahead and self.rollout.in_place:
+        """Wait for everything in flight, where it could not end once training has the devices.
+
+        Generation in the training processes themselves takes turns with training. On devices that both share, requests
+        wait from here on until the next weights, so with `drain` they have to end before.
+        """
+        shares = self.config.trainer.v1.drain and not self.config.actor_rollout_ref.rollout.nnodes
+        if self.reads_ahead and (self.rollout.in_place or shares):
             self._loop.run(self._feeder.settle())
 
     def before_publish(self) -> None:
