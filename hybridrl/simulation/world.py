@@ -197,12 +197,12 @@ class Simulation:
         results.generated_s += sum(map(sum, step.rows))
         results.longest_s += max(map(max, step.rows))
         if world.shared:
+            if world.drain:
+                await feeder.settle()
             self.pool.pause()
         self.pool.weights_will_change()
         await asyncio.sleep(world.learn_s)
         results.learn_s += world.learn_s
-        if world.shared and world.drain:
-            self.pool.resume()
         await self.before_publish()
         await asyncio.sleep(world.publish_s)
         self.pool.publish()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from safetensors.torch import load_file
 from trainer_tools import trained
 
@@ -308,6 +309,35 @@ def test_requests_during_an_update_wait_for_its_weights(base, tiny_model, tmp_pa
         with trained(*base, *words, *ahead(), f"trainer.default_local_dir={tmp_path / 'run'}"):
             pass
     assert seen == {"memory": set(), "done": False, "versions": [2]}
+
+
+def test_a_drain_does_not_wait_for_replicas_that_wait_for_weights(base, tiny_model, tmp_path) -> None:
+    """The only replica is lost while training changes the weights; it gets none before the next ones are sent."""
+    pytest.importorskip("vllm")
+
+    class Losing(RayPPOTrainer):
+        def reshard(self) -> dict[str, float]:
+            metrics = super().reshard()
+            if self.run.step == 1:
+                self.rollout.pause()  # the prompts that are drawn now stay in flight
+            return metrics
+
+        def make_room(self) -> None:
+            super().make_room()
+            if self.run.step == 2:
+                ray.kill(self.rollout.supervisor.replicas[0].actor)
+                self.rollout.unpause()
+
+    from hybridrl.trainer.ppo import prepare_ppo
+
+    words = [f"actor_rollout_ref.model.path={tiny_model}", "actor_rollout_ref.rollout.name=vllm"]
+    words += ["rollout.nnodes=1", "rollout.n_gpus_per_node=1", "trainer.threads_per_worker=1", "trainer.v1.drain=True"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_ppo, "RayPPOTrainer", Losing)
+        with trained(*base, *words, *ahead(mode="separate_async"), f"trainer.default_local_dir={tmp_path / 'run'}"):
+            pass
+    check_once_each(tmp_path / "run")
+    assert sum(step["rollout/restarts"] for step in steps_of(tmp_path / "run")) == 1
 
 
 def test_weights_change_while_others_are_generated(base, tiny_model, tmp_path) -> None:

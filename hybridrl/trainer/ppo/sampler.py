@@ -6,6 +6,7 @@ Prompts are generated in lots, the batches of the data loader. A `Feeder` keeps 
 Shapes: B rows, T response width.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
+from hybridrl.rollout.replicas.handle import ReplicaState
 from hybridrl.rollout.rollout import OnFinished
 from hybridrl.scored import Unscored
 from hybridrl.trainer.failed_batches import FailedBatches
@@ -44,6 +46,7 @@ from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.run_requirements import RunRequirements
 from hybridrl.utils.background import BackgroundLoop, in_daemon_thread
 
+_LOOK_AGAIN_S = 0.5
 _STEP = "global_steps"  # in the meta_info of prompts: keys the sampling noise of their samples
 
 
@@ -147,7 +150,7 @@ class Sampler:
         )
         self.total_steps: int | None = None
         self._feeder: Feeder[DrawnPrompts, None] = Feeder(
-            Ledger(schedule), self._draw, self._answer, mode.drain, enough=self.enough
+            Ledger(schedule), self._draw, self._answer, mode.drain, self._awaits_weights, self.enough
         )
         self._loop = BackgroundLoop("sampler")  # of the feeder; lots are answered in threads of their own
         self.is_out = False
@@ -224,8 +227,25 @@ class Sampler:
     def before_publish(self) -> None:
         """Prepare for new weights: drop prompts that would be too old, and with `drain` wait for those in flight."""
         if self.reads_ahead:
-            stale = self._loop.run(self._feeder.before_publish())
+            stale = self._loop.run(self._before_publish())
             self.ready.remove([group.uid for group in stale])
+
+    async def _before_publish(self) -> list[Group]:
+        async def look_again() -> None:
+            while True:
+                await asyncio.sleep(_LOOK_AGAIN_S)
+                self._feeder.wake()
+
+        looking = asyncio.ensure_future(look_again())  # replicas that are lost do not say so
+        try:
+            return await self._feeder.before_publish()
+        finally:
+            looking.cancel()
+
+    def _awaits_weights(self) -> bool:
+        """Return whether every replica was lost since training began, and restarts without weights."""
+        states = [] if self.rollout.in_place else self.rollout.health()
+        return bool(states) and ReplicaState.READY.value not in states
 
     def release(self) -> None:
         """Forget the groups of the last batch: the rollout has the weights that were trained on it."""
