@@ -191,6 +191,9 @@ def test_a_server_that_is_ending_is_not_asked_again(tmp_path: Path, capsys: pyte
         with pytest.raises((OSError, http.client.HTTPException)):
             url = f"http://127.0.0.1:{port}/end"
             urllib.request.urlopen(urllib.request.Request(url, headers=server.headers), timeout=30)
+        with pytest.raises(ConnectionRefusedError):  # the request's connection may be closed before what listens
+            while True:
+                socket.create_connection(("127.0.0.1", port), timeout=30).close()
         assert server.process is not None and server.process.poll() is None
         assert answers(server.port()) and "ended with status 3; it starts again" in capsys.readouterr().err
     finally:
