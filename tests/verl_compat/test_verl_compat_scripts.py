@@ -227,9 +227,9 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_exist_here_is_named(tmp_path: Path) -> None:
-    name = "verl.experimental.fully_async_policy.fully_async_main"
+    name = "verl.experimental.vla.main_ppo"
     (fault,) = examine(ScriptCommand(name, ["a=1"], tmp_path)).faults
-    assert name in fault and "asynchronous" in fault
+    assert name in fault and "vision-language-action" in fault
     assert settings_of(ScriptCommand(name, ["a=1"], tmp_path)) == []
     (fault,) = examine(ScriptCommand("verl.no.such", [], tmp_path)).faults
     assert "verl.no.such" in fault

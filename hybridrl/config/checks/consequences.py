@@ -39,6 +39,11 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             "other weights at a step, they are off-policy; algorithm.rollout_correction.rollout_is=token corrects for "
             "that, and rollout_corr/k3_kl measures it"
         )
+    if config.skip.rollout.enable:
+        yield (
+            "skip.rollout.enable=True: responses and scores that an earlier run has stored take the place of new ones. "
+            "The run measures how training gets on, and not what the policy has learnt"
+        )
     yield from distillation_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():

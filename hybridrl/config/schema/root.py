@@ -26,7 +26,14 @@ from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfi
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
-from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
+from hybridrl.config.schema.trainer import (
+    JobConfig,
+    PlacementConfig,
+    RayConfig,
+    SFTRunConfig,
+    SkipConfig,
+    TrainerConfig,
+)
 from hybridrl.registry import ADV_ESTIMATORS, INFERENCE_ENGINES, OBJECTIVES, POLICY_LOSSES
 
 #: groups of files in `configs/` that choose a training engine for all roles
@@ -77,6 +84,7 @@ class PPOTrainerConfig(ConfigNode):
     reward: RewardConfig = group(RewardConfig)
     distillation: DistillationConfig = group(DistillationConfig, needs=on("distillation.enabled"))
     trainer: TrainerConfig = group(TrainerConfig)
+    skip: SkipConfig = group(SkipConfig)
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)
     global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)

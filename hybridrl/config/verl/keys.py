@@ -53,6 +53,7 @@ class RewriteResult:
         wrong: a sentence for each assignment that cannot be made, except those of `waiting`.
         waiting: the last value of each key of something that is not supported yet.
         unread: keys that the chosen training engine does not read, by that choice.
+        computed: values of names from several of which keys are computed, with the origin of each.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
@@ -62,6 +63,7 @@ class RewriteResult:
     wrong: list[str] = field(default_factory=list)
     waiting: dict[str, _Waiting] = field(default_factory=dict)
     unread: dict[str, list[str]] = field(default_factory=dict)
+    computed: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def set_aside(self, reader: Callable[[str, str], str | None]) -> None:
         """Move the waiting keys of training engines that were not chosen to `unread`.
@@ -84,6 +86,7 @@ class RewriteResult:
         self.replaced += other.replaced
         self.wrong += other.wrong
         self.waiting |= other.waiting
+        self.computed |= other.computed
         for entry, keys in other.without_effect.items():
             self.without_effect.setdefault(entry, []).extend(keys)
 
@@ -275,6 +278,12 @@ class KeyBook:
             return [item]
         _, alias = match
         if item.value is None and not item.delete:
+            return []
+        if alias.computed:
+            if item.delete:
+                out.computed.pop(item.key, None)
+            else:
+                out.computed[item.key] = item.value, item.origin
             return []
         target = alias.target(item.key)
         try:
