@@ -40,9 +40,8 @@ def ready(tmp_path) -> Path:
 
 
 def test_a_partial_file_from_the_working_directory_runs_and_leaves_nothing(ready):
-    program = (
-        PROGRAM + "\nassert not {'torch', 'ray'} & set(sys.modules), 'heavy import'\n"
-    )  # settings are checked without
+    # Settings are checked without torch and Ray, of which a fault in them would have to wait for the import.
+    program = PROGRAM + "\nassert not {'torch', 'ray'} & set(sys.modules), 'heavy import'\n"
     words = ["--config-path", "conf", "--config-name", "grpo_math", "+trainer.experiment_name=mine"]
     done = start(ready, *words, program=program)
     assert (done.returncode, done.stdout) == (0, "ran with mine\n")
