@@ -281,7 +281,7 @@ def body(rank: int, models: dict[str, Path], work: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(140)
 def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
     models = {name: save_model(name, tmp_path, settings) for name, settings in MODELS.items()}
     expected = {name: trained(make_engine(path, optim=OPTIM)) for name, path in models.items()}

@@ -19,7 +19,7 @@ import pytest
 
 from hybridrl.single_controller import PlacementError, init_ray
 
-Start = Callable[[str], subprocess.Popen[str]]
+Start = Callable[..., subprocess.Popen[str]]
 
 USER_MODULE = '''
 import os, signal, subprocess
@@ -66,13 +66,14 @@ class Mine(Worker):
 '''
 
 DRIVER = """
-import json, sys
+import json, os, sys
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, init_ray, shutdown_ray
 from user_module import Mine
 
 if __name__ == "__main__":
     init_ray({}, {"pool": [2]}, use_gpu=False)
     group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Mine), role="actor")
+    print("process", os.getpid())
     print(json.dumps(group.start()), flush=True)
     if sys.argv[1] == "fail":
         group.fail()
@@ -105,9 +106,9 @@ def run_driver(user_folder: Path) -> Iterator[Start]:
     """Starts the driver, which ends with the test at the latest."""
     with ExitStack() as stack:
 
-        def run(mode: str) -> subprocess.Popen[str]:
+        def run(mode: str, python: str = sys.executable) -> subprocess.Popen[str]:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "driver", mode],
+                [python, "-m", "driver", mode],
                 cwd=user_folder,
                 env=environment_of(user_folder),
                 stdout=subprocess.PIPE,
@@ -164,11 +165,13 @@ def test_interrupt_leaves_workers_alone_and_a_killed_driver_takes_all_with_it(ru
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_the_death_of_rays_own_process_is_told_with_its_name(run_driver: Start, name: str) -> None:
+def test_the_death_of_rays_own_process_is_told_with_its_name(run_driver: Start, forked: str, name: str) -> None:
     """Ray itself looks for a dead GCS for a minute, and then ends the program without a reason."""
-    driver = run_driver("wait")
+    driver = run_driver("wait", forked)
+    assert driver.stdout is not None
+    program = next(int(line.split()[1]) for line in driver.stdout if line.startswith("process "))
     workers = [psutil.Process(pid) for answer in first_json(driver) for pid in answer[:2]]
-    own = psutil.Process(driver.pid).children(recursive=True)
+    own = psutil.Process(program).children(recursive=True)
     (victim,) = [process for process in own if process.name() == name]
     victim.kill()
     _, errors = driver.communicate(timeout=300)
@@ -253,7 +256,8 @@ services.get_node = late
 try:
     init_ray({}, {"pool": [1]}, use_gpu=False)
     print("answer:", ray.get(ray.remote(lambda: 42).remote()))
-    (raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    (raylet,) = [child for child in raylets if child.status() != "zombie"]
     print("workers have", raylet.environ()["RAY_worker_register_timeout_seconds"], "s")
 except PlacementError as error:
     print("refused:", error)
@@ -272,10 +276,10 @@ shutdown_ray()
     ],
 )
 def test_ray_is_waited_for_as_long_as_it_gets_on(
-    user_folder: Path, finish: Callable[..., Any], fault: str, told: list[str]
+    user_folder: Path, finish: Callable[..., Any], forked: str, fault: str, told: list[str]
 ) -> None:
     (user_folder / "driver.py").write_text(SLOW_START)
-    done = finish([sys.executable, "driver.py", fault], cwd=user_folder, env=environment_of(user_folder))
+    done = finish([forked, "driver.py", fault], cwd=user_folder, env=environment_of(user_folder))
     assert done.returncode == 0, done.stderr
     assert all(words in done.stdout + done.stderr for words in told), done.stdout + done.stderr
 
@@ -332,11 +336,11 @@ except Terminated as terminated:
     [("gcs", "thread"), ("core", "thread"), ("core", "main")],
 )
 def test_sigterm_at_each_moment_of_rays_start_ends_the_program_in_order(
-    user_folder: Path, finish: Callable[..., Any], moment: str, thread: str
+    user_folder: Path, finish: Callable[..., Any], forked: str, moment: str, thread: str
 ) -> None:
     """Ray's core took SIGTERM for a failure: 3 s later the program was ended by SIGABRT, amid its end."""
     (user_folder / "driver.py").write_text(STOPPED_WHILE_IT_STARTS)
-    command = [sys.executable, "driver.py", moment, thread]
+    command = [forked, "driver.py", moment, thread]
     done = finish(command, cwd=user_folder, env=environment_of(user_folder))
     assert done.returncode == -signal.SIGTERM, done.stderr[-4000:]
     assert done.stdout.split("\n")[-2] == "in order" and "*** SIGTERM" not in done.stderr

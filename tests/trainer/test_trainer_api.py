@@ -360,6 +360,7 @@ def test_the_trained_model_is_where_the_row_of_the_policy_says(monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.slow(60)
 def test_runs_follow_each_other_in_one_process(
     micro_model: Path, tmp_path: Path, finish: Callable[..., Any], forked: str
 ) -> None:

@@ -168,6 +168,7 @@ def test_fine_tuning_equals_that_of_fsdp2(model, conversations, tmp_path, size) 
         torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow(90)
 def test_grpo_learns_in_a_layout_of_four_ranks(base, tmp_path) -> None:
     """The reward is the share of letters before m: it rises as with fsdp2, within the noise of sampling."""
     grpo = [
