@@ -15,7 +15,7 @@ from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout.batch import batch_of, images_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, request_number
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.utils.clock import OverlappingSeconds

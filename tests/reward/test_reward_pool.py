@@ -537,7 +537,7 @@ def test_a_file_that_does_not_load_fails_every_submitted_sample(user_file):
 
 def test_a_stopped_supervisor_leaves_no_process(user_file, tmp_path, monkeypatch):
     """The pool does its work: what a reward process started ends, too."""
-    monkeypatch.setattr("hybridrl.processes.start.END_S", 0.5)
+    monkeypatch.setattr("hybridrl.processes.child.END_S", 0.5)
     path = user_file(
         """
         import os, subprocess

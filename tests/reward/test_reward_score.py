@@ -276,7 +276,7 @@ def test_settings_of_a_sandbox_are_for_scorers_that_run_programs():
 
 def test_scorers_and_pool_processes_import_nothing_heavy():
     code = (
-        "import sys, hybridrl.reward.processes.child, hybridrl.reward.score.gsm8k, hybridrl.reward.score.exact, "
+        "import sys, hybridrl.reward.processes.reward_child, hybridrl.reward.score.gsm8k, hybridrl.reward.score.exact, "
         "hybridrl.reward.score.math_dapo\n"
         "print([m for m in ('torch', 'numpy', 'ray', 'transformers', 'sympy', 'asyncio') if m in sys.modules])"
     )

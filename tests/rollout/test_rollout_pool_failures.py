@@ -31,8 +31,8 @@ from ray.exceptions import OutOfMemoryError
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.handle import PoolSettings
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_handle import PoolSettings
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 
@@ -178,7 +178,7 @@ def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
     make_pool, monkeypatch, tmp_path: Path, method: str
 ) -> None:
     """Its process holds what others wait for: the trainer's bucket, or the device's memory."""
-    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.replica_supervisor._HEALTH_EVERY_S", 0.2)
     hangs = tmp_path / "hangs"
     pool = make_pool(devices=(0,), hangs=str(hangs))
     pool.settings.stuck_timeout_s = 3.0
@@ -207,7 +207,7 @@ def test_a_replica_that_ray_ends_for_lack_of_memory_is_lost_like_any_other(pool,
             raise errors.pop()
         return real(ref, **options)
 
-    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor.ray.get", get)
+    monkeypatch.setattr("hybridrl.rollout.replicas.replica_supervisor.ray.get", get)
     pool.update_weights(pool.version + 1)
     until_ready(pool)
     assert not errors and pool.restarts == before + 1
@@ -256,7 +256,7 @@ def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_po
 
 
 def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.replica_supervisor._HEALTH_EVERY_S", 0.2)
     pool = make_pool(replicas=1, max_restarts=0)
     pool.settings.stuck_timeout_s = 3.0
     with pytest.raises(RolloutError, match=r"computed nothing for .*stuck_timeout_s"):

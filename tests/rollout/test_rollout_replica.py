@@ -15,7 +15,7 @@ from plain_engine import PlainEngine
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
-from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.replicas.replica_actor import Replica
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory

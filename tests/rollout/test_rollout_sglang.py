@@ -42,7 +42,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
 from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, create_inference_engine
-from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.replicas.replica_actor import Replica
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory

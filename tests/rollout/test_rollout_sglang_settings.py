@@ -249,7 +249,7 @@ def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_mo
 
 def test_sglang_is_idle_before_its_memory_is_released() -> None:
     """Its scheduler ends if it is asked while the last batch is still in its books."""
-    from hybridrl.rollout.sglang.host import HostedEngine
+    from hybridrl.rollout.sglang.sglang_child import HostedEngine
 
     calls = []
 
@@ -270,6 +270,6 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
 def test_processes_of_sglang_import_nothing_of_a_trainer() -> None:
     """The host imports SGLang and what a request needs, and nothing of the process that has started it."""
     heavy = "{'torch', 'ray', 'transformers', 'tensordict'}"
-    code = f"import sys, hybridrl.rollout.sglang.host; print({heavy} & set(sys.modules))"
+    code = f"import sys, hybridrl.rollout.sglang.sglang_child; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "set()"

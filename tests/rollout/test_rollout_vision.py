@@ -30,7 +30,7 @@ from hybridrl.models.vision import tokens_per_image
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import Rollout, RolloutError
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start_replicas import start_rollout
 from hybridrl.serve import RunServer, make_server
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.trainer.ppo.batching import repeat_for_sampling

@@ -23,7 +23,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rollout import RolloutError, resolve_rollout
 from hybridrl.rollout.request import CLIENT_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start_replicas import start_rollout
 from hybridrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,

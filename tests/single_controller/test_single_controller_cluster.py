@@ -225,7 +225,7 @@ import sys, time, types
 import psutil, ray
 from ray._private import node, services
 from hybridrl.single_controller import PlacementError, init_ray, shutdown_ray
-from hybridrl.single_controller.ray import start
+from hybridrl.single_controller.ray import start_ray
 from hybridrl.utils import movement
 
 tries = []
@@ -235,7 +235,7 @@ def late(*args, real=services.get_node):
     tries.append(1)
     if sys.argv[1] == "agent" and len(tries) == 1:
         # What the raylet of a busy machine writes after 30 s, a limit that cannot be set, before it ends itself
-        with open(start._logs_of(start._rays_processes()) / "raylet.out", "a") as log:
+        with open(start_ray._logs_of(start_ray._rays_processes()) / "raylet.out", "a") as log:
             log.write("Check failed: port.has_value() Timed out waiting for file metrics_agent_port")
     if (sys.argv[1], len(tries)) in (("killed", 2), ("agent", 1)):
         [child.kill() for child in psutil.Process().children() if child.name() == "raylet"]

@@ -19,9 +19,9 @@ from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.processes.untrusted_results import Result
 from hybridrl.reward.function import RewardFunction
-from hybridrl.reward.processes.handle import RewardJob, RewardProcess
 from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
+from hybridrl.reward.processes.reward_process import RewardJob, RewardProcess
 from hybridrl.scored import Reason, Unscored
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.reward import RewardManager, create_reward_manager
-from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
+from hybridrl.rollout.start_replicas import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.run_requirements import check_algorithm
 from hybridrl.trainer.ppo.served_judge import check_judge_model

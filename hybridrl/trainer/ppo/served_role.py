@@ -23,8 +23,8 @@ from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class, missing_packages
-from hybridrl.rollout.replicas.handle import PoolSettings
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_handle import PoolSettings
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import (
     GREEDY_TOKEN,
     Completion,
@@ -33,7 +33,7 @@ from hybridrl.rollout.request import (
     Request,
     request_number,
 )
-from hybridrl.rollout.start import replica_placements
+from hybridrl.rollout.start_replicas import replica_placements
 from hybridrl.single_controller.ray import RayResourcePool
 from hybridrl.utils.cores import available_cores
 from hybridrl.utils.spans import TimedSpan, new_buffer

@@ -18,8 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.notify import notify
-from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
-from hybridrl.rollout.replicas.handle import (
+from hybridrl.rollout.replicas.replica_actor import ReplicaHealth, ReplicaInfo, end_of_log
+from hybridrl.rollout.replicas.replica_handle import (
     PoolSettings,
     ReplicaHandle,
     ReplicaPlacement,
