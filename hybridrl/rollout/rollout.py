@@ -51,7 +51,7 @@ class Rollout(ABC):
                 prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `attempt` (how often these
                 samples were asked for before, 0 where it is missing; another attempt draws other tokens), `seeded`
                 (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
-                this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
+                this field, if the engine's metadata have `records_routing`), and any field of `SamplingParams`.
                 `multi_modal_inputs` are the images of prompts; `position_ids` are [B, 4, P] then.
             on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
                 others are generated. A rollout that returns all responses at once does not call it.

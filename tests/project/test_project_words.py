@@ -35,6 +35,8 @@ EMPTY_WORDS = frozenset(
         "meant",
         "held",
         "counted",
+        "what",
+        "mine",
     ]
 )
 #: the answers of a preference pair are `chosen` and `rejected` wherever such data is described

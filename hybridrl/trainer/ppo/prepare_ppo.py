@@ -122,8 +122,8 @@ def check_engines(config: PPOTrainerConfig) -> None:
                 if spec.passes or spec.update is not None:  # others read conversations
                     rollout = config.actor_rollout_ref.rollout
                     tokens = rollout.prompt_length + rollout.response_length
-                    what = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
-                    check_length(config_of(model), tokens, what)
+                    subject = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
+                    check_length(config_of(model), tokens, subject)
 
 
 def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:
