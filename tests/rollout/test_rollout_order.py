@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.layouts.topology import ShardedLayout
@@ -43,5 +44,5 @@ def test_changes_alone_are_refused_where_there_is_no_network_to_save(name: str) 
     config = load_config("ppo_trainer", words).actor_rollout_ref
     policy: Any = SimpleNamespace(resource_pool=None)
     for group in (policy, None):
-        with pytest.raises(RolloutError, match=r"checkpoint_engine\.delta=True.*own_pool.*delta=false"):
+        with raises_with(RolloutError, "checkpoint_engine.delta=True", "own_pool", "delta=false"):
             start_replicas.start_rollout(config, group)

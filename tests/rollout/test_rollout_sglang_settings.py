@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def spec_of(path: Path, devices: tuple[int, ...] = (), **rollout) -> EngineSpec:
 @pytest.mark.parametrize("version", ["0.5.21", "0.4.10.post2", "0.6.0"])
 def test_versions_that_do_not_work_are_refused_with_the_range(sglang_version, version) -> None:
     sglang_version(version)
-    with pytest.raises(RolloutError, match=rf"sglang {version} does not work.*sglang>=0\.5\.22,<0\.6"):
+    with raises_with(RolloutError, f"{version} does", "sglang>=0.5.22,<0.6"):
         compat.check_version()
 
 
@@ -60,7 +61,7 @@ def test_the_tested_version_is_silent(sglang_version) -> None:
 
 def test_a_missing_sglang_is_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(RolloutError, match=r"not installed here: bash scripts/install.sh"):
+    with raises_with(RolloutError, "scripts/install.sh"):
         compat.check_version()
 
 
@@ -216,7 +217,7 @@ def test_stand_in_kernel_writes_cache_locations() -> None:
     expected[2, 1:3] = torch.tensor([10, 11])
     expected[0, 0:4] = torch.tensor([12, 13, 14, 15])
     assert torch.equal(table, expected)
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.fused_experts"):
+    with raises_with(NotImplementedError, "sgl_kernel.fused_experts"):
         kernel.fused_experts()
 
 
