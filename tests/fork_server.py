@@ -90,7 +90,7 @@ WITH_RAYS_ENVIRONMENT = (
 # Programs and processes of servers, which import Ray with the settings of this one.
 OF_CONTROLLERS = (
     "ray._private.workers.default_worker",
-    "hybridrl.serve.child",
+    "hybridrl.serve.server_child",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
     "hybridrl.trainer.ppo.prepare_ppo",
@@ -136,7 +136,7 @@ OF_ENGINES = {
         "sglang.srt.managers.scheduler",
         "sglang.srt.managers.detokenizer_manager",
         "sglang.srt.models.qwen2",
-        "hybridrl.rollout.sglang.host",
+        "hybridrl.rollout.sglang.sglang_child",
     ),
 }
 

@@ -120,8 +120,8 @@ class ImageReader:
             )
         tokens, ids = self.processor.media_tokens, list(prompt)
         written = {place for place, _, _ in generated_in(ids, generated) if ids[place] in tokens}
-        what = "a session's prompt"
-        return PromptImages.of(ids, join_images(images), self.processor.config, what, written)
+        subject = "a session's prompt"
+        return PromptImages.of(ids, join_images(images), self.processor.config, subject, written)
 
     def positions(self, ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:
         """The positions [4, L] of a trajectory's tokens."""

@@ -423,8 +423,8 @@ class PreferenceDataset(ConversationDataset):
         start = longest - limit if side == "left" else 0
         first, second = (conversation.cut(start, limit) for conversation in (chosen, rejected))
         if any(conversation.first < 1 or conversation.first >= conversation.end for conversation in (first, second)):
-            what = "the whole prompt" if side == "left" else "a whole answer"
-            raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {what} away")
+            part = "the whole prompt" if side == "left" else "a whole answer"
+            raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {part} away")
         if first.has_answer_of(second):
             raise _UnusablePair("two equal answers", f"{too_long}, and cut to it the two answers are the same")
         self._cut += 1

@@ -58,9 +58,9 @@ def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
             advice = "; write 'role' for 'from', and 'content' for 'value'" if "from" in message else ""
             keys = ", ".join(map(str, message)) or "none"
             raise ValueError(f"message {number} has no 'role' (keys found: {keys}){advice}")
-        if (usual := _usual_role(role)) is not None:
+        if (usual_role := _usual_role(role)) is not None:
             raise ValueError(
-                f"message {number} has the role {role!r}, which chat templates do not know; write {usual!r}"
+                f"message {number} has the role {role!r}, which chat templates do not know; write {usual_role!r}"
             )
         if content is None and not message.get("tool_calls"):
             raise ValueError(f"message {number} ({role}) has no 'content'")
@@ -75,8 +75,8 @@ def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
 def _usual_role(role: str) -> str | None:
     """Return the name that chat templates have for a role of another library; None for other roles."""
     lower = role.strip().lower()
-    usual = _USUAL_ROLES.get(lower, lower)
-    return usual if usual in _ROLES and usual != role else None
+    usual_role = _USUAL_ROLES.get(lower, lower)
+    return usual_role if usual_role in _ROLES and usual_role != role else None
 
 
 def _check_calls(calls: Any) -> None:

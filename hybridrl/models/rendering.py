@@ -180,13 +180,13 @@ def _check(source: str, messages: Sequence[Message], text: str, keep_thoughts: b
             raise LostTextError(turn, role, _unread_fault(unread[0]))
         if isinstance(message.get("content"), list) and str(message["content"]) in text:
             raise LostTextError(turn, role, "the chat template prints the list of its parts as Python does")
-        for what, forms in _pieces(message, is_last=turn == spoke and keep_thoughts):
+        for label, forms in _pieces(message, is_last=turn == spoke and keep_thoughts):
             is_free = role in ("system", "developer")
             begin = 0 if is_free else start
-            is_beside_calls = bool(message.get("tool_calls")) and not what.startswith("the name")
+            is_beside_calls = bool(message.get("tool_calls")) and not label.startswith("the name")
             places = [(place, len(form)) for form in forms if (place := text.find(form, begin)) >= 0]
             if not places:
-                raise LostTextError(turn, role, f"the chat template leaves out {what}")
+                raise LostTextError(turn, role, f"the chat template leaves out {label}")
             if not is_free and not is_beside_calls:
                 place, length = min(places)
                 end = max(end, place + length)

@@ -1,4 +1,4 @@
-"""Vision-language models: which there are, and what a model reads of an image.
+"""Vision-language models: images and clips as the patches, placeholders and positions that a model reads.
 
 An image is resized and cut into patches by the model's own image processor. The vision tower turns squares of
 `merge**2` patches into one token each, and the prompt has one placeholder for each of these tokens. Clips of videos are
@@ -45,22 +45,22 @@ _places: ContextVar[torch.Tensor | None] = ContextVar("hybridrl_image_places", d
 
 
 def is_vision_model(config: PreTrainedConfig) -> bool:
-    """Whether this is a vision-language model whose images are read here."""
+    """Return whether this is a vision-language model of a supported family."""
     return config.model_type in FAMILIES
 
 
 def tokens_per_image(config: PreTrainedConfig, grid: torch.Tensor) -> torch.Tensor:
-    """Placeholders of each image, `[K]`, by its patches `[K, 3]` in time, height and width."""
+    """Return the number of placeholders of each image, `[K]`, from its patches `[K, 3]` in time, height and width."""
     return grid.prod(dim=-1) // config.vision_config.spatial_merge_size**2
 
 
 def media_tokens(config: PreTrainedConfig) -> tuple[int, int]:
-    """The placeholders' ids, of images and of videos."""
+    """Return the ids of the placeholders of images and of videos."""
     return int(config.image_token_id), int(config.video_token_id)
 
 
 def placeholders_in(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
-    """True where a token has the id of a placeholder; of the shape of `ids`."""
+    """Return a mask of the shape of `ids`, true where a token has the id of a placeholder."""
     image, video = media_tokens(config)
     return (ids == image) | (ids == video)
 
@@ -230,7 +230,7 @@ def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -
 
 
 def digest(images: Mapping[str, torch.Tensor]) -> str:
-    """A fingerprint of a row's images: of their patches, in order; "" for a row without images."""
+    """Return a fingerprint of the patches of a row's images, in order; "" for a row without images."""
     if not images:
         return ""
     hashed = hashlib.blake2b(digest_size=16)
@@ -242,7 +242,7 @@ def digest(images: Mapping[str, torch.Tensor]) -> str:
 
 
 def smallest_image(config: PreTrainedConfig) -> ImageTensors:
-    """An image of one token, for ranks that have none where others compute some."""
+    """Return an image of one token, for ranks without images while other ranks compute some."""
     vision = config.vision_config
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merge = vision.spatial_merge_size
@@ -250,7 +250,7 @@ def smallest_image(config: PreTrainedConfig) -> ImageTensors:
 
 
 def vision_tower(module: nn.Module) -> nn.Module:
-    """The part of a model that turns patches into embeddings of tokens."""
+    """Return the part of a model that turns patches into embeddings of tokens."""
     return module.get_submodule("model.visual")
 
 
@@ -297,7 +297,7 @@ def copy_processor(path: str | Path, folder: Path) -> None:
 
 
 def _load(path: str | Path, options: dict[str, Any]) -> Any:
-    """The model's image processor in the implementation that needs neither a GPU nor torchvision."""
+    """Load the model's image processor in the implementation that needs neither a GPU nor torchvision."""
     try:
         from transformers import AutoImageProcessor
 
@@ -329,7 +329,7 @@ _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def _positions_only(config: PreTrainedConfig) -> Any:
-    """An object with the model's `get_rope_index`, without its layers."""
+    """Return an object with the model's `get_rope_index`, without its layers."""
     from transformers import MODEL_MAPPING
 
     model_class: Any = MODEL_MAPPING[type(config)]

@@ -384,20 +384,20 @@ def _as_batch(free: Free) -> RewardCall | None:
 def _as_sample(free: Free) -> RewardCall | None:
     """A function whose response is one text by its name, or that takes every name."""
     text = free.texts("sample")
-    usual = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
+    usual_names = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
     if "solution_str" in free.names or (free.takes_any and free.by_name):
-        arguments = tuple(name for name in usual if name in free.names or free.takes_any)
-        return RewardCall("sample", arguments, truths=free.truths("sample"), **free.besides(usual))
+        arguments = tuple(name for name in usual_names if name in free.names or free.takes_any)
+        return RewardCall("sample", arguments, truths=free.truths("sample"), **free.besides(usual_names))
     if len(text) != 1 or set(_BATCH_KNOWN) & set(free.names):
         return None
-    arguments = ("solution_str", *(name for name in usual if name in free.names))
+    arguments = ("solution_str", *(name for name in usual_names if name in free.names))
     return RewardCall(
         "sample",
         arguments,
         renamed=(("solution_str", text[0]),),
         guessed=(text[0],),
         truths=free.truths("sample"),
-        **free.besides((*usual, text[0])),
+        **free.besides((*usual_names, text[0])),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from raising import raises_with
 from vision_tools import PROMPTS, dataset_of, peer_inputs, picture, pictures, png, prompts_of, write_prompts
 
 from hybridrl.config import ModelConfig
@@ -137,10 +138,10 @@ def test_media_that_the_model_does_not_read_are_refused(vision_model: Path, micr
     from hybridrl.models.tokenizer import load_tokenizer
 
     file = write_prompts(tmp_path)
-    with pytest.raises(DataError, match=r"column 'images' holds media, .*which models"):
+    with raises_with(DataError, "'images'", "which models"):
         RLHFDataset(str(file), load_tokenizer(micro_model), {})
     write_rows(tmp_path / "v.parquet", [{"prompt": "x", "audios": ["a.wav"]}])
-    with pytest.raises(DataError, match=r"column 'audios' holds media"):
+    with raises_with(DataError, "'audios'"):
         dataset_of(tmp_path / "v.parquet", vision_model)
     with pytest.raises(DataError, match="processor: it is a str"):
         RLHFDataset(str(file), load_tokenizer(micro_model), {}, processor="x")  # type: ignore[arg-type]
@@ -157,12 +158,12 @@ def test_options_of_the_image_processor(vision_model: Path) -> None:
     assert less.placeholders(image) < usual.placeholders(image) == 48
     plain = ImageProcessor(vision_model, config, {"image_mean": [0.0] * 3, "image_std": [1.0] * 3})
     assert float(plain.pixels([image])["pixel_values"].min()) >= 0
-    with pytest.raises(ModelError, match=r"data.mm_processor_kwargs: .* has no maxpixels; it has .*max_pixels"):
+    with raises_with(ModelError, "data.mm_processor_kwargs", "max_pixels"):
         ImageProcessor(vision_model, config, {"maxpixels": 1})
-    with pytest.raises(ModelError, match="max_pixels and size are the same thing"):
+    with raises_with(ModelError, "max_pixels"):
         ImageProcessor(vision_model, config, {"max_pixels": 1024, "size": {"shortest_edge": 64, "longest_edge": 4096}})
     config.vision_config.patch_size = 14
-    with pytest.raises(ModelError, match=r"patch_size=4.*14.*different models"):
+    with raises_with(ModelError, "patch_size=4", 14, "different models"):
         ImageProcessor(vision_model, config)
 
 
@@ -178,7 +179,7 @@ def test_a_digest_tells_images_and_their_order_apart(vision_model: Path) -> None
 def test_options_for_a_model_that_reads_text_are_refused(micro_model: Path) -> None:
     model = ModelConfig(path=str(micro_model))
     assert processor_of(model) is None
-    with pytest.raises(ModelError, match=r"data\.mm_processor_kwargs=.* has no effect.* reads text alone"):
+    with raises_with(ModelError, "data.mm_processor_kwargs="):
         processor_of(model, {"max_pixels": 1024})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from raising import raises_with
 
 from hybridrl.single_controller import PlacementError, init_ray
 
@@ -228,7 +229,7 @@ import sys, time, types
 import psutil, ray
 from ray._private import node, services
 from hybridrl.single_controller import PlacementError, init_ray, shutdown_ray
-from hybridrl.single_controller.ray import start
+from hybridrl.single_controller.ray import start_ray
 from hybridrl.utils import movement
 
 tries = []
@@ -238,7 +239,7 @@ def late(*args, real=services.get_node):
     tries.append(1)
     if sys.argv[1] == "agent" and len(tries) == 1:
         # What the raylet of a busy machine writes after 30 s, a limit that cannot be set, before it ends itself
-        with open(start._logs_of(start._rays_processes()) / "raylet.out", "a") as log:
+        with open(start_ray._logs_of(start_ray._rays_processes()) / "raylet.out", "a") as log:
             log.write("Check failed: port.has_value() Timed out waiting for file metrics_agent_port")
     if (sys.argv[1], len(tries)) in (("killed", 2), ("agent", 1)):
         [child.kill() for child in psutil.Process().children() if child.name() == "raylet"]
@@ -473,9 +474,9 @@ def test_running_cluster_of_two_nodes_is_joined(user_folder: Path, finish: Calla
 
 
 def test_placement_is_refused_before_ray_starts_or_waits(ray_session: None) -> None:
-    with pytest.raises(PlacementError, match="pool 'global' asks for 64 slots of 1 CPU"):
+    with raises_with(PlacementError, "'global'", "64 slots", "1 CPU"):
         init_ray({}, {"global": [64]}, use_gpu=False)
-    with pytest.raises(PlacementError, match=r"pool 'global' is \[0\]; give the slots on each node"):
+    with raises_with(PlacementError, "'global'", "[0]"):
         init_ray({}, {"global": [0]}, use_gpu=False)
     assert init_ray({}, {"global": [2]}) is False
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from raising import raises_with
 from safetensors.torch import load_file
 from trainer_tools import trained
 
@@ -216,7 +217,7 @@ def test_what_learns_from_each_batch_cannot_run_ahead(base, tmp_path) -> None:
     )
     words = [f"data.sampler.class_path={tmp_path / 'curriculum.py'}", "data.sampler.class_name=Curriculum"]
     with (
-        pytest.raises(DataError, match=rf"{MODE}=colocate_async.*Curriculum\.update"),
+        raises_with(DataError, f"{MODE}=colocate_async", "Curriculum.update"),
         trained(*base, *ahead(), *words, f"trainer.default_local_dir={tmp_path / 'run'}"),
     ):
         pass
@@ -229,7 +230,7 @@ def test_a_sampler_whose_batches_are_its_own_cannot_run_ahead(base, tmp_path, mo
 
     monkeypatch.setattr(RayPPOTrainer, "sampler_class", OneByOne)
     with (
-        pytest.raises(UserError, match=rf"{MODE}=colocate_async.*OneByOne\.next"),
+        raises_with(UserError, f"{MODE}=colocate_async", "OneByOne.next"),
         trained(*base, *ahead(), f"trainer.default_local_dir={tmp_path / 'run'}"),
     ):
         pass

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
-from hybridrl.config.schema.conditions import A_CRITIC, TRAINS, PartNeed, fact, on
+from hybridrl.config.schema.conditions import A_CRITIC, TRAINS, PartNeed, entry_has, on
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import (
     DataConfig,
@@ -56,7 +56,7 @@ _OWN_REFERENCE = PartNeed(
 class ActorRolloutRefConfig(ConfigNode):
     """`actor_rollout_ref`: the policy in training, in generation and as the reference."""
 
-    model: ModelConfig = group(ModelConfig, needs=fact(".rollout.name", INFERENCE_ENGINES, "takes_weights"))
+    model: ModelConfig = group(ModelConfig, needs=entry_has(".rollout.name", INFERENCE_ENGINES, "takes_weights"))
     actor: ActorConfig = group(ActorConfig, needs=TRAINS)
     ref: RefConfig = group(
         RefConfig,

@@ -310,15 +310,15 @@ class KeyBook:
         elif item.key in self.fields or self.free_parent(item.key):
             out.assignments.append(item)
         elif (other := self._find(self._no_effect, item.key)) is not None:
-            idle, usual = other[1]
-            if not item.delete and not (other[0] == item.key and _same(item.value, usual)):
+            idle, default_values = other[1]
+            if not item.delete and not (other[0] == item.key and _same(item.value, default_values)):
                 out.without_effect.setdefault(idle, []).append(f"{item.key}{item.origin}")
         elif may_be_own(item.key, self.groups, self.fields):
             out.assignments.append(item)  # checked against its group once the chosen entry is known
         elif item.key in self.groups:
             if item.delete or item.value not in ({}, None):  # null: a group without any value set
-                what = "deleted" if item.delete else f"set to {show(item.value)}"
-                out.wrong.append(f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it")
+                fate = "deleted" if item.delete else f"set to {show(item.value)}"
+                out.wrong.append(f"{item.key}{item.origin}: a group of settings cannot be {fate}; name a key inside it")
         else:
             out.wrong.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
 
