@@ -101,3 +101,17 @@ def test_a_ground_truth_that_nothing_provides_is_refused_at_the_start(
         assert manager(make_batch(["1"], **last)).sum(-1).tolist() == [0], "no row of the batch has one"
     finally:
         manager.close()
+
+
+DEFAULTS = 'def compute_score(solution_str, ground_truth, level="all", index_in_file=None, tag=1): return 1.0\n'
+
+
+def test_a_column_that_replaces_a_default_is_named(dataset, config, tokenizer, user_file, capsys):
+    config.reward.custom_reward_function.path = user_file(DEFAULTS)
+    manager = create_reward_manager(config, tokenizer)
+    try:
+        manager.check(dataset)
+    finally:
+        manager.close()
+    notices = " ".join(capsys.readouterr().err.split())
+    assert "its parameters 'level' get the columns" in notices
