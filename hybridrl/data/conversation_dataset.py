@@ -77,7 +77,7 @@ class ConversationDataset(Dataset):
         self.table: Table = read_table(data_files, key)
         self._images = None if processor is None else _row_images(processor, config)
         read = () if self._images is None else self._images.columns
-        refuse_media(self.table, key, [column for column in MEDIA_COLUMNS if column not in read])
+        refuse_media(self.table, key, [column for column in MEDIA_COLUMNS if column not in read], read)
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
         self._fields = FieldNotice(tokenizer, key)

@@ -16,7 +16,14 @@ from hybridrl.config.schema.choices import TRUNCATIONS
 from hybridrl.data.data_files import read_table
 from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
-from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.row_selection import (
+    MEDIA_COLUMNS,
+    choose_rows,
+    pad_token_id,
+    refuse_media,
+    report_unread_texts,
+    seed_of,
+)
 from hybridrl.data.table import Table
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
@@ -130,7 +137,12 @@ class RLHFDataset(Dataset):
             )
         read = (self.image_key, self.video_key)
         others = [column for column in MEDIA_COLUMNS if column not in read]
-        refuse_media(self.table, key, others if self._images is not None else [*read, *others])
+        if self._images is not None:
+            refuse_media(self.table, key, others, read)
+        else:
+            refuse_media(self.table, key, [*read, *others])
+        if not self._builds_messages():
+            report_unread_texts(self.table, key, [settings.prompt_key, settings.ground_truth_key or ""])
         self._check_extra_info()
         self.table.check_ground_truths()
         if self._images is not None:  # what the model reads of the images travels, not the files
