@@ -219,9 +219,9 @@ def test_turns_that_are_not_learnt_may_change_when_the_conversation_goes_on(writ
     """As with templates that drop the thoughts of earlier turns."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = (
-        "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
-        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n{%- endfor -%}"
-        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     talk = [*TALK[1:2], {"role": "assistant", "content": "<think>Hm.</think>First."}, *TALK[3:]]
     with pytest.raises(DataError, match="append-only"):
