@@ -21,6 +21,7 @@ from hybridrl.data.row_selection import (
     choose_rows,
     pad_token_id,
     refuse_media,
+    refuse_other_media,
     report_unread_texts,
     seed_of,
 )
@@ -137,11 +138,9 @@ class RLHFDataset(Dataset):
             )
         read = (self.image_key, self.video_key)
         others = [column for column in MEDIA_COLUMNS if column not in read]
-        if self._images is not None:
-            refuse_media(self.table, key, others, read)
-        else:
-            refuse_media(self.table, key, [*read, *others])
+        refuse_media(self.table, key, others if self._images is not None else [*read, *others])
         if not self._builds_messages():
+            refuse_other_media(self.table, key, read if self._images is not None else ())
             report_unread_texts(self.table, key, [settings.prompt_key, settings.ground_truth_key or ""])
         self._check_extra_info()
         self.table.check_ground_truths()

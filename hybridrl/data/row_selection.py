@@ -74,13 +74,12 @@ def report_unread_texts(table: Table, key: str, read: Iterable[str]) -> None:
         )
 
 
-def refuse_media(table: Table, key: str, columns: Sequence[str] = MEDIA_COLUMNS, read: Sequence[str] = ()) -> None:
-    """Refuse rows with images, audio or video, which would be left out of what the model sees.
+def refuse_other_media(table: Table, key: str, read: Sequence[str] = ()) -> None:
+    """Refuse files of images, audio or video in columns that only some data sets have for them.
 
     Args:
         key: the configuration key that named the files, for messages.
-        columns: names of columns with media that the model does not read.
-        read: columns with media that it does read.
+        read: columns with media that the model reads.
 
     Raises:
         DataError: a row has some; the error names the column.
@@ -92,6 +91,18 @@ def refuse_media(table: Table, key: str, columns: Sequence[str] = MEDIA_COLUMNS,
             f"{key}: column {media!r} holds media that the model would not see. Use a text-only data set, or {advice}; "
             "docs/vision.md says which models and programs read images."
         )
+
+
+def refuse_media(table: Table, key: str, columns: Sequence[str] = MEDIA_COLUMNS) -> None:
+    """Refuse rows with images, audio or video, which would be left out of what the model sees.
+
+    Args:
+        key: the configuration key that named the files, for messages.
+        columns: names of columns with media that the model does not read.
+
+    Raises:
+        DataError: a row has some; the error names the column.
+    """
     for name in columns:
         if name in table.columns and any(table.column(name)):
             raise DataError(
