@@ -63,12 +63,6 @@ def test_gsm8k_extraction(text, strict, flexible):
     assert gsm8k.extract_solution(text, method="flexible") == flexible
 
 
-@pytest.mark.parametrize("text", ["72 - 2", "72 -2", "72-2", "72 \u2013 2", "72 + 2"])
-def test_a_difference_is_not_its_first_number(text):
-    assert default_compute_score("openai/gsm8k", f"#### {text}", "72") == 0.0
-    assert default_compute_score("openai/gsm8k", "#### 72 - because of that", "72") == 1.0
-
-
 @pytest.mark.parametrize("truth", ["#### 12345", "Sorted. #### 12345 "])
 def test_sort_refuses_a_truth_with_the_mark(truth):
     with pytest.raises(RewardError) as error:
