@@ -106,30 +106,29 @@ def _digest_of_state(path: Path, blocks: int, state: tuple[int, ...]) -> str:
     if blocks or state[1] < _KEPT_FROM:
         return _read(path, blocks, state[1])
     name = f"{path} {' '.join(map(str, state))}"
-    kept = _kept()
-    if isinstance(known := kept.get(name), str):
-        return known
+    if isinstance(digest := _recorded().get(name), str):
+        return digest
     if state[1] >= _TOLD_FROM:
         notify(f"reading {path} ({state[1] / 2**30:.1f} GiB) once, to recognise it when a run is resumed", once=True)
     is_settled = time.time_ns() - max(state[2:]) > _SETTLED_NS
     digest = _read(path, blocks, state[1])
     if is_settled and _state_of(path) == state:
-        kept = {**dict(list(_kept().items())[1 - _KEPT :]), name: digest}
+        record = {**dict(list(_recorded().items())[1 - _KEPT :]), name: digest}
         with contextlib.suppress(OSError):  # a folder that cannot be written costs time alone
-            _file_of_kept().parent.mkdir(parents=True, exist_ok=True)
-            write_text(_file_of_kept(), json.dumps(kept))
+            _record_file().parent.mkdir(parents=True, exist_ok=True)
+            write_text(_record_file(), json.dumps(record))
     return digest
 
 
-def _file_of_kept() -> Path:
+def _record_file() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "hybridrl" / "digests.json"
 
 
-def _kept() -> dict[str, object]:
+def _recorded() -> dict[str, object]:
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # none yet, damaged, or no home
-        kept = json.loads(_file_of_kept().read_text(encoding="utf-8"))
-        return kept if isinstance(kept, dict) else {}
+        record = json.loads(_record_file().read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
     return {}
 
 
