@@ -11,11 +11,13 @@ import functools
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hybridrl.errors import DiskFullError
 from hybridrl.notify import notify
 from hybridrl.utils.files import write_text
 
@@ -25,6 +27,7 @@ READ_WHOLE = 32 * 2**30
 _KEPT_FROM, _KEPT = 256 * 2**20, 1000
 _TOLD_FROM = 2 * 2**30  # bytes, of which reading takes seconds
 _SETTLED_NS = 2 * 10**9  # a file that was written just now may change again without another time
+_writing = threading.Lock()
 _BLOCK = 4096
 #: evenly spaced blocks that are read of a model's larger files, in all; at least 16 of each file
 _BLOCKS = 50_000
@@ -113,8 +116,9 @@ def _digest_of_state(path: Path, blocks: int, state: tuple[int, ...]) -> str:
     is_settled = time.time_ns() - max(state[2:]) > _SETTLED_NS
     digest = _read(path, blocks, state[1])
     if is_settled and _state_of(path) == state:
-        record = {**dict(list(_recorded().items())[1 - _KEPT :]), name: digest}
-        with contextlib.suppress(OSError):  # a folder that cannot be written costs time alone
+        # A folder that cannot be written, or is full, costs time alone.
+        with _writing, contextlib.suppress(OSError, RuntimeError, DiskFullError):
+            record = {**dict(list(_recorded().items())[1 - _KEPT :]), name: digest}
             _record_file().parent.mkdir(parents=True, exist_ok=True)
             write_text(_record_file(), json.dumps(record))
     return digest
