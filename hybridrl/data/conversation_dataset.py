@@ -13,7 +13,14 @@ from torch.utils.data import Dataset
 from hybridrl.config.schema.choices import TRUNCATIONS
 from hybridrl.data.data_files import read_table
 from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render
-from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.row_selection import (
+    MEDIA_COLUMNS,
+    choose_rows,
+    pad_token_id,
+    refuse_media,
+    refuse_other_media,
+    seed_of,
+)
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError
 from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, Tokens, encode_with_offsets, without_padding
@@ -78,6 +85,7 @@ class ConversationDataset(Dataset):
         self._images = None if processor is None else _row_images(processor, config)
         read = () if self._images is None else self._images.columns
         refuse_media(self.table, key, [column for column in MEDIA_COLUMNS if column not in read])
+        refuse_other_media(self.table, key, read)
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
         self._fields = FieldNotice(tokenizer, key)

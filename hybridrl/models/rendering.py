@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import UserError
-from hybridrl.models.chat import THOUGHTS, Message, parsed_arguments, with_arguments_as_text
+from hybridrl.models.chat import ROLES, THOUGHTS, Message, parsed_arguments, with_arguments_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,6 +101,13 @@ def unread_fields(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         if value is not None and name not in _COMMON and not (name == "name" and message.get("role") == "tool")
         if not (_reads_name(tokenizer, str(message.get("role"))) if name == "name" else reads(source, name))
     }
+
+
+def unknown_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the roles of messages that are none of the usual ones, and that the chat template does not name."""
+    source = _source(tokenizer, {})
+    roles = {str(message.get("role")) for message in messages}
+    return {role for role in roles - set(ROLES) if not reads(source, role)}
 
 
 def reads(source: str, field: str) -> bool:

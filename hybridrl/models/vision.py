@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import PIL.Image
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 #: positions of a token: its number in the sequence, and the temporal, vertical and horizontal one of rotary embeddings
 KINDS_OF_POSITIONS = 4
+_LARGEST_16 = 2**16 - 1
 #: files next to a model's weights that say how its images and videos are prepared
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -121,7 +124,7 @@ class ImageProcessor:
                 grids.append(torch.tensor([image.grid]))
                 seconds.append(image.seconds)
             else:
-                processed = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+                processed = self._processor(images=[as_rgb(image)], return_tensors="pt")
                 patches.append(processed["pixel_values"].float())
                 grids.append(processed["image_grid_thw"])
                 seconds.append(0.0)
@@ -197,6 +200,24 @@ class RotaryPositions:
             }
         rotary, _ = self._model.get_rope_index(row, mm_token_type_ids=kinds, **named)
         return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
+
+
+def as_rgb(image: Image) -> Image:
+    """An image with 8 bits of red, green and blue.
+
+    Pillow would cut grey values of 16 bits at 255, so that nearly every image of them were white: they are scaled.
+
+    Raises:
+        ValueError: its values have no range.
+    """
+    if image.mode == "F":
+        raise ValueError("its values are floats, of no known range; write it with 8 or 16 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        if values.size and (values.min() < 0 or values.max() > _LARGEST_16):
+            raise ValueError(f"its values are integers of 32 bits from {values.min()} to {values.max()}")
+        image = PIL.Image.fromarray((values.astype(np.uint32) * 255 // _LARGEST_16).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def offset_after(rotary: torch.Tensor) -> int:

@@ -102,6 +102,7 @@ class RewardCall:
         truths: names of columns that mean the ground truth where the data have no such column.
         columns: columns of the data that it has to get, besides `arguments`.
         optional: columns that it gets if the data have them.
+        with_default: those of `optional` that have a default other than None.
         all_columns: it gets every column, as TRL passes them.
         may_abstain: None, for a sample that it does not apply to, is a result.
     """
@@ -114,6 +115,7 @@ class RewardCall:
     truths: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    with_default: tuple[str, ...] = ()
     all_columns: bool = False
     may_abstain: bool = False
 
@@ -334,6 +336,7 @@ class Free:
         return {
             "columns": tuple(name for name in self.required if name not in names),
             "optional": tuple(name for name in self.others if name not in names),
+            "with_default": tuple(name for name in self.others if name not in names and name not in self.empty),
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from hybridrl.config import ModelConfig
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.model_config import load_model_config
-from hybridrl.models.vision import ImageProcessor, digest, processor_of
+from hybridrl.models.vision import ImageProcessor, as_rgb, digest, processor_of
 from hybridrl.protocol import DataProto, bookkeeping
 from hybridrl.verl_compat.utils.dataset.rl_dataset import RLHFDataset
 
@@ -208,3 +209,33 @@ def test_columns_of_internal_names_change_no_batch_with_images(names, value, vis
         elif name != "uid":  # drawn
             assert list(values) == list(named.non_tensor_batch[name]), name
     assert len(set(named.non_tensor_batch["uid"])) == len(rows)
+
+
+@pytest.mark.parametrize("name", ["path", "bytes", "url", "image"])
+def test_the_image_of_a_part_is_its_own_by_any_name(name: str, vision_model: Path, tmp_path: Path) -> None:
+    """Also where the column has another one, which would be shown in its place."""
+    own, other = (png(picture((30, 20), seed)) for seed in (1, 2))
+    (tmp_path / "own.png").write_bytes(own)
+    part = {"type": "image", name: own if name == "bytes" else str(tmp_path / "own.png")}
+    next_one = [{"role": "user", "content": [{"type": "image"}]}]
+    rows = ([{"role": "user", "content": [part]}], None), (next_one, [{"bytes": own}])
+    dataset = dataset_of(saved(tmp_path, *rows), vision_model)
+    assert digest(dataset[0]["multi_modal_inputs"]) == digest(dataset[1]["multi_modal_inputs"])
+    assert dataset[0]["input_ids"] == dataset[1]["input_ids"]
+    with pytest.raises(DataError, match=r"has 0 <image>.*has 1 images"):
+        dataset_of(saved(tmp_path, ([{"role": "user", "content": [part]}], [{"bytes": other}])), vision_model)
+    for wrong in ("image_url", "base64"):
+        parts = [{"type": "image", wrong: "x"}]
+        with pytest.raises(DataError, match=rf"row 0 .*{wrong!r}, which is not read"):
+            dataset_of(saved(tmp_path, ([{"role": "user", "content": parts}], [{"bytes": other}])), vision_model)
+
+
+def test_grey_images_of_16_bits_are_as_bright_as_those_of_8(vision_model: Path, tmp_path: Path) -> None:
+    shades = np.arange(16 * 16, dtype=np.uint16).reshape(16, 16)
+    grey = [png(Image.fromarray(shades.astype(np.uint8))), png(Image.fromarray(shades * 257))]
+    dataset = dataset_of(saved(tmp_path, *((user("<image>"), [{"bytes": image}]) for image in grey)), vision_model)
+    assert digest(dataset[0]["multi_modal_inputs"]) == digest(dataset[1]["multi_modal_inputs"])
+    wide = np.full((16, 16), 2**20, dtype=np.int32)
+    for image in (Image.fromarray(wide), Image.fromarray(wide.astype(np.float32))):
+        with pytest.raises(ValueError, match="its values are"):
+            as_rgb(image)

@@ -337,3 +337,69 @@ def test_special_tokens_in_the_text_of_messages_are_told(kind: str, write: Any, 
         create_preference_dataset(write("a.jsonl", rows), PairsDataConfig(shuffle=False), tokenizer)
     told = " ".join(capsys.readouterr().err.split())
     assert "1 of 3 rows" in told and "'<|im_end|>'" in told and "special tokens" in told
+
+
+@pytest.mark.parametrize("arguments", [[1, 2], ["a"], 5, True, 1.5, [["a", 1]]])
+def test_arguments_of_calls_that_are_no_object_are_refused(arguments: Any, write: Any, chatml: Any) -> None:
+    with pytest.raises(DataError, match=rf"line 1.*message 1 .assistant..*add are {type(arguments).__name__}"):
+        sft(write("a.jsonl", [{"messages": called("add", arguments)}]), chatml)
+
+
+def test_maps_of_parquet_are_arguments(tmp_path: Path, write: Any, chatml: Any) -> None:
+    function = pyarrow.struct(
+        [("name", pyarrow.string()), ("arguments", pyarrow.map_(pyarrow.string(), pyarrow.int64()))]
+    )
+    message = pyarrow.struct(
+        [
+            ("role", pyarrow.string()),
+            ("content", pyarrow.string()),
+            ("tool_calls", pyarrow.list_(pyarrow.struct([("type", pyarrow.string()), ("function", function)]))),
+        ]
+    )
+    column = pyarrow.array([called("add", [("a", 2)])], pyarrow.list_(message))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "m.parquet")
+    expected = sft(write("a.jsonl", [{"messages": called("add", {"a": 2})}]), chatml)[0]
+    assert sft(tmp_path / "m.parquet", chatml)[0] == expected
+
+
+def test_roles_that_the_template_does_not_name_are_reported_once(write: Any, tokenizer: Any, capsys: Any) -> None:
+    talk = [{"role": "moderator", "content": "Begin."}, QUESTION]
+    prompts(write("a.jsonl", [{"prompt": talk}, {"prompt": talk}, {"prompt": [QUESTION]}]), tokenizer)
+    warning = " ".join(capsys.readouterr().err.split())
+    assert warning.count("'moderator' (2 rows)") == 1 and "'user'" not in warning
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{#- 'moderator' -#}" + tokenizer.chat_template
+    prompts(write("b.jsonl", [{"prompt": talk}]), own)
+    assert "moderator" not in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"the role 'model'.*write 'assistant'"):
+        prompts(write("c.jsonl", [{"prompt": [QUESTION, {"role": "model", "content": "12"}, QUESTION]}]), tokenizer)
+
+
+def test_a_call_in_its_old_form_is_refused_with_the_new_one(write: Any, chatml: Any) -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    with pytest.raises(DataError, match=r"line 1.*'tool_calls' for 'function_call'"):
+        sft(write("a.jsonl", [{"messages": [QUESTION, old]}]), chatml)
+
+
+def test_columns_that_other_libraries_show_the_model_are_named(write: Any, tokenizer: Any, capsys: Any) -> None:
+    talk = {"messages": [QUESTION, answer("12")], "prompt": "Sort: 21", "chosen": "12", "rejected": "21"}
+    path = write("a.jsonl", [{**talk, "system": "Be brief.", "input": "", "history": None, "turn_mask": [1]}])
+    for read in (sft, prompts, lambda *own: create_preference_dataset(own[0], PairsDataConfig(), own[1])):
+        read(path, tokenizer)
+        notices = " ".join(capsys.readouterr().err.split())
+        assert notices.count("columns 'system' are not read") == 1
+        assert ("columns 'turn_mask' are not read" in notices) == (read is sft)
+    sft(write("b.jsonl", [{"input": "Sort", "output": "12"}]), tokenizer, prompt_key="input", response_key="output")
+    assert "'input'" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [{"bytes": "x", "path": None}, {"bytes": None, "path": "a"}, "a/b.PNG", ["b.jpg"]])
+@pytest.mark.parametrize("name", ["image", "video", "audio"])
+def test_media_in_columns_of_one_are_refused(name: str, value: Any, write: Any, tokenizer: Any) -> None:
+    row = {"prompt": "Sort: 21", "messages": [QUESTION, answer("12")]}
+    for read in (prompts, sft):
+        with pytest.raises(DataError) as error:
+            read(write("a.jsonl", [{**row, name: value}]), tokenizer)
+        assert repr(name) in str(error.value)
+        for fine in (None, "a cat", 3, [], {"width": 3}):
+            assert len(read(write("b.jsonl", [{**row, name: fine}]), tokenizer)) == 1

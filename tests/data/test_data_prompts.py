@@ -510,3 +510,19 @@ def test_a_missing_number_is_no_ground_truth(write, tokenizer):
     dataset = make(path, tokenizer, ground_truth_key="answer")
     assert [ground_truth_of(dataset[item]) for item in (0, 1)] == [None, 2.5]
     assert ground_truth_of({"ground_truth": float("nan")}) is None
+
+
+@pytest.mark.parametrize("place", ["column", "extra_info"])
+def test_keyword_arguments_have_no_nulls_of_other_rows(place, write, tokenizer):
+    """Parquet gives each row the fields of all others; a tool would get arguments that nobody wrote."""
+    own = [
+        {"tools_kwargs": {"calc": {"create_kwargs": {"a": 1, "none": None}}}, "env_kwargs": {"name": "A", "size": 4}},
+        {"tools_kwargs": {"search": {"create_kwargs": {"b": [{"x": 1}, {"y": 2}]}}}, "env_kwargs": {"name": "B"}},
+    ]
+    rows = [{"prompt": "p", **kwargs} if place == "column" else {"prompt": "p", "extra_info": kwargs} for kwargs in own]
+    for name in ("a.parquet", "a.jsonl"):
+        dataset = create_rl_dataset(str(write(name, rows)), DataConfig(shuffle=False), tokenizer)
+        items = [dataset[number] for number in range(2)]
+        assert [item if place == "column" else item["extra_info"] for item in items] == [
+            {**(item if place == "column" else {}), **kwargs} for item, kwargs in zip(items, own, strict=True)
+        ]

@@ -200,3 +200,57 @@ def test_resume_of_supervised_batches(write, tokenizer):
     head = [next(iterator).non_tensor_batch["index"].tolist() for _ in range(3)]
     second.load_state_dict(first.state_dict())
     assert head + [b.non_tensor_batch["index"].tolist() for _ in range(2) for b in second] == order
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_of_a_prompt_and_a_response_the_response_alone_is_learnt(write, tokenizer, name):
+    keys = {"prompt_key": "q", "response_key": "a"}
+    (item,) = make(write(name, [{"q": TALK[:4], "a": "Second answer."}]), tokenizer, **keys)
+    assert learnt(tokenizer, item) == "Second answer.<|im_end|>"
+    assert item["input_ids"] == make(write(f"b{name}", [{"messages": TALK}]), tokenizer)[0]["input_ids"]
+    marked = [*TALK[:2], {**TALK[2], "train": True}, TALK[3]]
+    (item,) = make(write(f"c{name}", [{"q": marked, "a": "Second answer."}]), tokenizer, **keys)
+    assert learnt(tokenizer, item) == "First.<|im_end|>Second answer.<|im_end|>"
+    with pytest.raises(DataError) as error:
+        make(write(f"d{name}", [{"q": TALK[:3], "a": "Second answer."}]), tokenizer, **keys)
+    assert "column 'q'" in str(error.value) and "of the assistant" in str(error.value)
+
+
+def test_turns_that_are_not_learnt_may_change_when_the_conversation_goes_on(write, tokenizer):
+    """As with templates that drop the thoughts of earlier turns."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    talk = [*TALK[1:2], {"role": "assistant", "content": "<think>Hm.</think>First."}, *TALK[3:]]
+    with pytest.raises(DataError, match="append-only"):
+        make(write("a.jsonl", [{"messages": talk}]), own)
+    (item,) = make(write("b.jsonl", [{"q": talk[:3], "a": "Second."}]), own, prompt_key="q", response_key="a")
+    assert learnt(own, item) == "Second.<|im_end|>" and "Hm." not in own.decode(item["input_ids"])
+
+
+AS_TEXT = [
+    '[{"name": null, "role": "user", "content": "Sort"}, {"role": "assistant", "content": "12"}]',
+    "[{'id': 1, 'role': 'user', 'content': None}, {'role': 'assistant', 'content': 'x'}]",
+    '[{"from": "human", "value": "Sort"}, {"from": "gpt", "value": "12"}]',
+    ' [ {"content": "12", "role": "assistant"} ]\n',
+]
+
+
+@pytest.mark.parametrize("text", AS_TEXT)
+def test_a_conversation_that_is_written_as_text_is_refused(write, tokenizer, text):
+    from hybridrl.config import PairsDataConfig
+    from hybridrl.data import create_preference_dataset
+
+    keys = {"prompt_key": "q", "response_key": "a"}
+    pairs = [{"prompt": "q", "chosen": text, "rejected": "b"}, {"prompt": text, "chosen": "a", "rejected": "b"}]
+    for number, row in enumerate([{"q": text, "a": "b"}, {"q": "b", "a": text}]):
+        with pytest.raises(DataError, match="list of messages written as text"):
+            make(write(f"{number}.jsonl", [row]), tokenizer, **keys)
+    for number, row in enumerate(pairs):
+        with pytest.raises(DataError, match="list of messages written as text"):
+            create_preference_dataset(write(f"p{number}.jsonl", [row]), PairsDataConfig(), tokenizer)
+    for fine in ('[{"name": "Ada"}]', "[{", '[{"role": "king"}]', "{}", f"{text} Go on."):
+        assert len(make(write("f.jsonl", [{"q": "b", "a": fine}]), tokenizer, **keys)) == 1
