@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hybridrl.trainer.certify.certificate import CertificateRow, certify
-from hybridrl.trainer.certify.certified_runs import CertifiedRun, Incident, certified_runs, with_references
+from hybridrl.trainer.certify.certified_runs import ENGINES, CertifiedRun, Incident, certified_runs, with_references
 from hybridrl.trainer.certify.certify_command import main
 
-ROWS = {run.name: run for run in certified_runs(("hf", "vllm"))}
+ROWS = {run.name: run for run in certified_runs(ENGINES)}
 AHEAD, KILLED, REPLAYED = "hf, S = 1", "hf, S = 1, killed and resumed", "hf, S = 1, replayed"
 
 

@@ -198,11 +198,11 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _difference(weight: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference of two tensors; 0 only where all bits are equal."""
-    if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+    if weight.dtype == other.dtype and torch.equal(weight.view(torch.uint8), other.view(torch.uint8)):
         return 0.0
-    largest = (one.double() - other.double()).abs().max().item()
+    largest = (weight.double() - other.double()).abs().max().item()
     return largest if largest == largest and largest > 0 else float("inf")
 
 

@@ -26,7 +26,7 @@ class CertifiedRun:
 
     Attributes:
         name: begins with the inference engine.
-        engine: `hf` or `vllm`.
+        engine: its `rollout.name`.
         words: settings besides those that all runs have.
         reference: the row that it is compared with; None: it is one that others are compared with.
         exempt: why its weights may differ from those of the reference; empty: they have to be equal.
@@ -94,9 +94,13 @@ def _replicated() -> list[CertifiedRun]:
     ]
 
 
+_RUNS = (*_in_place(), *_replicated())
+ENGINES = tuple(dict.fromkeys(run.engine for run in _RUNS))
+
+
 def certified_runs(engines: Sequence[str]) -> list[CertifiedRun]:
     """Return the rows of the engines, each after the one that it is compared with."""
-    return [run for run in (*_in_place(), *_replicated()) if run.engine in engines]
+    return [run for run in _RUNS if run.engine in engines]
 
 
 def with_references(names: Sequence[str]) -> list[CertifiedRun]:
@@ -105,7 +109,7 @@ def with_references(names: Sequence[str]) -> list[CertifiedRun]:
     Raises:
         KeyError: there is no row with a name.
     """
-    rows = {run.name: run for run in certified_runs(("hf", "vllm"))}
+    rows = {run.name: run for run in certified_runs(ENGINES)}
     needed, open_names = set(), list(names)
     while open_names:
         run = rows[open_names.pop()]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.trainer.certify.certified_runs import CertifiedRun, certified_runs, with_references
+from hybridrl.registry import INFERENCE_ENGINES
+from hybridrl.trainer.certify.certified_runs import ENGINES, CertifiedRun, certified_runs, with_references
 
 _HEADERS = ("run", "compared with", "weights", "result")
 BROKEN = 1
@@ -72,11 +73,12 @@ def _data(row: Any) -> dict[str, Any]:
 def _runs(args: argparse.Namespace) -> list[CertifiedRun]:
     if args.only:
         return with_references(args.only)
-    return certified_runs(args.engine or [name for name in ("hf", "vllm") if name == "hf" or _installed(name)])
+    return certified_runs(args.engine or [name for name in ENGINES if _installed(name)])
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _installed(engine: str) -> bool:
+    packages = INFERENCE_ENGINES.metadata(engine).packages
+    return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
@@ -85,7 +87,7 @@ def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
         description="Train a small model for a few steps in many arrangements, and compare the weights bit for bit.",
         epilog="The exit status is 1 if weights that have to be equal are not. docs/certify.md explains the rows.",
     )
-    parser.add_argument("--engine", action="append", choices=["hf", "vllm"], help="by default all that are installed")
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="by default all that are installed")
     parser.add_argument("--only", action="append", metavar="ROW", help="a row, with those that it is compared with")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
     parser.add_argument("--model", type=Path, help="folder of a model; by default a random one of 0.36 M parameters")
