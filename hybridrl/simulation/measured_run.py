@@ -9,13 +9,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from hybridrl.config.roles import ROLES
 from hybridrl.errors import DataError
 from hybridrl.observe.run_history import load_history
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.recording import recording_of
 
-#: phases of the learner (docs/training.md)
-_LEARNING = ("old_log_prob", "ref", "teacher", "values", "rollout_corr", "adv", "update_critic", "update_actor")
+_OTHER_LEARNING = ("rollout_corr", "adv")  # phases of the learner that belong to no role (docs/training.md)
 _DRAWS = 20  # steps whose generation is laid out to find the seconds of a token
 
 
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> MeasuredRun:
         places=int(rollout["max_num_seqs"]),
         prompts=prompts,
         samples=int(rollout["n"]),
-        learn_s=seconds(*_LEARNING),
+        learn_s=seconds(*_learning_phases()),
         publish_s=seconds("update_weights"),
         reward_s=seconds("reward"),
         generation_s=seconds("gen"),
@@ -100,6 +100,13 @@ def read_run(folder: Path) -> MeasuredRun:
         length=chosen_from(lengths) if lengths else drawn,
         recorded=bool(lengths),
     )
+
+
+def _learning_phases() -> set[str]:
+    """Return the phases between generation and new weights; some roles share one."""
+    passes = {step.phase for spec in ROLES.values() for step in spec.passes}
+    updates = {spec.update.phase for spec in ROLES.values() if spec.update is not None}
+    return passes | updates | set(_OTHER_LEARNING)
 
 
 def chosen_from(values: Sequence[float]) -> Callable[[Random], float]:
