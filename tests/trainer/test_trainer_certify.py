@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.trainer.certify.certificate import CertificateRow, certify
 from hybridrl.trainer.certify.certified_runs import ENGINES, CertifiedRun, Incident, certified_runs, with_references
-from hybridrl.trainer.certify.certify_command import main
+from hybridrl.trainer.certify.certify_command import as_table, main
 
 ROWS = {run.name: run for run in certified_runs(ENGINES)}
 AHEAD, KILLED, REPLAYED = "hf, S = 1", "hf, S = 1, killed and resumed", "hf, S = 1, replayed"
@@ -67,3 +67,18 @@ def test_each_row_comes_after_its_reference() -> None:
         assert run.reference is None or names.index(run.reference) < names.index(run.name)
         assert run.reference is not None or run.incident is Incident.NONE
     assert [run.name for run in with_references([REPLAYED, "hf, S = 0"])] == ["hf, S = 0", AHEAD, REPLAYED]
+
+
+def test_the_table_of_the_page_has_the_rows_of_the_program(repository: Path) -> None:
+    lines = [line for line in (repository / "docs" / "certify.md").read_text().splitlines() if line.startswith("| ")]
+    start = lines.index(as_table([])[0])
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 :]][: len(ROWS)]
+    assert [(name, reference) for name, reference, _, _ in table] == [
+        (run.name, run.reference or "") for run in ROWS.values()
+    ]
+    weights = {name: digits for name, _, digits, _ in table}
+    for name, reference, digits, result in table:
+        if ROWS[name].must_equal:
+            assert (result, digits) == ("equal", weights[reference])
+        if ROWS[name].exempt:
+            assert ROWS[name].exempt in result

@@ -85,10 +85,7 @@ def _replicated() -> list[CertifiedRun]:
         CertifiedRun("vllm, S = 0, 1 replica on its own device", "vllm", _own_devices(1), first),
         CertifiedRun("vllm, S = 0, 2 replicas on their own devices", "vllm", _own_devices(2), first),
         CertifiedRun(ahead, "vllm", _ahead("colocate_async", True)),
-        CertifiedRun("vllm, S = 1, drained, 1 replica on its own device", "vllm", (*drained, *_own_devices(1)), ahead),
-        CertifiedRun("vllm, S = 1, drained, 2 replicas on their own devices", "vllm", two, ahead),
         CertifiedRun("vllm, S = 1, drained, one of 2 replicas lost", "vllm", two, ahead, "", Incident.REPLICA_LOST),
-        CertifiedRun("vllm, S = 1, drained, killed and resumed", "vllm", two, ahead, "", Incident.KILLED),
         CertifiedRun(free, "vllm", undrained, ahead, moment),
         CertifiedRun("vllm, S = 1, replayed", "vllm", undrained, free, "", Incident.REPLAYED),
     ]
