@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from hybridrl.config import load_config
 from hybridrl.errors import UserError
+from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.single_controller.ray import init_ray, shutdown_ray
 from hybridrl.trainer.certify.certified_runs import SAVED_STEP, STEPS, CertifiedRun, Incident
 
@@ -150,8 +151,8 @@ def _carry_out(run: CertifiedRun, folder: Path, model: Path, python: str) -> Non
         words += ["trainer.record=False", f"trainer.replay={run_folder(folder, run.reference)}"]
     with started_trainer(load_config("ppo_trainer", words)) as trainer:
         if run.incident is Incident.REPLICA_LOST:
-            supervisor = trainer.rollout.supervisor
-            updates = 0
+            assert isinstance(trainer.rollout, ReplicatedRollout)
+            supervisor, updates = trainer.rollout.supervisor, 0
 
             def lose() -> None:
                 nonlocal updates
