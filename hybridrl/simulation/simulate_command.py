@@ -229,13 +229,13 @@ def _world(args: argparse.Namespace) -> World:
     positive = {"--devices": args.devices, "--prompts": args.prompts, "--samples": args.samples, "--steps": args.steps}
     positive |= {"--places": args.places, "--learn": args.learn, "--seconds-per-token": per_token}
     positive |= {f"--window {value}": value for value in args.window}
+    if args.replica_lost is not None:
+        positive["--replica-lost"] = args.replica_lost
     for name, value in positive.items():
         if value <= 0:
             raise ValueError(f"{name}: {value:g} is given; it has to be more than 0")
     if not 0 <= args.uniform < 1:
         raise ValueError(f"--uniform: {args.uniform:g} is given; it has to be at least 0 and less than 1")
-    if args.replica_lost is not None:
-        positive["--replica-lost"] = args.replica_lost
     others = {"--publish": args.publish, "--reward": args.reward, "--spread": args.spread}
     for name, value in {**others, **{f"--staleness {value:g}": value for value in args.staleness}}.items():
         if value < 0:
