@@ -130,6 +130,10 @@ COMMANDS = {
         "predict the fastest placement and layouts of grpo or ppo on devices that you name",
         "hybridrl.plan.plan_command:main",
     ),
+    "certify": SubCommand(
+        "train a small model in many arrangements, and tell which end with the same weights",
+        "hybridrl.trainer.certify.certify_command:main",
+    ),
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),

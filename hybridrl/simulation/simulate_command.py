@@ -15,12 +15,15 @@ from random import Random
 from typing import Any
 
 from hybridrl.errors import DataError, UserError
+from hybridrl.simulation.measured_run import MeasuredRun, chosen_from, read_run
 from hybridrl.simulation.virtual_loop import run_virtual
 from hybridrl.simulation.world import Simulation, World, ideal_step_s
 from hybridrl.trainer.ppo.ledger import AdmissionSchedule
 
+_SECONDS_PER_TOKEN = 0.02
 _CLOSE = 1.03  # a schedule within 3 % of the fastest is as good, if it reads less ahead
-_HEADERS = ("devices", "S", "W", "s/step", "speed", "of ideal", "generation idle", "training idle", "age", "oldest")
+_HEADERS = ("devices", "S", "W", "s/step", "responses/s", "speed", "of ideal")
+_HEADERS += ("generation idle", "training idle", "waste", "age", "oldest")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class SimulatedSchedule:
         staleness, window: of the schedule.
         step_s: mean seconds of a step.
         ideal_s: the shortest possible; see `ideal_step_s`.
+        responses_per_s: responses that are trained on.
         generation_idle, training_idle: shares of time that the places and the training devices stand still.
+        waste: share of the seconds of generation whose responses are not trained on: void groups, aborted requests.
         mean_age, oldest: versions between admission and training.
     """
 
@@ -41,8 +46,10 @@ class SimulatedSchedule:
     window: int
     step_s: float
     ideal_s: float
+    responses_per_s: float
     generation_idle: float
     training_idle: float
+    waste: float
     mean_age: float
     oldest: int
 
@@ -54,10 +61,12 @@ class SimulatedSchedule:
             f"{self.staleness:g}",
             str(self.window),
             f"{self.step_s:.2f}",
+            f"{self.responses_per_s:.1f}",
             f"{synchronous_s / self.step_s:.2f}",
             f"{self.ideal_s / self.step_s:.2f}",
             f"{self.generation_idle:.0%}",
             f"{self.training_idle:.0%}",
+            f"{self.waste:.0%}",
             f"{self.mean_age:.2f}",
             str(self.oldest),
         )
@@ -90,8 +99,10 @@ def simulate(world: World, devices: int, generating: int, schedule: AdmissionSch
         schedule.window,
         seconds / world.steps,
         ideal,
+        schedule.prompts * world.samples * world.steps / seconds,
         1 - results.busy_s / (seconds * world.replicas * world.places),
         1 - results.learn_s / seconds,
+        (results.lost_s + results.void_s) / results.busy_s,
         sum(results.ages) / len(results.ages),
         max(results.ages),
     )
@@ -118,7 +129,7 @@ def response_times(path: Path, seconds_per_token: float) -> Callable[[Random], f
     seconds = list(_seconds(path, seconds_per_token))
     if not seconds:
         raise DataError(f"{path} has no lines; give a line for each response, such as {{'seconds': 2.5}}")
-    return lambda random: random.choice(seconds)
+    return chosen_from(seconds)
 
 
 def _seconds(path: Path, seconds_per_token: float) -> Iterator[float]:
@@ -154,7 +165,10 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
         0, or 2 with one message where something is wrong.
     """
     args = _arguments(argv, command)
+    args.measured = None
     try:
+        if args.run is not None:
+            _read_run(args)
         world = _world(args)
         plans = list(schedules(args.prompts, args.staleness, args.window))
     except (UserError, ValueError) as error:
@@ -169,19 +183,70 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.s
     return 0
 
 
+_OF_RUN = {
+    "devices": "devices",
+    "places": "places",
+    "prompts": "prompts",
+    "samples": "samples",
+    "learn": "learn_s",
+    "publish": "publish_s",
+    "reward": "reward_s",
+}
+_DEFAULTS = {"devices": 8, "places": 16, "prompts": 64, "samples": 8, "learn": 30.0, "publish": 2.0, "reward": 0.5}
+
+
+def _read_run(args: argparse.Namespace) -> None:
+    """Fill in what is not given from the run's folder, and say what was read.
+
+    Raises:
+        UserError: the folder lacks something, or the run was asynchronous and the seconds of a token are not given.
+    """
+    run = read_run(args.run)
+    for name, field in _OF_RUN.items():
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(run, field))
+    if args.lengths is None:
+        if args.seconds_per_token is None and not run.synchronous:
+            raise DataError(
+                f"--run {args.run}: it generated ahead of training, so timing_s/gen is not the time of generation; "
+                "add --seconds-per-token"
+            )
+        args.seconds_per_token = args.seconds_per_token or run.seconds_per_token()
+        args.measured = run
+    source = "recorded lengths" if run.recorded else "log-normal lengths with the mean and maximum of the metrics"
+    print(
+        f"{args.run}: {args.prompts} prompts x {args.samples}, {args.devices} devices x {args.places} places; update "
+        f"{args.learn:.3g} s, weights {args.publish:.3g} s, score {args.reward:.3g} s; {source}, "
+        f"{args.seconds_per_token or 0:.3g} s per token\n"
+    )
+
+
 def _world(args: argparse.Namespace) -> World:
+    for name, value in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    per_token = _SECONDS_PER_TOKEN if args.seconds_per_token is None else args.seconds_per_token
     positive = {"--devices": args.devices, "--prompts": args.prompts, "--samples": args.samples, "--steps": args.steps}
-    positive |= {"--places": args.places, "--learn": args.learn, "--seconds-per-token": args.seconds_per_token}
+    positive |= {"--places": args.places, "--learn": args.learn, "--seconds-per-token": per_token}
     positive |= {f"--window {value}": value for value in args.window}
+    if args.replica_lost is not None:
+        positive["--replica-lost"] = args.replica_lost
     for name, value in positive.items():
         if value <= 0:
             raise ValueError(f"{name}: {value:g} is given; it has to be more than 0")
+    if not 0 <= args.uniform < 1:
+        raise ValueError(f"--uniform: {args.uniform:g} is given; it has to be at least 0 and less than 1")
     others = {"--publish": args.publish, "--reward": args.reward, "--spread": args.spread}
     for name, value in {**others, **{f"--staleness {value:g}": value for value in args.staleness}}.items():
         if value < 0:
             raise ValueError(f"{name}: {value:g} is given; it has to be at least 0")
     if args.lengths is not None:
-        response_s = response_times(args.lengths, args.seconds_per_token)
+        response_s = response_times(args.lengths, per_token)
+    elif args.measured is not None:
+        run: MeasuredRun = args.measured
+
+        def response_s(random: Random) -> float:
+            return run.length(random) * per_token
     elif args.median > 0:
         center, spread = math.log(args.median), args.spread
 
@@ -198,6 +263,8 @@ def _world(args: argparse.Namespace) -> World:
         reward_s=args.reward,
         learn_s=args.learn,
         publish_s=args.publish,
+        uniform=args.uniform,
+        replica_lost_s=args.replica_lost,
     )
 
 
@@ -209,16 +276,28 @@ def _print(rows: Sequence[SimulatedSchedule], args: argparse.Namespace, synchron
     widths = [max(len(cells[column]) for cells in table) for column in range(len(_HEADERS))]
     for cells in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
-    split = (
-        f"{choice.generating} of {args.devices} devices generate"
-        if choice.generating
-        else f"all {args.devices} devices take turns"
-    )
     print(
-        f"\nproposed: staleness {choice.staleness:g}, window {choice.window}, {split}: "
-        f"{choice.step_s:.2f} s per step, {synchronous_s / choice.step_s:.2f} times the synchronous schedule"
+        f"\nproposed: {choice.step_s:.2f} s per step, {synchronous_s / choice.step_s:.2f} times the synchronous "
+        "schedule (it reads least ahead, among those within 3 % of the fastest)"
     )
-    print("(the schedule that reads least ahead, among those within 3 % of the fastest)")
+    print("  " + " ".join(run_settings(choice, args.devices)))
+
+
+def run_settings(choice: SimulatedSchedule, devices: int) -> list[str]:
+    """Return the settings of a run with a schedule, on machines of which one holds all devices."""
+    if not choice.staleness:
+        return ["trainer.v1.trainer_mode=sync"]
+    mode = "separate_async" if choice.generating else "colocate_async"
+    words = [
+        f"trainer.v1.trainer_mode={mode}",
+        f"trainer.v1.{mode}.num_warmup_batches={choice.staleness:g}",
+        f"trainer.v1.window={choice.window}",
+        "data.gen_batch_size=1",
+        f"trainer.n_gpus_per_node={devices - choice.generating}",
+    ]
+    if choice.generating:
+        words += ["rollout.nnodes=1", f"rollout.n_gpus_per_node={choice.generating}"]
+    return words
 
 
 def _arguments(argv: Sequence[str] | None, command: str) -> Any:
@@ -227,17 +306,20 @@ def _arguments(argv: Sequence[str] | None, command: str) -> Any:
         description="Compare synchronous and asynchronous schedules of generation and training, from latencies.",
         epilog="S: steps of prompts that are answered ahead; W: at most W - 1 groups pass an unfinished one.",
     )
-    parser.add_argument("--devices", type=int, default=8, help="devices in all; each generates --places responses")
-    parser.add_argument("--places", type=int, default=16, help="responses that a device generates at a time")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts per step (data.train_batch_size)")
-    parser.add_argument("--samples", type=int, default=8, help="responses per prompt (rollout.n)")
+    parser.add_argument("--run", type=Path, help="folder of a run, whose sizes and times are taken where none is given")
+    parser.add_argument("--devices", type=int, help="devices in all; each generates --places responses (8)")
+    parser.add_argument("--places", type=int, help="responses that a device generates at a time (16)")
+    parser.add_argument("--prompts", type=int, help="prompts per step, data.train_batch_size (64)")
+    parser.add_argument("--samples", type=int, help="responses per prompt, rollout.n (8)")
     parser.add_argument("--lengths", type=Path, help="JSONL with `seconds` or `response_length` of responses")
-    parser.add_argument("--seconds-per-token", type=float, default=0.02, help="for lengths in tokens")
-    parser.add_argument("--median", type=float, default=10.0, help="without --lengths: median seconds of a response")
+    parser.add_argument("--seconds-per-token", type=float, help="for lengths in tokens (0.02, or from --run)")
+    parser.add_argument("--median", type=float, default=10.0, help="without lengths: median seconds of a response")
     parser.add_argument("--spread", type=float, default=0.8, help="and the standard deviation of their logarithm")
-    parser.add_argument("--reward", type=float, default=0.5, help="mean seconds until a response is scored")
-    parser.add_argument("--learn", type=float, default=30.0, help="seconds of an update on all devices")
-    parser.add_argument("--publish", type=float, default=2.0, help="seconds of sending new weights")
+    parser.add_argument("--reward", type=float, help="mean seconds until a response is scored (0.5)")
+    parser.add_argument("--learn", type=float, help="seconds of an update on all devices (30)")
+    parser.add_argument("--publish", type=float, help="seconds of sending new weights (2)")
+    parser.add_argument("--uniform", type=float, default=0.0, help="share of groups that filter_groups drops")
+    parser.add_argument("--replica-lost", type=float, help="mean seconds between losses of a replica; none by default")
     parser.add_argument("--staleness", type=float, nargs="+", default=[1.0, 2.0], help="values of S to compare")
     parser.add_argument("--window", type=int, nargs="+", default=[1, 8], help="values of W to compare")
     parser.add_argument("--steps", type=int, default=20, help="steps of each simulated run")

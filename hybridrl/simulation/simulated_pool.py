@@ -38,7 +38,7 @@ class SimulatedPool:
 
     Attributes:
         busy_s: seconds that places generated, those whose tokens were lost included.
-        lost_s: seconds of generation that were lost with replicas.
+        lost_s: seconds of generation that were lost with replicas, and with requests that were aborted.
     """
 
     def __init__(self, replicas: int, places: int, restart_s: float = 1.0) -> None:
@@ -63,7 +63,11 @@ class SimulatedPool:
         self._dispatch()
         try:
             await request.done
-        finally:  # aborted, if it is cancelled
+        except asyncio.CancelledError:  # aborted
+            self._stop(request)
+            self.lost_s += request.seconds - request.remaining
+            raise
+        finally:
             self._remove(request)
 
     def weights_will_change(self) -> None:

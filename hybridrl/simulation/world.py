@@ -72,7 +72,10 @@ class SimulatedRun:
         ages: versions between admission and training, of each group.
         generated_s: generation time of all groups that were trained on.
         longest_s: the longest response of each step, added up.
-        seconds, busy_s, lost_s, learn_s: simulated time of the run, and of its places and its training.
+        seconds, learn_s: simulated time of the run, and of its training.
+        busy_s: seconds that the places generated.
+        lost_s: those of requests that ended with their replica or their group, and run again or not at all.
+        void_s: those of finished groups that were not trained on.
         voided: reasons of void groups.
     """
 
@@ -83,6 +86,7 @@ class SimulatedRun:
     seconds: float = 0.0
     busy_s: float = 0.0
     lost_s: float = 0.0
+    void_s: float = 0.0
     learn_s: float = 0.0
     voided: Counter[str] = field(default_factory=Counter)
 
@@ -127,6 +131,7 @@ class Simulation:
     async def answer(self, lot: Lot[list[str]]) -> LotResult[tuple[float, ...]]:
         """Generate and score the samples of a lot. The rows of a group are the seconds of its samples here."""
         groups = await asyncio.gather(*(self._group(group) for group in lot.groups))
+        self.results.void_s += sum(sum(seconds) for seconds, reason in groups if reason)
         rows = {group.uid: seconds for group, (seconds, reason) in zip(lot.groups, groups, strict=True) if not reason}
         voided = {group.uid: reason for group, (_, reason) in zip(lot.groups, groups, strict=True) if reason}
         return LotResult(rows, voided, lot.first_seq)
@@ -140,7 +145,7 @@ class Simulation:
         seconds = await asyncio.gather(*(self._sample(sample) for sample in samples))
         scored = tuple(value for value in seconds if value is not None)
         if len(scored) < len(seconds):
-            return (), "unscored"
+            return scored, "unscored"
         return scored, "uniform" if uniform else ""
 
     async def _sample(self, random: Random) -> float | None:
@@ -184,9 +189,10 @@ class Simulation:
                     checkpoint = self.checkpoint()
         finally:
             faults.cancel()
+            # Before the end cuts off what is in flight.
+            results.busy_s, results.lost_s = self.pool.busy_s, self.pool.lost_s
             await self.feeder.close()
         results.seconds += asyncio.get_running_loop().time()
-        results.busy_s, results.lost_s = self.pool.busy_s, self.pool.lost_s
         results.voided = self.feeder.ledger.voided
         return checkpoint
 

@@ -1,0 +1,1 @@
+"""Runs a small model in many arrangements, and compares the weights that they end with (`hybridrl certify`)."""
