@@ -247,7 +247,12 @@ def test_main_eval_ends_by_the_signal_with_all_that_it_has_started(
 
 @pytest.mark.slow(40)
 def test_main_generation_keeps_its_parts_and_goes_on(
-    start_real: Callable[..., Job], micro_model: Path, sort_data: Path, tmp_path: Path, hold: Hold
+    start_real: Callable[..., Job],
+    start_with_ray: Callable[..., Job],
+    micro_model: Path,
+    sort_data: Path,
+    tmp_path: Path,
+    hold: Hold,
 ) -> None:
     """Signalled within the third part: the first two are there, and the same command answers the rest."""
     output = tmp_path / "out" / "answers.parquet"
@@ -270,7 +275,7 @@ def test_main_generation_keeps_its_parts_and_goes_on(
     assert_ends(processes)
     assert len(list(parts.glob("part_*.parquet"))) == 2 and not output.exists()
     hold.at("never", 1)
-    job = start_real(*words, module=GENERATION)
+    job = start_with_ray(*words, module=GENERATION)
     assert job.wait() == 0, job.output[-4000:]
     assert json.loads(output.with_suffix(".metrics.json").read_text())["parts_of_earlier_runs"] == 2
     assert len(pd.read_parquet(output)) == 16 and not parts.exists()
