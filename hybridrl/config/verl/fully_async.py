@@ -29,7 +29,7 @@ class FullyAsyncKeys:
     """The meaning of the settings of verl's program.
 
     Attributes:
-        keys: the values that they stand for, by key; none where none was given, or one is wrong.
+        keys: the values that they stand for, by key; none where none was written, or one is wrong.
         origin: where these come from, as a clause to append to a key.
         notices: what the user is told.
         faults: a sentence for each setting that cannot be used.
@@ -42,7 +42,7 @@ class FullyAsyncKeys:
 
 
 def keys_of_fully_async(
-    given: Mapping[str, tuple[Any, str]], value_of: Callable[[str], Any], origins: Mapping[str, str]
+    written: Mapping[str, tuple[Any, str]], value_of: Callable[[str], Any], origins: Mapping[str, str]
 ) -> FullyAsyncKeys:
     """Return the keys that verl's settings stand for.
 
@@ -51,24 +51,24 @@ def keys_of_fully_async(
     int(P (1 + S)) prompts between two transfers, and so does the sampler here.
 
     Args:
-        given: values of verl's settings, with the place where each was written.
+        written: values of verl's settings, with the place where each was written.
         value_of: returns the value of a key so far.
         origins: the keys that were set by themselves, with the place.
     """
-    if not given:
+    if not written:
         return FullyAsyncKeys()
-    meaning = FullyAsyncKeys(origin=f" (from {', '.join(given)})")
-    settings = {**_DEFAULTS, **{name: value for name, (value, _) in given.items()}}
-    for name, kind in _misfits(given, settings):
-        meaning.faults.append(f"{name}={show(settings[name])}{given[name][1]}: must be {kind}")
+    meaning = FullyAsyncKeys(origin=f" (from {', '.join(written)})")
+    settings = {**_DEFAULTS, **{name: value for name, (value, _) in written.items()}}
+    for name, kind in _misfits(written, settings):
+        meaning.faults.append(f"{name}={show(settings[name])}{written[name][1]}: must be {kind}")
     mini = value_of(_MINI_BATCH)
     if meaning.faults or isinstance(mini, bool) or not isinstance(mini, int):
         return meaning
     keys = _keys(settings, mini, value_of)
     meaning.keys = {key: value for key, value in keys.items() if key not in (_BYPASS, _STEPS) or key not in origins}
-    written = ", ".join(f"{name}={show(value)}" for name, (value, _) in given.items())
+    words = ", ".join(f"{name}={show(value)}" for name, (value, _) in written.items())
     text = " ".join(f"{key}={show(value)}" for key, value in meaning.keys.items())
-    notice = f"asynchronous training as verl's fully_async_main names it ({written}) is {text}"
+    notice = f"asynchronous training as verl's fully_async_main names it ({words}) is {text}"
     before = {key: value_of(key) for key, value in meaning.keys.items() if key in origins and value_of(key) != value}
     if before:
         notice += f". It replaces {', '.join(f'{key}={show(value)}' for key, value in before.items())}"
@@ -105,9 +105,9 @@ def _lot(lot: Any, prompts: int, ahead: float) -> int | None:
     return max(1, room // _LOTS)
 
 
-def _misfits(given: Mapping[str, tuple[Any, str]], settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _misfits(written: Mapping[str, tuple[Any, str]], settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the settings whose values are of a wrong kind, with the right one."""
-    for name in given:
+    for name in written:
         value, default = settings[name], _DEFAULTS[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if isinstance(default, bool):
