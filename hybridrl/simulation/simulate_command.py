@@ -22,8 +22,10 @@ from hybridrl.trainer.ppo.ledger import AdmissionSchedule
 
 _SECONDS_PER_TOKEN = 0.02
 _CLOSE = 1.03  # a schedule within 3 % of the fastest is as good, if it reads less ahead
-_HEADERS = ("devices", "S", "W", "s/step", "responses/s", "speed", "of ideal")
-_HEADERS += ("generation idle", "training idle", "waste", "age", "oldest")
+_HEADERS = (
+    *("devices", "S", "W", "s/step", "responses/s", "speed", "of ideal"),
+    *("generation idle", "training idle", "waste", "age", "oldest"),
+)
 
 
 @dataclass(frozen=True)
