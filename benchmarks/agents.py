@@ -220,8 +220,8 @@ def gateway(arguments: argparse.Namespace, folder: Path) -> int:
     import ray
 
     from hybridrl.rollout.inference_engine import EngineSpec
-    from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
-    from hybridrl.rollout.replicas.supervisor import Supervisor
+    from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaPlacement
+    from hybridrl.rollout.replicas.replica_supervisor import Supervisor
     from hybridrl.rollout.rollout import ReplicatedRollout
     from hybridrl.serve import make_server
     from hybridrl.single_controller import RayResourcePool

@@ -85,8 +85,8 @@ class Ours:
 
         from hybridrl.config import load_config
         from hybridrl.rollout.inference_engine import EngineSpec
-        from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
-        from hybridrl.rollout.replicas.supervisor import Supervisor
+        from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaPlacement
+        from hybridrl.rollout.replicas.replica_supervisor import Supervisor
         from hybridrl.rollout.rollout import ReplicatedRollout
         from hybridrl.single_controller import RayResourcePool
 

@@ -90,9 +90,9 @@ def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:
     """A pool of one replica whose workers also hold resident weights."""
     from hybridrl.config import load_config
     from hybridrl.rollout.inference_engine import EngineSpec
-    from hybridrl.rollout.replicas.handle import PoolSettings
-    from hybridrl.rollout.replicas.supervisor import Supervisor
-    from hybridrl.rollout.start import replica_placements
+    from hybridrl.rollout.replicas.replica_handle import PoolSettings
+    from hybridrl.rollout.replicas.replica_supervisor import Supervisor
+    from hybridrl.rollout.start_replicas import replica_placements
     from hybridrl.single_controller import RayResourcePool
 
     words = [

@@ -141,13 +141,16 @@ COMMANDS = {
 }
 
 
-def start(name: str, command: str, argv: Sequence[str] | None = None) -> None:
+def start(
+    name: str, command: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> None:
     """Run a program's command line (`hybridrl.config.cli`).
 
     Args:
         name: a name from `PROGRAMS`, which may have two words.
         command: how the user called it, for `--help`.
         argv: the words after the command; those of the process by default.
+        defaults: values by key that replace the program's own.
     """
     program = PROGRAMS[name]
 
@@ -157,7 +160,7 @@ def start(name: str, command: str, argv: Sequence[str] | None = None) -> None:
     try:
         from hybridrl.config import cli
 
-        cli(program.tree, run, argv, command=command, defaults=program.defaults)
+        cli(program.tree, run, argv, command=command, defaults={**program.defaults, **(defaults or {})})
     except ModuleNotFoundError as error:
         _explain_missing(error)
 

@@ -139,6 +139,8 @@ if [ -z "$skip_sglang" ]; then
 fi
 
 printf '\n%s' "$summary"
+times >"$logs/times" # the second line: of what this script has started
+printf 'processor time, user and system: %s\n' "$(tail -n 1 "$logs/times")"
 [ -z "$skip_sglang" ] ||
     printf 'not run in the SGLang environment: %s (bash scripts/test.sh, without other words)\n' "${sglang_tests[*]}"
 if [ -n "$failed" ]; then

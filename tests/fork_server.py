@@ -90,7 +90,7 @@ WITH_RAYS_ENVIRONMENT = (
 # Programs and processes of servers, which import Ray with the settings of this one.
 OF_CONTROLLERS = (
     "ray._private.workers.default_worker",
-    "hybridrl.serve.child",
+    "hybridrl.serve.server_child",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
     "hybridrl.trainer.ppo.prepare_ppo",
@@ -136,7 +136,7 @@ OF_ENGINES = {
         "sglang.srt.managers.scheduler",
         "sglang.srt.managers.detokenizer_manager",
         "sglang.srt.models.qwen2",
-        "hybridrl.rollout.sglang.host",
+        "hybridrl.rollout.sglang.sglang_child",
     ),
 }
 
@@ -190,6 +190,7 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
         return _serve(kind, listener, sys.stdin)
     _import((*PRELOADED, *OF_PROGRAMS, *filter(importlib.util.find_spec, OF_AGENTS)))
     _import_megatron()
+    _fill_caches()
     assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
     assert second is not None
     own, with_ray = os.getpid(), os.fork()
@@ -327,6 +328,14 @@ def _import(names: Iterable[str]) -> None:
         importlib.import_module(name)
     for name in WITHOUT_ARROWS_THREAD:
         del os.environ[name]
+
+
+def _fill_caches() -> None:
+    """Do what takes a process long once: the first composition takes a second, each later one a tenth of that."""
+    for tree in ("ppo_trainer", "sft_trainer"):
+        importlib.import_module("hybridrl.config.compose").compose_config(tree)
+    # Renamings of weights, which transformers compiles when it first loads a model: 0.1 s.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen2")
 
 
 def _import_megatron() -> None:

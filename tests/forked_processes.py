@@ -48,7 +48,7 @@ esac
 """
 #: children of the library that import Ray:
 OF_SERVERS = """case "$*" in
-    *hybridrl.serve.child*)
+    *hybridrl.serve.server_child*)
         [ "$1" = -u ] && shift
         {settings} exec {python} -I -S {client} --program "$@" ;;
 esac
@@ -62,7 +62,7 @@ esac
 """
 #: and processes of inference engines.
 OF_ENGINES = """[ -e {started} ] || case "$*" in
-    *spawn_main* | *hybridrl.rollout.sglang.host*)
+    *spawn_main* | *hybridrl.rollout.sglang.sglang_child*)
         [ "$1" = -u ] && shift
         {settings} exec {python} -I -S {client} --program "$@" ;;
 esac

@@ -28,7 +28,7 @@ class SharedRay:
         Args:
             with_engines: see `forked_processes.running`.
         """
-        from hybridrl.single_controller.ray.start import start_ray
+        from hybridrl.single_controller.ray.start_ray import start_ray
 
         self._with_engines = with_engines
         self._servers.enter_context(forked_processes.running(Path(os.environ["RAY_TMPDIR"]), with_engines))

@@ -117,10 +117,10 @@ class AgentRollout(Rollout):
             if batch.on_finished is not None:
                 batch.on_finished(attempt.trajectories)
             return attempt.trajectories, missing
-        what = f"agent session of uid {task.uid!r}, sample {task.sample} has no score: {attempt.unscored}"
+        message = f"agent session of uid {task.uid!r}, sample {task.sample} has no score: {attempt.unscored}"
         if self._config.agent.on_error == "raise" and attempt.unscored.reason is not Reason.DROPPED:
-            raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from attempt.failure
-        notify(what, "warning")
+            raise RolloutError(f"{message}. rollout.agent.on_error=drop leaves such samples out") from attempt.failure
+        notify(message, "warning")
         return [], missing
 
     async def _attempts(

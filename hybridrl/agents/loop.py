@@ -326,7 +326,7 @@ class SessionClient:
 
     def _warn_of_difference(self, sampling: SamplingParams, who: str) -> None:
         """Warn where tokens to train on come from another distribution than that which training computes."""
-        usual = self._sampling
+        of_run = self._sampling
         if self._trains and sampling.json_schema is not None:
             notify(
                 f"{who} keeps its answers to a JSON schema: their tokens are sampled from what the schema leaves of "
@@ -335,15 +335,15 @@ class SessionClient:
                 "warning",
                 once=True,
             )
-        if not self._trains or not (sampling.do_sample or usual.do_sample):
+        if not self._trains or not (sampling.do_sample or of_run.do_sample):
             return
-        names = ("temperature", "top_p", "top_k") if sampling.do_sample and usual.do_sample else ("do_sample",)
-        differing = [name for name in names if getattr(sampling, name) != getattr(usual, name)]
+        names = ("temperature", "top_p", "top_k") if sampling.do_sample and of_run.do_sample else ("do_sample",)
+        differing = [name for name in names if getattr(sampling, name) != getattr(of_run, name)]
         if differing:
             notify(
                 f"{who} samples with {_listed(sampling, differing)}, and training computes log-probabilities with "
-                f"actor_rollout_ref.rollout.{_listed(usual, differing)}: on tokens with response_mask 1 they are those "
-                "of another distribution. Set both alike, or give such tokens response_mask 0",
+                f"actor_rollout_ref.rollout.{_listed(of_run, differing)}: on tokens with response_mask 1 they are "
+                "those of another distribution. Set both alike, or give such tokens response_mask 0",
                 "warning",
                 once=True,
             )

@@ -50,7 +50,7 @@ def check_loop_settings(
     schema: type = type(config)
     for item in conditional(schema):
         needs = [condition for condition, _ in item.needs if isinstance(condition, LoopNeed)]
-        unmet = [need for need in needs if not any(map(need.fact.met_by, loops))]
+        unmet = [need for need in needs if not any(map(need.condition.met_by, loops))]
         if not unmet or item.key in _NOTICED:
             continue
         value = value_at(config, item.key)

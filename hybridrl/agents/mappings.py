@@ -41,5 +41,5 @@ def check_loop_file(entries: Entries) -> Iterator[str]:
 def _faults(check: Callable[[str], Iterable[str]], entries: Entries) -> Iterator[str]:
     try:
         yield from check(str(entries.values[FILE]))
-    except RolloutError as error:  # of the file as a whole
+    except RolloutError as error:  # about the file as a whole
         yield str(error)

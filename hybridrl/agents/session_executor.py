@@ -37,11 +37,11 @@ class SessionExecutor:
     another thread where this one is abandoned.
 
     Args:
-        what: the called code, for messages.
+        code: the called code, for messages.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, code: str) -> None:
+        self._code = code
         self.loop: ExecutorLoop | None = None
 
     async def run(self, make: Callable[[], Any], limit_s: float) -> Any:
@@ -53,7 +53,7 @@ class SessionExecutor:
         """
         while True:
             if self.loop is None:
-                self.loop = LOOPS.lease(self._what)
+                self.loop = LOOPS.lease(self._code)
             loop = self.loop
             measured = clock.Clock()
             begun = threading.Event()
@@ -111,7 +111,7 @@ class SessionExecutor:
                 LOOPS.abandon(loop)
                 if self.loop is loop:
                     self.loop = None
-            raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
+            raise CallTimeoutError(f"{self._code} did not answer within {limit_s:g} s")
 
     def stop(self) -> None:
         """End what the session's code still does, and give the thread back."""
@@ -204,7 +204,7 @@ class Loops:
         self._lock = threading.Lock()
         self.loops: list[ExecutorLoop] = []
 
-    def lease(self, what: str) -> ExecutorLoop:
+    def lease(self, code: str) -> ExecutorLoop:
         """A loop that no session has; a new one; or, where there are `MOST_LOOPS`, the one that the fewest have.
 
         Raises:
@@ -219,7 +219,7 @@ class Loops:
                 except (OSError, RuntimeError) as failure:
                     if least is None:
                         raise UnscoredError(
-                            Reason.INFRA, f"no thread to call {what} can be started: {failure}"
+                            Reason.INFRA, f"no thread to call {code} can be started: {failure}"
                         ) from failure
             least.users += 1
             return least

@@ -186,9 +186,9 @@ def call_policy_loss(
     ]  # fmt: skip
     surplus = [] if open_ended else [key for key in arguments if key not in parameters]
     if missing or surplus:
-        what = f"requires {', '.join(missing)}, which nothing provides" if missing else f"lacks {', '.join(surplus)}"
+        problem = f"requires {', '.join(missing)}, which nothing provides" if missing else f"lacks {', '.join(surplus)}"
         raise AlgorithmError(
-            f"{POLICY_LOSSES.key}={name}: the function {getattr(fn, '__qualname__', fn)} {what}. A policy loss is "
+            f"{POLICY_LOSSES.key}={name}: the function {getattr(fn, '__qualname__', fn)} {problem}. A policy loss is "
             "written as loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, "
             "rollout_is_weights=None) and returns (loss, metrics); see docs/extending.md."
         )

@@ -3,7 +3,7 @@
 Legend: B sequences, T response tokens, K tokens of the vocabulary that the teacher finds most likely, V vocabulary;
 p policy, q teacher.
 
-A loss is a function of log p and log q that returns one value per token. What it reads is a fact of its entry:
+A loss is a function of log p and log q that returns one value per token. Its entry says what it reads:
 
 | reads      | log p, log q      | the run sends from the teacher to the policy            |
 |------------|-------------------|---------------------------------------------------------|

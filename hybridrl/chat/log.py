@@ -25,17 +25,17 @@ class SessionLog:
         """Seconds since the session began."""
         return time.perf_counter() - self._begin
 
-    def add(self, kind: str, at: float, seconds: float | None = None, **facts: Any) -> None:
+    def add(self, kind: str, at: float, seconds: float | None = None, **fields: Any) -> None:
         """Add an event.
 
         Args:
             kind: `generate`, `tool`, or a word of your own.
             at: when it began, by `clock`.
             seconds: that it took; None: it ends now.
-            facts: further fields of the event, as JSON data.
+            fields: further fields of the event, as JSON data.
         """
         took = self.clock() - at if seconds is None else seconds
-        self.events.append({"kind": kind, "at": round(at, 6), "seconds": round(took, 6), **facts})
+        self.events.append({"kind": kind, "at": round(at, 6), "seconds": round(took, 6), **fields})
 
     def record(self) -> dict[str, Any]:
         """`{started, seconds, messages, events}`."""

@@ -19,7 +19,7 @@ from PIL.Image import Image
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
-from hybridrl.models.vision import ImageProcessor, ImageTensors
+from hybridrl.models.vision import ImageProcessor, ImageTensors, as_rgb
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.request_images import PromptImages, join_images
 
@@ -77,7 +77,7 @@ class ImageReader:
         if not isinstance(image, Image):
             raise RolloutError(f"an image of a session is {type(image).__name__}; give a PIL image")
         try:
-            return self.processor.pixels([image.convert("RGB")])
+            return self.processor.pixels([as_rgb(image)])
         except Exception as error:  # Pillow and image processors may raise anything for a damaged or a strange image
             raise RolloutError(f"an image cannot be read: {type(error).__name__}: {error}") from error
 
@@ -120,8 +120,8 @@ class ImageReader:
             )
         tokens, ids = self.processor.media_tokens, list(prompt)
         written = {place for place, _, _ in generated_in(ids, generated) if ids[place] in tokens}
-        what = "a session's prompt"
-        return PromptImages.of(ids, join_images(images), self.processor.config, what, written)
+        subject = "a session's prompt"
+        return PromptImages.of(ids, join_images(images), self.processor.config, subject, written)
 
     def positions(self, ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:
         """The positions [4, L] of a trajectory's tokens."""

@@ -38,6 +38,7 @@ from hybridrl.config.short_derived import acting_seeds, derive
 from hybridrl.config.short_names import TREES, ShortSettings, is_short
 from hybridrl.config.unread import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
+from hybridrl.config.verl.fully_async import keys_of_fully_async
 from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, RewriteResult, key_book
 from hybridrl.config.verl.tables import Choice, choices
 from hybridrl.errors import ConfigError
@@ -384,7 +385,8 @@ def compose_config(
     from_torchrun = {key: value for key, value in (launched or {}).items() if key in book.fields}
     taken_back = {item.key for item in set_by_words.assignments if item.delete}
     for key, value in {**(defaults or {}), **from_torchrun}.items():
-        if (key not in origins or key in taken_back) and _value_at(tree, key) == _value_at(shipped, key):
+        is_default = key in book.fields and _value_at(tree, key) == _value_at(shipped, key)
+        if is_default and (key not in origins or key in taken_back):
             put(tree, key, value)
     short = {**parsed.derived, **(derived or {})}
     set_by_words.add(book.rewrite(_put_derived(root, short, tree, origins, faults)))
@@ -392,6 +394,13 @@ def compose_config(
     everything = RewriteResult(renamed=parsed.notices, wrong=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
+    of_program = {key: (value, "") for key, value in (defaults or {}).items() if key not in book.fields}
+    of_verl = keys_of_fully_async({**of_program, **everything.computed}, functools.partial(_value_at, tree), origins)
+    everything.renamed += of_verl.notices
+    everything.wrong += of_verl.faults
+    for key, value in of_verl.keys.items():
+        put(tree, key, value)
+        origins[key] = of_verl.origin
     config = _typed(root, tree, everything, origins, book.suggest)
     if "seed" in short and not everything.faults:
         for key in acting_seeds(config, origins):

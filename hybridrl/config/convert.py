@@ -49,6 +49,16 @@ def put(tree: dict[str, Any], name: str, value: Any) -> None:
         tree[last] = dict(value) if isinstance(value, Mapping) else value
 
 
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field has no default."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def missing_keys(cls: type, tree: Mapping[str, Any]) -> list[str]:
+    """Return the keys without a default that `tree` does not have: `build` needs them."""
+    return [field.name for field in dataclasses.fields(cls) if is_required(field) and field.name not in tree]
+
+
 @functools.cache
 def _types_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
@@ -85,7 +95,7 @@ def build(
         except _Fault as fault:
             empty = "no value; it " if value == "" else ""
             faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {empty}{fault}"
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if is_required(field):
                 values[field.name] = value  # the group cannot be made without it
     return cls(**values)
 

@@ -4,7 +4,8 @@ An entry (a loss, an estimator, an engine, ...) may come with a dataclass of set
 the key that chooses the entry (`EntryGroup`), so `actor.policy_loss.my_beta=0.1` is a setting if the chosen loss
 declares `my_beta`. The configuration holds them as attributes of that group; the dataclass itself is the group's
 attribute `own`. Training engines read one of the `ENGINE_GROUPS`: that of the type that their settings derive from.
-Settings in a mapping whose keys users choose (`roles.NAME`, `reward.reward_kwargs`) are read by `read_own`.
+Settings in a mapping whose keys users choose (`roles.NAME`, `reward.reward_kwargs`) are read by `read_own`. Both make
+them with `hybridrl.config.convert.build`. `hybridrl.config.entry_mappings` lists those of mappings by whole keys.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.convert import build, nearest
+from hybridrl.config.convert import build, missing_keys, nearest
 from hybridrl.config.schema.engine import EngineConfig, FSDPConfig
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -156,7 +157,7 @@ def add_own_settings(
         fields = _own_fields(settings, type(node))
         if settings is not None and fields:
             own = {key: value for key, value in values.items() if key in fields}
-            missing = [key for key, required in fields.items() if required and key not in own]
+            missing = [key for key in missing_keys(settings, own) if key in fields]
             for key in missing:
                 faults[f"{group.path}.{key}"] = f"{group.path}.{key} must be set for {group.chosen_by}={name}"
             if not missing:
@@ -205,16 +206,16 @@ def _may_have_settings(group: EntryGroup, name: Any, unknown: list[str]) -> bool
     return group.registry.knows(name) and (bool(unknown) or not group.registry.is_builtin(name))
 
 
-def _own_fields(settings: type | None, group: type) -> dict[str, bool]:
-    """The fields that are new keys, and whether each must be set: neither keys of the schema nor read elsewhere."""
+def _own_fields(settings: type | None, group: type) -> list[str]:
+    """Return the fields that are new keys: neither keys of the schema nor read elsewhere."""
     if settings is None:
-        return {}
+        return []
     schema_fields = {field.name for field in dataclasses.fields(group)}
-    return {
-        field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    return [
+        field.name
         for field in dataclasses.fields(settings)
         if field.name not in schema_fields and field.metadata.get("path") is None
-    }
+    ]
 
 
 def _at(node: Any, path: str) -> Any:
@@ -259,8 +260,7 @@ def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any
     """
     engines = list(engine_groups(settings, prefix, f"{_POLICY}.model"))
     faults = dict(_unknown(settings, values, prefix, [group.path for group in engines]))
-    missing = [name for name, required in _own_fields(settings, ConfigNode).items() if required and name not in values]
-    if missing:
+    if missing := missing_keys(settings, values):
         return None, [*faults.values(), *(f"{prefix}{name} is missing; it has no default" for name in missing)]
     built = build(settings, values, faults, {}, prefix)
     if engines:

@@ -101,14 +101,14 @@ def _of_policy(
         if "steps_per_generation" in numbers:
             return {}, 1, "give generation_batch_size or steps_per_generation, not both"
         generated = int(numbers["generation_batch_size"])
-    for responses, what in ((updated, "update"), (generated, "generation")):
+    for responses, phase in ((updated, "update"), (generated, "generation")):
         if responses % n:
             fits = math.ceil(responses / n) * n
             return (
                 {},
                 1,
                 (
-                    f"{responses} responses per {what} are no whole number of groups of num_generations={n}; a "
+                    f"{responses} responses per {phase} are no whole number of groups of num_generations={n}; a "
                     f"multiple such as {fits} is"
                 ),
             )

@@ -7,12 +7,12 @@ from hybridrl.config.short_names import ShortName
 _SFT, _DPO, _RM = "sft_trainer", "dpo_trainer", "rm_trainer"
 
 
-def _idle(names: str, reason: str, *usual: Any) -> tuple[ShortName, ...]:
-    return tuple(ShortName((name,), idle=reason, usual=(None, *usual)) for name in names.split())
+def _idle(names: str, reason: str, *defaults: Any) -> tuple[ShortName, ...]:
+    return tuple(ShortName((name,), idle=reason, usual=(None, *defaults)) for name in names.split())
 
 
-def _refused(names: str, reason: str, *usual: Any) -> tuple[ShortName, ...]:
-    return tuple(ShortName((name,), refused=reason, usual=(None, *usual)) for name in names.split())
+def _refused(names: str, reason: str, *defaults: Any) -> tuple[ShortName, ...]:
+    return tuple(ShortName((name,), refused=reason, usual=(None, *defaults)) for name in names.split())
 
 
 FOREIGN: tuple[ShortName, ...] = (

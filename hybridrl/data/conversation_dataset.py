@@ -13,7 +13,14 @@ from torch.utils.data import Dataset
 from hybridrl.config.schema.choices import TRUNCATIONS
 from hybridrl.data.data_files import read_table
 from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render
-from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.row_selection import (
+    MEDIA_COLUMNS,
+    choose_rows,
+    pad_token_id,
+    refuse_media,
+    refuse_other_media,
+    seed_of,
+)
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError
 from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, Tokens, encode_with_offsets, without_padding
@@ -78,6 +85,7 @@ class ConversationDataset(Dataset):
         self._images = None if processor is None else _row_images(processor, config)
         read = () if self._images is None else self._images.columns
         refuse_media(self.table, key, [column for column in MEDIA_COLUMNS if column not in read])
+        refuse_other_media(self.table, key, read)
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
         self._fields = FieldNotice(tokenizer, key)
@@ -108,11 +116,11 @@ class ConversationDataset(Dataset):
         return self._images.place(messages, self.table[int(self._rows[item])], self.locate(item))
 
     def is_text(self, item: int, messages: list[Message]) -> bool:
-        """Whether a conversation has no images, so that it may be cut."""
+        """Return whether a conversation has no images, so that it may be cut."""
         return not self._placed(item, messages)[1]
 
     def has_images(self, ids: np.ndarray) -> bool:
-        """Whether token ids have placeholders of images, which are never cut."""
+        """Return whether token ids have placeholders of images, which are never cut."""
         return self._images is not None and bool(np.isin(ids, self._images.processor.media_tokens).any())
 
     def media(self, item: int, sides: Sequence[tuple[np.ndarray, list[Message]]]) -> list[dict[str, Any]]:
@@ -132,17 +140,17 @@ class ConversationDataset(Dataset):
         positions = [self._images.processor.positions(ids.tolist(), inputs) for ids, _ in sides[1:]]
         return [first, *({**first, "position_ids": own} for own in positions)]
 
-    # ------------------------------------------------------------------ what a row's template gets
+    # ------------------------------------------------------------------ columns of the chat template
 
     def _read_template_columns(self) -> dict[str, list[Any]]:
-        """The checked columns that chat templates get, by the template's name, for every row of the table."""
+        """Read and check the columns that chat templates get: by the template's name, the values of all rows."""
         config, template_columns = self.config, {}
-        for name, key, usual, check in (
+        for name, key, default_key, check in (
             ("tools", "tools_key", "tools", _tools_of),
             ("enable_thinking", "enable_thinking_key", "enable_thinking", _flag_of),
         ):
-            column = config.get(key, usual)
-            if column != usual:
+            column = config.get(key, default_key)
+            if column != default_key:
                 self.table.require(column, f"data.{key}")
             if column not in self.table.columns:
                 continue
@@ -161,7 +169,7 @@ class ConversationDataset(Dataset):
         return template_columns
 
     def template_arguments(self, item: int) -> dict[str, Any]:
-        """The variables of the chat template for an item, further than its messages."""
+        """Return the variables of the chat template for an item, besides its messages."""
         index = int(self._rows[item])
         default = self.config.get("enable_thinking_default")
         own = {name: values[index] for name, values in self._template_columns.items()}
@@ -215,7 +223,7 @@ class ConversationDataset(Dataset):
     def _expanded(
         self, ids: np.ndarray, turn_of: np.ndarray, images: Sequence[Image | Clip], item: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """With as many placeholders as images have tokens, which belong to no turn: nothing predicts them.
+        """Return tokens with one placeholder per token of an image. They belong to no turn: nothing predicts them.
 
         A conversation with images that is much too long is returned as it is: it is refused, since images are not cut.
         """
@@ -262,7 +270,7 @@ class ConversationDataset(Dataset):
         return texts, spans
 
     def _opened(self, messages: list[Message], turn: int, closed: str, item: int) -> str:
-        """The text up to a turn of the assistant that comes before all of the user's.
+        """Return the text up to a turn of the assistant that comes before all turns of the user.
 
         Args:
             closed: the conversation up to the end of the turn.
@@ -282,7 +290,7 @@ class ConversationDataset(Dataset):
         return closed[:at]
 
     def _check_append_only(self, text: str, before: str, after: str, item: int) -> None:
-        for part, what in (
+        for part, label in (
             (before, "the prompt of an assistant turn"),
             (after, "the conversation up to an assistant turn"),
         ):
@@ -292,7 +300,7 @@ class ConversationDataset(Dataset):
                 )
                 raise DataError(
                     f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is "
-                    f"not append-only: {what} is rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
+                    f"not append-only: {label} is rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
                     f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. Which tokens to learn cannot be "
                     "told. Make one row of each assistant turn (it last, the turns before it as its prompt), set "
                     "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
@@ -327,7 +335,7 @@ def turn_of_token(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
 
 def _tools_of(value: Any) -> list[Any] | None:
-    """The tools of a row.
+    """Return the tools of a row.
 
     Raises:
         ValueError: they are no list of schemas.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
-from hybridrl.models.rendering import LostTextError, rendered, unread_fields
+from hybridrl.models.rendering import LostTextError, rendered, unknown_roles, unread_fields
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | Non
 class FieldNotice:
     """Counts rows whose messages hold what has no effect or another one, to say it once.
 
-    That are fields that the chat template does not read, and texts that the tokenizer takes for special tokens.
+    That are fields that the chat template does not read, roles that it does not name, and texts that the tokenizer
+    takes for special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
@@ -119,6 +120,8 @@ class FieldNotice:
         self._unread: dict[tuple[str, str], bool] = {}
         self._special = _special_tokens(tokenizer)
         self._tokens: collections.Counter[str] = collections.Counter()
+        self._roles: collections.Counter[str] = collections.Counter()
+        self._is_unknown: dict[str, bool] = {}
         self._with_tokens, self._count = 0, 0
 
     def add(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -128,6 +131,10 @@ class FieldNotice:
         self._tokens.update(tokens)
         self._with_tokens += bool(tokens)
         self._count += 1
+        for role in {str(message.get("role")) for message in messages}:
+            if role not in self._is_unknown:
+                self._is_unknown[role] = bool(unknown_roles(self._tokenizer, [{"role": role}]))
+            self._roles[role] += self._is_unknown[role]
         for message in messages:
             role = str(message.get("role"))
             for name in message:
@@ -154,6 +161,12 @@ class FieldNotice:
                 f"{self._key}: the messages of {self._with_tokens} of {self._count} rows have special tokens in their "
                 f"text ({tokens}), which the tokenizer reads as tokens, and not as text. If the texts were rendered "
                 "before, remove what the chat template writes itself: the end of an answer would be learnt twice",
+                "warning",
+            )
+        if roles := [f"{role!r} ({count} rows)" for role, count in sorted(self._roles.items()) if count]:
+            notify(
+                f"{self._key}: messages have roles that the chat template does not name, and that it writes as they "
+                f"are: {', '.join(roles)}. If a model was not trained with them, write user, assistant or tool",
                 "warning",
             )
         if not self._rows:

@@ -8,6 +8,9 @@ from hybridrl.data.table import REWARD_MODEL
 from hybridrl.notify import notify
 from hybridrl.reward.column_checks import ground_truths
 
+#: missing values of Python, NumPy and pandas as text
+_NO_VALUES = ("None", "nan", "NaN", "NaT", "<NA>")
+
 
 def report_missing(dataset: Any, key: str) -> None:
     """Report rows for which a reward function receives `ground_truth=None`.
@@ -40,6 +43,13 @@ def report_missing(dataset: Any, key: str) -> None:
         notify(
             f"{key}: {len(empty)} of {len(values)} rows have an empty text as ground truth. The first is "
             f"{dataset.locate(empty[0])}",
+            "warning",
+        )
+    texts = {item: value.strip() for item, value in enumerate(values) if isinstance(value, str)}
+    if unreadable := [item for item, text in texts.items() if text in _NO_VALUES]:
+        notify(
+            f"{key}: {len(unreadable)} of {len(values)} rows have {texts[unreadable[0]]!r} as ground truth, a missing "
+            f"value that was written as text. The first is {dataset.locate(unreadable[0])}",
             "warning",
         )
     others = dataset.column("ground_truth") if "ground_truth" in dataset.table.columns else [None] * len(values)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from hybridrl.data.conversation_dataset import ConversationDataset
+from hybridrl.data.row_selection import report_unread_texts
 from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
@@ -18,6 +21,7 @@ from hybridrl.models.chat import (
     Tokens,
     as_messages,
     check_messages,
+    check_no_conversation,
     check_prompt,
     encode,
     encode_with_offsets,
@@ -25,6 +29,7 @@ from hybridrl.models.chat import (
     first_part,
 )
 from hybridrl.notify import notify
+from hybridrl.scored import LARGEST_REWARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,6 +105,17 @@ def _counts_fully(message: Message) -> bool:
         return False
 
 
+def _number(value: Any) -> float | None:
+    """A finite number, also as text or a decimal; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 class PreferenceDataset(ConversationDataset):
     """Pairs of conversations that differ in their last turn, as token ids, with masks of the answers' tokens.
 
@@ -141,10 +157,11 @@ class PreferenceDataset(ConversationDataset):
         for name, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
             self.table.require(name, f"data.{setting}")
         columns = (config.prompt_key, config.chosen_key, config.rejected_key)
+        report_unread_texts(self.table, key, [*columns, config.tools_key])
         self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
         self._left_out: collections.Counter[str] = collections.Counter()
         self._refused: list[tuple[int, _UnusablePair]] = []
-        self._cut, self._repeating = 0, 0
+        self._cut, self._repeating, self._other_prompts = 0, 0, 0
         self._sides: list[tuple[_Side, _Side]] = []
         rows: list[int] = []
         for start in range(0, len(self._rows), _CHUNK):
@@ -252,6 +269,7 @@ class PreferenceDataset(ConversationDataset):
                 )
             if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
                 raise _UnusablePair("an empty answer", f"the answer in column {key!r} is empty")
+        self._other_prompts += self._has_another_prompt(index, chosen)
         prompt = chosen[-2].get("content") if len(chosen) > 1 else None
         begins = [side[-1].get("content") for side in (chosen, rejected)]
         if (
@@ -268,6 +286,23 @@ class PreferenceDataset(ConversationDataset):
             )
         return chosen, rejected
 
+    def _has_another_prompt(self, index: int, chosen: Conversation) -> bool:
+        """Whether a row of whole conversations, whose prompt column is not read, has another prompt there."""
+        whole = self._columns[self.config.chosen_key][index]
+        prompt = self._columns[self.config.prompt_key][index] if self.config.prompt_key in self._columns else None
+        if prompt is None or isinstance(whole, str) or whole[0]["role"] == "assistant":
+            return False
+        contents = [str(message.get("content") or "").strip() for message in chosen[:-1]]
+        if isinstance(prompt, str):
+            text = prompt.strip()
+            return bool(text) and not any(own and (own in text or text in own) for own in contents)
+        try:
+            check_messages(prompt, self.kinds)
+        except ValueError:
+            return True
+        own = as_messages(prompt, self.config.system_prompt)
+        return [str(message.get("content") or "").strip() for message in own] != contents
+
     def _answer(self, index: int, value: Any) -> Conversation:
         """The messages of a column with answers: an answer alone, or a conversation that ends with it.
 
@@ -277,6 +312,7 @@ class PreferenceDataset(ConversationDataset):
         if isinstance(value, str):
             answer: Conversation = [{"role": "assistant", "content": value}]
             check_messages(answer)
+            check_no_conversation(value)
             return answer
         check_messages(value, self.kinds)
         answer = as_messages(value, has_padding=self.table.has_padding(index))
@@ -325,8 +361,8 @@ class PreferenceDataset(ConversationDataset):
             if not all(name in self.table.columns for name in names):
                 continue
             chosen, rejected = (self.table.column(name) for name in names)
-            pairs = [(chosen[row], rejected[row]) for row in self._rows]
-            worse = sum(all(isinstance(score, int | float) for score in pair) and pair[0] < pair[1] for pair in pairs)
+            pairs = [(_number(chosen[row]), _number(rejected[row])) for row in self._rows]
+            worse = sum(first is not None and second is not None and first < second for first, second in pairs)
             if worse:
                 notify(
                     f"{self.key}: in {worse} of {len(pairs)} rows the column {names[0]!r} is below {names[1]!r}, so "
@@ -340,9 +376,11 @@ class PreferenceDataset(ConversationDataset):
         column = self.table.column(name)
         for index in map(int, self._rows):
             value = column[index]
-            if isinstance(value, bool | str | Mapping) or value is None or not np.isfinite(value):
+            number = None if isinstance(value, str) else _number(value)
+            if number is None or abs(number) > LARGEST_REWARD:
                 raise DataError(
-                    f"{self.table.locate(index)}: column {name!r} (data.margin_key) is {value!r}; it must be a number."
+                    f"{self.table.locate(index)}: column {name!r} (data.margin_key) is {value!r:.80}; it must be a "
+                    f"number of at most {LARGEST_REWARD:.3g}."
                 )
         margins = [float(column[int(index)]) for index in self._rows]
         below = sum(margin < 0 for margin in margins)
@@ -423,8 +461,8 @@ class PreferenceDataset(ConversationDataset):
         start = longest - limit if side == "left" else 0
         first, second = (conversation.cut(start, limit) for conversation in (chosen, rejected))
         if any(conversation.first < 1 or conversation.first >= conversation.end for conversation in (first, second)):
-            what = "the whole prompt" if side == "left" else "a whole answer"
-            raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {what} away")
+            part = "the whole prompt" if side == "left" else "a whole answer"
+            raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {part} away")
         if first.has_answer_of(second):
             raise _UnusablePair("two equal answers", f"{too_long}, and cut to it the two answers are the same")
         self._cut += 1
@@ -441,6 +479,12 @@ class PreferenceDataset(ConversationDataset):
             raise DataError(f"{self.key}: no pair is left of {total}: {left_out}. Look at the data, or set other keys.")
         if left_out:
             notify(f"{self.key}: of {total} pairs {sum(self._left_out.values())} were left out: {left_out}")
+        if self._other_prompts:
+            notify(
+                f"{self.key}: in {self._other_prompts} of {total} pairs the column {self.config.prompt_key!r} has "
+                f"another prompt than the conversation in column {self.config.chosen_key!r}, which is the one that is "
+                "read; leave out the column, or the prompt in the conversations"
+            )
         if self._repeating:
             notify(
                 f"{self.key}: in {self._repeating} of {total} pairs both answers begin with the prompt, as in files "

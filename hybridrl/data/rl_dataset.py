@@ -16,8 +16,16 @@ from hybridrl.config.schema.choices import TRUNCATIONS
 from hybridrl.data.data_files import read_table
 from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render, truncate
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
-from hybridrl.data.row_selection import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
-from hybridrl.data.table import Table
+from hybridrl.data.row_selection import (
+    MEDIA_COLUMNS,
+    choose_rows,
+    pad_token_id,
+    refuse_media,
+    refuse_other_media,
+    report_unread_texts,
+    seed_of,
+)
+from hybridrl.data.table import FieldPath, Table
 from hybridrl.data.token_cache import TokenCache
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
@@ -28,6 +36,7 @@ from hybridrl.models.chat import (
     check_messages,
     check_prompt,
     encode,
+    without_padding,
 )
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import left_out
@@ -45,6 +54,8 @@ if TYPE_CHECKING:
 _HOOKS_OF_VERL = ("_build_messages", "_read_files_and_tokenize", "maybe_filter_out_long_prompts")
 #: entries that a rollout adds to `extra_info` before a reward function gets it
 _ADDED_INFO = ("num_turns", "rollout_reward_scores")
+#: columns, or entries of `extra_info`, that become keyword arguments
+_KEYWORDS = ("tools_kwargs", "env_kwargs", "interaction_kwargs")
 _CHUNK = 2048  # rows rendered and tokenised at a time
 
 
@@ -105,6 +116,7 @@ class RLHFDataset(Dataset):
         self.prompt_key = settings.prompt_key
         self.max_prompt_length = settings.max_prompt_length
         self._images = _row_images(processor, settings)
+        self._empty: dict[str, set[FieldPath]] = {}
         self.keeps_image_files = False
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
         self.image_key, self.video_key = settings.image_key, settings.video_key
@@ -131,6 +143,9 @@ class RLHFDataset(Dataset):
         read = (self.image_key, self.video_key)
         others = [column for column in MEDIA_COLUMNS if column not in read]
         refuse_media(self.table, key, others if self._images is not None else [*read, *others])
+        if not self._builds_messages():
+            refuse_other_media(self.table, key, read if self._images is not None else ())
+            report_unread_texts(self.table, key, [settings.prompt_key, settings.ground_truth_key or ""])
         self._check_extra_info()
         self.table.check_ground_truths()
         if self._images is not None:  # what the model reads of the images travels, not the files
@@ -211,7 +226,7 @@ class RLHFDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = int(self._rows[item])
-        row = self.table[index]
+        row = self._without_padding(index, self.table[index])
         messages = self._checked(index, row)
         ids = self._tokens.get(item) if self._tokens is not None else None
         template_messages, images = self._placed(index, row, messages)
@@ -270,6 +285,22 @@ class RLHFDataset(Dataset):
     def _read(self) -> Table:
         """Read `data_files`."""
         return read_table(self.data_files, self.key)
+
+    def _without_padding(self, index: int, row: dict[str, Any]) -> dict[str, Any]:
+        """A row whose arguments of tools and the like lack the nulls of fields that only other rows have."""
+        if not self.table.has_padding(index):
+            return row
+        own, info = [name for name in _KEYWORDS if isinstance(row.get(name), Mapping)], row.get("extra_info")
+        row |= {name: without_padding(row[name], self._empty_fields(name)) for name in own}
+        if isinstance(info, Mapping) and (inner := [name for name in _KEYWORDS if isinstance(info.get(name), Mapping)]):
+            keep = self._empty_fields("extra_info")
+            row["extra_info"] = {**info, **{name: without_padding(info[name], keep, (name,)) for name in inner}}
+        return row
+
+    def _empty_fields(self, column: str) -> set[FieldPath]:
+        if column not in self._empty:
+            self._empty[column] = self.table.empty_fields(column)
+        return self._empty[column]
 
     def _check_extra_info(self) -> None:
         values = self.table.column("extra_info") if "extra_info" in self.table.columns else []

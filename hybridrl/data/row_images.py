@@ -3,7 +3,8 @@ the model.
 
 A row has its images in a column (`data.image_key`), a list of `{"bytes": ...}`, `{"path": ...}`, paths or PIL images.
 The text of its messages has `<image>` where each belongs. A message may instead be a list of parts, in which
-`{"type": "image"}` stands for the next image of the column and `{"type": "image", "image": ...}` has its own. Videos
+`{"type": "image"}` stands for the next image of the column and `{"type": "image", "image": ...}` has its own, which may
+also be called `path`, `bytes` or `url`. Videos
 (`data.video_key`, `<video>`, parts of type `video`) likewise; see `hybridrl.data.row_videos`.
 """
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
 from hybridrl.models.videos import Clip
-from hybridrl.models.vision import ImageProcessor
+from hybridrl.models.vision import ImageProcessor, as_rgb
 from hybridrl.protocol.names import IMAGE_FILES
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
 #: the formats of Pillow that are sent as they are
 _MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _KIND_OF = {PLACEHOLDER: "image", VIDEO_PLACEHOLDER: "video"}
+#: names that a part may have for its file, besides that of its kind, and those that only other libraries read
+_SOURCES = ("bytes", "path", "url")
+_UNREAD_SOURCES = ("image_url", "video_url", "base64", "data", "file", "uri")
 _PIECES = re.compile(f"({'|'.join(map(re.escape, _KIND_OF))})")
 
 
@@ -77,7 +81,7 @@ class RowImages:
                 if kind not in waiting:
                     content.append(part)
                     continue
-                own = part.pop(kind, None)
+                own = _own_source(part, kind, where)
                 source = waiting[kind].next() if own is None else own
                 if source is None and waiting[kind].is_short:
                     continue  # refused below, with both numbers
@@ -200,6 +204,22 @@ class _Waiting:
         return None if self.is_short else self._entries[self.requested - 1]
 
 
+def _own_source(part: dict[str, Any], kind: str, where: str) -> Any:
+    """Take the image or video out of its part; None where it is the next one of the column.
+
+    Raises:
+        DataError: it is under a name that is not read.
+    """
+    if unread := next((name for name in _UNREAD_SOURCES if part.get(name) is not None), None):
+        raise DataError(
+            f"{where}: a part of type {kind!r} has {unread!r}, which is not read; write its file as {kind!r}: a path, "
+            'or {"bytes": ...}.'
+        )
+    sources = {name: part.pop(name) for name in (kind, *_SOURCES) if part.get(name) is not None}
+    files = {name: value for name, value in sources.items() if name in ("bytes", "path")}
+    return sources.get(kind, sources.get("url", files or None))
+
+
 def _damaged(where: str, error: Exception) -> DataError:
     return DataError(f"{where}: an image or a video cannot be decoded: {type(error).__name__}: {error}")
 
@@ -213,7 +233,7 @@ def file_of(image: Image) -> tuple[str, bytes]:
     if isinstance(file, io.BytesIO) and kind is not None:
         return kind, file.getvalue()
     written = io.BytesIO()
-    image.convert("RGB").save(written, "PNG", compress_level=1)
+    as_rgb(image).save(written, "PNG", compress_level=1)
     return "image/png", written.getvalue()
 
 

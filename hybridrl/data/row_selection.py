@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridrl.errors import DataError
+from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from hybridrl.data.table import Table
 
 MEDIA_COLUMNS = ("images", "videos", "audios")
+#: columns that hold media in some data sets, and a word or number in others
+_POSSIBLE_MEDIA_COLUMNS = ("image", "video", "audio")
+_MEDIA_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm", ".mov", ".wav", ".mp3", ".flac")
+#: columns that other libraries write into what the model reads
+_TEXT_COLUMNS = ("system", "system_prompt", "instruction", "input", "context", "history", "tools", "functions")
 
 
 def seed_of(config: PromptConfig | SupervisedDataConfig) -> int:
@@ -53,6 +59,40 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
+def report_unread_texts(table: Table, key: str, read: Iterable[str]) -> None:
+    """Name columns that other libraries write into what the model reads, and that no setting here names.
+
+    Args:
+        key: the configuration key that named the files, for messages.
+        read: the columns that are read.
+    """
+    names = [name for name in _TEXT_COLUMNS if name in table.columns and name not in set(read)]
+    if unread := [name for name in names if any(table.column(name))]:
+        notify(
+            f"{key}: columns {', '.join(map(repr, unread))} are not read. If the model is to read them, write them "
+            "into the prompt or the messages"
+        )
+
+
+def refuse_other_media(table: Table, key: str, read: Sequence[str] = ()) -> None:
+    """Refuse files of images, audio or video in columns that only some data sets have for them.
+
+    Args:
+        key: the configuration key that named the files, for messages.
+        read: columns with media that the model reads.
+
+    Raises:
+        DataError: a row has some; the error names the column.
+    """
+    possible = [name for name in _POSSIBLE_MEDIA_COLUMNS if name in table.columns and name not in read]
+    if media := next((name for name in possible if any(map(_is_media, table.column(name)))), None):
+        advice = f"name it with data.{media}_key={media}" if read and media != "audio" else "remove the column"
+        raise DataError(
+            f"{key}: column {media!r} holds media that the model would not see. Use a text-only data set, or {advice}; "
+            "docs/vision.md says which models and programs read images."
+        )
+
+
 def refuse_media(table: Table, key: str, columns: Sequence[str] = MEDIA_COLUMNS) -> None:
     """Refuse rows with images, audio or video, which would be left out of what the model sees.
 
@@ -69,3 +109,14 @@ def refuse_media(table: Table, key: str, columns: Sequence[str] = MEDIA_COLUMNS)
                 f"{key}: column {name!r} holds media, which is not supported here. Use a text-only data set, or remove "
                 "the column; docs/vision.md says which models and programs read images."
             )
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a value is a file of an image, video or sound, by its form or its suffix."""
+    if isinstance(value, list):
+        return any(map(_is_media, value))
+    if isinstance(value, Mapping):
+        return value.get("bytes") is not None or value.get("path") is not None
+    if isinstance(value, str):
+        return value.lower().endswith(_MEDIA_SUFFIXES) and not any(map(str.isspace, value))
+    return isinstance(value, bytes) or hasattr(value, "convert")  # an image of Pillow

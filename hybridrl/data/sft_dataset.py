@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.data.conversation_dataset import ConversationDataset
-from hybridrl.data.turn_weights import MASK_COLUMNS, POSSIBLE_MASK_COLUMNS, TURN_FIELDS, turn_weight
+from hybridrl.data.row_selection import report_unread_texts
+from hybridrl.data.turn_weights import MASK_COLUMNS, TURN_FIELDS, may_be_mask, turn_weight
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, Tokens, as_messages, check_messages, check_prompt, exceeds
+from hybridrl.models.chat import (
+    Message,
+    Tokens,
+    as_messages,
+    check_messages,
+    check_no_conversation,
+    check_prompt,
+    exceeds,
+)
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -27,7 +36,8 @@ class SFTDataset(ConversationDataset):
     """Whole conversations as token ids, with a mask of the tokens that the loss covers.
 
     A row holds `config.messages_key`, a list of messages with at least one from the assistant. If `config.prompt_key`
-    and `config.response_key` are set, it holds a prompt (text or messages) and a response (text) instead. The loss
+    and `config.response_key` are set, it holds a prompt (text or messages) and a response (text) instead, of which the
+    response is learnt. The loss
     covers the assistant's turns: the text from the end of the turn's opening, as the generation prompt writes it, to
     the end of the turn, including the template's end-of-turn token but not the whitespace after it.
 
@@ -61,6 +71,7 @@ class SFTDataset(ConversationDataset):
         self._weights: list[np.ndarray] = []
         self._columns: dict[str, list[Any]] = self._checked_columns()
         self._refuse_masks()
+        report_unread_texts(self.table, key, self._read_columns())
         for start in range(0, len(self), _CHUNK):
             items = range(start, min(start + _CHUNK, len(self)))
             self._tokenize([self._conversation(item) for item in items], start)
@@ -135,6 +146,8 @@ class SFTDataset(ConversationDataset):
         response = self._inside(index, self._columns["response_key"][index], response_key, "response_dict_keys")
         try:
             check_prompt(prompt, self.kinds)
+            if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+                raise ValueError("its last message is of the assistant, and the response would follow it")
         except ValueError as error:
             raise DataError(
                 f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {error}."
@@ -147,12 +160,14 @@ class SFTDataset(ConversationDataset):
         answer: Message = {"role": "assistant", "content": response}
         try:
             check_messages([answer])
+            check_no_conversation(response)
         except ValueError as error:
             raise DataError(
                 f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {error}."
             ) from None
         padded = self.table.has_padding(index)
-        return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), answer]
+        messages = as_messages(prompt, self.config.system_prompt, has_padding=padded)
+        return [*(_read_only(message) for message in messages), answer]
 
     def _inside(self, index: int, value: Any, column: str, key: str) -> Any:
         """The entry of a column's mappings that `data.<key>` leads to."""
@@ -172,9 +187,11 @@ class SFTDataset(ConversationDataset):
         stripped: list[list[Message]] = []
         for number, messages in enumerate(conversations):
             weighted = [(turn, self._weight(message, turn, start + number)) for turn, message in enumerate(messages)]
-            turns.append([turn for turn, _ in weighted if messages[turn]["role"] == "assistant"])
-            weights.append([0.0, *(weight for turn, weight in weighted if messages[turn]["role"] == "assistant")])
-            if not any(weights[-1]):
+            # A turn that is not learnt may change when the conversation goes on, as templates drop earlier thoughts.
+            learnt = [(turn, weight) for turn, weight in weighted if messages[turn]["role"] == "assistant" and weight]
+            turns.append([turn for turn, _ in learnt])
+            weights.append([0.0, *(weight for _, weight in learnt)])
+            if not learnt:
                 raise DataError(
                     f"{self.locate(start + number)}: no turn of the assistant is trained on (train is false or "
                     "weight is 0 in all of them), so there is nothing to learn. Leave the row out."
@@ -199,13 +216,17 @@ class SFTDataset(ConversationDataset):
             raise DataError(f"{self.locate(item)}: message {turn} ({message['role']}) {error}.") from error
         return 1.0 if weight is None else weight
 
+    def _read_columns(self) -> set[str]:
+        keys = ("messages_key", "prompt_key", "response_key", "tools_key", "enable_thinking_key")
+        return {self.config[key] for key in keys if self.config[key] is not None}
+
     def _refuse_masks(self) -> None:
         """Refuse columns that say for other libraries which tokens are learnt, and name those that may say so.
 
         Raises:
             DataError: names such a column.
         """
-        read = {self.config[key] for key in ("messages_key", "prompt_key", "response_key", "tools_key")}
+        read = self._read_columns()
         columns = [name for name in self.table.columns if name not in read]
         for name in columns:
             if name in MASK_COLUMNS and any(value is not None for value in self.table.column(name)):
@@ -213,7 +234,7 @@ class SFTDataset(ConversationDataset):
                     f"{self.key}: column {name!r} is not read, and it looks like a mask or weight of what is learnt. "
                     "Give each message a field train or weight instead, or remove the column."
                 )
-        if possible := [name for name in columns if name in POSSIBLE_MASK_COLUMNS]:
+        if possible := [name for name in columns if may_be_mask(name)]:
             notify(
                 f"{self.key}: columns {', '.join(map(repr, possible))} are not read. If they say what is learnt, give "
                 "each message a field train or weight instead"
@@ -284,6 +305,13 @@ class SFTDataset(ConversationDataset):
                 "ends turns in another way, so generation must stop at that token",
                 "warning",
             )
+
+
+def _read_only(message: Message) -> Message:
+    """A message of a prompt. Its turn is not learnt, unless it says so itself."""
+    if message["role"] != "assistant" or any(message.get(name) is not None for name in TURN_FIELDS):
+        return message
+    return {**message, "train": False}
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:

@@ -8,6 +8,7 @@ file to fix.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 REWARD_MODEL = "reward_model"  # verl's column of the ground truth
+#: columns whose lists of numbers a reward function may compare with answers
+_WITH_TRUTHS = (REWARD_MODEL, "ground_truth", "extra_info")
 
 
 FieldPath = tuple[str, ...]
@@ -41,31 +44,46 @@ def _empty_fields(array: pyarrow.Array, path: FieldPath = ()) -> set[FieldPath]:
 def _as_written(table: pyarrow.Table) -> pyarrow.Table:
     """Return a table whose numbers of 16 and 32 bits are the shortest decimals for them, with 64 bits.
 
-    Python would read 0.1 of 32 bits as 0.10000000149011612, which equals no answer. Lists, such as pixels, stay.
+    Python would read 0.1 of 32 bits as 0.10000000149011612, which equals no answer. Lists, such as pixels, stay, but
+    for those of ground truths.
     """
     for index, field in enumerate(table.schema):
-        if _has_few_bits(field.type):
-            column = _shortest_decimals(table.column(index).combine_chunks())
+        if _has_few_bits(field.type, in_lists=field.name in _WITH_TRUTHS):
+            column = _shortest_decimals(table.column(index).combine_chunks(), field.name in _WITH_TRUTHS)
             table = table.set_column(index, field.name, column)
     return table
 
 
-def _has_few_bits(kind: pyarrow.DataType) -> bool:
+def _has_few_bits(kind: pyarrow.DataType, in_lists: bool) -> bool:
     import pyarrow
 
     if pyarrow.types.is_struct(kind):
-        return any(_has_few_bits(field.type) for field in kind)
+        return any(_has_few_bits(field.type, in_lists) for field in kind)
+    if in_lists and _is_list(kind):
+        return _has_few_bits(kind.value_type, in_lists)
     return bool(pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind))
 
 
-def _shortest_decimals(array: pyarrow.Array) -> pyarrow.Array:
+def _is_list(kind: pyarrow.DataType) -> bool:
     import pyarrow
 
-    if not _has_few_bits(array.type):
+    types = pyarrow.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _shortest_decimals(array: pyarrow.Array, in_lists: bool) -> pyarrow.Array:
+    import pyarrow
+
+    if not _has_few_bits(array.type, in_lists):
         return array
     if pyarrow.types.is_struct(array.type):
-        fields = [_shortest_decimals(array.field(index)) for index in range(array.type.num_fields)]
+        fields = [_shortest_decimals(array.field(index), in_lists) for index in range(array.type.num_fields)]
         return pyarrow.StructArray.from_arrays(fields, [field.name for field in array.type], mask=array.is_null())
+    if _is_list(array.type):
+        lengths = [0 if length is None else length for length in array.value_lengths().to_pylist()]
+        items = _shortest_decimals(array.flatten(), in_lists)
+        ends = pyarrow.array([0, *itertools.accumulate(lengths)], pyarrow.int64())
+        return pyarrow.LargeListArray.from_arrays(ends, items, mask=array.is_null())
     kind = array.type.to_pandas_dtype()
     return pyarrow.array(
         [None if value is None else float(str(kind(value))) for value in array.to_pylist()], pyarrow.float64()

@@ -18,8 +18,13 @@ MASK_COLUMNS = (
     *("loss_mask", "loss_masks", "step_loss_mask", "train_mask", "trainable", "completion_mask", "response_mask"),
     *("assistant_mask", "assistant_masks", "loss_weight", "loss_weights", "sample_weight"),
 )
-#: columns that may say so
-POSSIBLE_MASK_COLUMNS = ("mask", "weight", "weights", "train", "loss", "loss_scale", "labels")
+#: columns that may say so, beside those whose names have `mask` or `weight` in them
+_POSSIBLE_MASK_COLUMNS = ("train", "loss", "loss_scale", "labels")
+
+
+def may_be_mask(column: str) -> bool:
+    """Whether a column may say what is learnt, by its name."""
+    return column in _POSSIBLE_MASK_COLUMNS or any(word in column.lower() for word in ("mask", "weight"))
 
 
 def turn_weight(message: Mapping[str, Any]) -> float | None:

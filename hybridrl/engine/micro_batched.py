@@ -241,13 +241,13 @@ class MicroBatchedEngine(Engine):
                     raise _too_long(error, plan) from error
                 if distributed.get_world_size() > 1:
                     raise _smaller_needed(error, plan, call, micro, limit, self.geometry.cp_size) from error
-                what = _first_line(error)
+                reason = _first_line(error)
             self._budgets[call] = limit
             gc.collect()  # what the error held
             device.empty_cache()
             notify(
                 f"{call} ran out of memory and is repeated with at most {limit} tokens per micro-batch, as later ones "
-                f"are: {what}. To begin with this limit, {_lower(micro.key, limit)}",
+                f"are: {reason}. To begin with this limit, {_lower(micro.key, limit)}",
                 "warning",
             )
 
@@ -334,12 +334,12 @@ class MicroBatchedEngine(Engine):
         gathered = distributed.all_gather_object((bad_rows, self.nonfinite_gradients()))
         rows_by_rank = [rows for rows, _ in gathered]
         names = sorted({name for _, parameters in gathered for name in parameters})
-        what = "loss" if bad_loss else "gradient"
+        quantity = "loss" if bad_loss else "gradient"
         places = "; ".join(f"rank {rank}: sequences {_first(rows)}" for rank, rows in enumerate(rows_by_rank) if rows)
-        message = f"the {what} of this step is not finite (gradient norm {float(norm)})"
+        message = f"the {quantity} of this step is not finite (gradient norm {float(norm)})"
         message += f", {places}" if places else f", first in {_first(names)}"
         message += ". Parameters and optimizer are unchanged. " + USUAL_CAUSES
-        return norm, NonFiniteError(message, what, rows_by_rank, names[:16])
+        return norm, NonFiniteError(message, quantity, rows_by_rank, names[:16])
 
 
 class _LossShares:

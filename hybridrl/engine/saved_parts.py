@@ -195,8 +195,8 @@ def check_same_model(
     surplus = sorted(theirs.keys() - ours.keys())
     reshaped = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
     parts = [
-        f"{len(names)} {what} (first: {names[0]})"
-        for what, names in (("are missing", missing), ("are unexpected", surplus))
+        f"{len(names)} {problem} (first: {names[0]})"
+        for problem, names in (("are missing", missing), ("are unexpected", surplus))
         if names
     ]
     if reshaped:

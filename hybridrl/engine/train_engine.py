@@ -30,19 +30,19 @@ class NonFiniteError(UserError):
     """A loss or gradient of a training step is NaN or infinite. Parameters and optimizer are unchanged.
 
     Attributes:
-        what: `"loss"` or `"gradient"`.
+        quantity: `"loss"` or `"gradient"`.
         rows: For each rank the indices of its batch's sequences whose micro-batch had a non-finite loss.
         parameters: Names of parameters with a non-finite gradient (the first few).
     """
 
-    def __init__(self, message: str, what: str, rows: Sequence[Sequence[int]], parameters: Sequence[str]):
+    def __init__(self, message: str, quantity: str, rows: Sequence[Sequence[int]], parameters: Sequence[str]):
         super().__init__(message)
-        self.what = what
+        self.quantity = quantity
         self.rows = [list(part) for part in rows]
         self.parameters = list(parameters)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.what, self.rows, self.parameters)
+        return type(self), (str(self), self.quantity, self.rows, self.parameters)
 
 
 @dataclass(frozen=True, slots=True)

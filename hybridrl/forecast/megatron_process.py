@@ -13,8 +13,8 @@ import traceback
 from typing import Any
 
 from hybridrl.errors import UserError
+from hybridrl.processes.child import Child, end_with_run
 from hybridrl.processes.frames import FrameConnection
-from hybridrl.processes.start import Child, end_with_run
 
 # A process that has imported Megatron-core answers at once; the keys that make a run fit take many answers.
 _IDLE_S = 60.0

@@ -77,7 +77,7 @@ class MemoryForecast(ABC):
                 "logits": model.logits,
                 "pass without gradients": model.pass_activations,
             }
-            sizes = ", ".join(f"{what} {size / GIB:.3g}" for what, size in parts.items() if size)
+            sizes = ", ".join(f"{part} {size / GIB:.3g}" for part, size in parts.items() if size)
             lines.append("; ".join([f"{name}: {sizes}", f"kept between uses {model.resident / GIB:.3g}", *model.notes]))
         return lines
 
@@ -144,7 +144,7 @@ def check_group(
     if not getattr(group.resource_pool, "use_gpu", False):
         return None
     try:
-        total = min(fact["total_gb"] for fact in group.device_memory()) * GIB
+        total = min(device["total_gb"] for device in group.device_memory()) * GIB
         expected = forecast(total)
     except Exception as error:  # a model that cannot be computed without weights can still be trained
         kind = "" if isinstance(error, ForecastError) else f"{type(error).__name__}: "

@@ -289,9 +289,9 @@ class LoadReplay(LoadRecorder):
 
     def _write(self, target: torch.Tensor, name: str, tensor_slice: TensorSlice) -> None:
         pieces = self._arrived[name]
-        usual = next((values for at, values in pieces if at == tensor_slice), None)
-        if usual is not None:
-            target.copy_(usual.reshape(target.shape))
+        exact = next((values for at, values in pieces if at == tensor_slice), None)
+        if exact is not None:
+            target.copy_(exact.reshape(target.shape))
         else:
             try:
                 assemble(target.view(tensor_slice.extents), tensor_slice, pieces, name)

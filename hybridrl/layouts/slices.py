@@ -120,11 +120,11 @@ def _range(index: int, parts: int, size: int, cut: Cut, layout: ParallelLayout) 
         if cut.kv and layout.shares_kv_heads and parts > cut.heads and parts % cut.heads == 0:
             index, parts = index // (parts // cut.heads), cut.heads
         if cut.heads % parts:
-            what = "KV heads" if cut.kv else "attention heads"
+            heads = "KV heads" if cut.kv else "attention heads"
             fit = [number for number in range(1, cut.heads + 1) if cut.heads % number == 0]
             more = ", or a multiple of their number" if cut.kv and layout.shares_kv_heads else ""
             raise ConfigError(
-                f"{cut.heads} {what} cannot be divided by a tensor parallel size of {parts}; it can be one of "
+                f"{cut.heads} {heads} cannot be divided by a tensor parallel size of {parts}; it can be one of "
                 f"{fit}{more}"
             )
     if size % parts:

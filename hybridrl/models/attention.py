@@ -256,20 +256,20 @@ def _attention(
         and _shared.get()
         and (sequence_group is None or cu_seq_lens_q is None or not causal)
     ):
-        what = "does not pass on which ranks share the sequences" if causal else "is not causal"
-        raise ModelError(f"{type(module).__name__} {what}; set ulysses_sequence_parallel_size=1")
+        problem = "does not pass on which ranks share the sequences" if causal else "is not causal"
+        raise ModelError(f"{type(module).__name__} {problem}; set ulysses_sequence_parallel_size=1")
     if cu_seq_lens_q is None or not causal:
         if _packed.get() and (causal or (attention_mask is not None and not attention_mask.numel())):
-            what = "does not pass on where packed sequences begin" if causal else "has a window and is not causal"
-            refuse(f"{type(module).__name__} {what}", _UNPACKED)
+            problem = "does not pass on where packed sequences begin" if causal else "has a window and is not causal"
+            refuse(f"{type(module).__name__} {problem}", _UNPACKED)
             return zeros(query, value), None
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **further
         )
         return result
     if unknown := not_computed(attention_mask, further):
-        what = "which attention over packed rows does not compute"
-        refuse(f"{type(module).__name__} uses {', '.join(unknown)}, {what}", _UNPACKED)
+        problem = "which attention over packed rows does not compute"
+        refuse(f"{type(module).__name__} uses {', '.join(unknown)}, {problem}", _UNPACKED)
         return zeros(query, value), None
     window = window_of(attention_mask, sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

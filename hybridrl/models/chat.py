@@ -6,6 +6,7 @@ change what the model sees.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -22,9 +23,15 @@ TEXT_AND_IMAGES = ("text", "image", "video")
 #: fields with thoughts of the assistant, as different libraries and chat templates call them
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
+#: roles that chat templates have
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_USUAL_ROLES |= {"ai": "assistant", "model": "assistant"}
+#: the beginning of messages that were written as text, in JSON or in Python
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
+_LIST_AS_TEXT = re.compile(r"\s*\[\s*\{")
+#: fields of a message, as different libraries call them
+_MESSAGE_FIELDS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 #: what data sets call the arguments of a call
 _ARGUMENTS = ("parameters", "args", "kwargs", "input", "params")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
@@ -45,7 +52,7 @@ def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
     if isinstance(value, str):
         beginning = f"{value[:60]!r}{'...' if len(value) > 60 else ''}"
         raise ValueError(f"it is text ({beginning}), not a list of messages; write {_EXAMPLE}")
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
         kind = "missing" if value is None else type(value).__name__
         raise ValueError(f"it is {kind}, not a list of messages; write {_EXAMPLE}")
     if not value:
@@ -58,12 +65,13 @@ def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
             advice = "; write 'role' for 'from', and 'content' for 'value'" if "from" in message else ""
             keys = ", ".join(map(str, message)) or "none"
             raise ValueError(f"message {number} has no 'role' (keys found: {keys}){advice}")
-        if (usual := _usual_role(role)) is not None:
+        if (usual_role := _usual_role(role)) is not None:
             raise ValueError(
-                f"message {number} has the role {role!r}, which chat templates do not know; write {usual!r}"
+                f"message {number} has the role {role!r}, which chat templates do not know; write {usual_role!r}"
             )
         if content is None and not message.get("tool_calls"):
-            raise ValueError(f"message {number} ({role}) has no 'content'")
+            old = "; write 'tool_calls' for 'function_call'" if message.get("function_call") else ""
+            raise ValueError(f"message {number} ({role}) has no 'content'{old}")
         try:
             _check_content(content, kinds)
             _check_calls(message.get("tool_calls"))
@@ -75,8 +83,8 @@ def check_messages(value: Any, kinds: Sequence[str] = TEXT) -> None:
 def _usual_role(role: str) -> str | None:
     """Return the name that chat templates have for a role of another library; None for other roles."""
     lower = role.strip().lower()
-    usual = _USUAL_ROLES.get(lower, lower)
-    return usual if usual in _ROLES and usual != role else None
+    usual_role = _USUAL_ROLES.get(lower, lower)
+    return usual_role if usual_role in ROLES and usual_role != role else None
 
 
 def _check_calls(calls: Any) -> None:
@@ -96,6 +104,18 @@ def _check_calls(calls: Any) -> None:
             raise ValueError(
                 f"the call of {name} has {other!r}, which no template reads; write 'arguments': {call!r:.200}"
             )
+        if not _are_arguments(function.get("arguments")):
+            raise ValueError(
+                f"the arguments of the call of {name} are {type(function['arguments']).__name__}, which no parser of "
+                f"calls reads; write an object, or one as JSON text: {call!r:.200}"
+            )
+
+
+def _are_arguments(value: Any) -> bool:
+    """Whether arguments of a call are an object, text, or nothing. A map of Arrow is a list of pairs."""
+    if isinstance(value, list):
+        return all(isinstance(item, tuple) and len(item) == 2 for item in value)
+    return value is None or isinstance(value, str | Mapping)
 
 
 def _function_of(call: Any) -> Mapping[str, Any] | None:
@@ -147,9 +167,33 @@ def check_prompt(value: Any, kinds: Sequence[str] = TEXT) -> None:
         raise ValueError("the text is empty")
     _check_text(value)
     if _MESSAGES_AS_TEXT.match(value):
-        raise ValueError(
-            f"it is a list of messages written as text ({value[:40]!r}...); write the list itself, as JSON or parquet"
-        )
+        raise ValueError(_as_text_fault(value))
+    check_no_conversation(value)
+
+
+def check_no_conversation(text: str) -> None:
+    """Refuse a text that is a list of messages, of which the model would read the braces and quotes.
+
+    Raises:
+        ValueError: it is one; the text is a clause about the value.
+    """
+    if not _LIST_AS_TEXT.match(text):
+        return
+    value = None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text.strip())
+            break
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    if isinstance(value, list) and all(
+        isinstance(message, Mapping) and any(pair <= message.keys() for pair in _MESSAGE_FIELDS) for message in value
+    ):
+        raise ValueError(_as_text_fault(text))
+
+
+def _as_text_fault(text: str) -> str:
+    return f"it is a list of messages written as text ({text[:40]!r}...); write the list itself, as JSON or parquet"
 
 
 def _says_something(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,6 +1,6 @@
 """The kinds of model that training engines build: language, value and reward models, and classifiers of steps.
 
-Code asks for the facts of a kind, never for its name.
+Code asks for the metadata of a kind, never for its name.
 """
 
 from collections.abc import Callable

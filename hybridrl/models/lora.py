@@ -459,8 +459,8 @@ def _read(folder: Path, shapes: Mapping[str, tuple[int, ...]], names: frozenset[
     unknown = sorted(stored.keys() - by_file.keys())
     missing = sorted({file_name(name) for name in shapes} - stored.keys())
     if unknown or missing:
-        what = f"has {unknown[0]}, which the model has not" if unknown else f"lacks {missing[0]}"
-        raise ModelError(f"{folder / WEIGHTS_FILE} is not an adapter of this model: it {what}")
+        problem = f"has {unknown[0]}, which the model has not" if unknown else f"lacks {missing[0]}"
+        raise ModelError(f"{folder / WEIGHTS_FILE} is not an adapter of this model: it {problem}")
     values = {by_file[name]: tensor for name, tensor in stored.items()}
     for name, shape in shapes.items():
         if tuple(values[name].shape) != shape:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import UserError
-from hybridrl.models.chat import THOUGHTS, Message, parsed_arguments, with_arguments_as_text
+from hybridrl.models.chat import ROLES, THOUGHTS, Message, parsed_arguments, with_arguments_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,6 +103,13 @@ def unread_fields(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     }
 
 
+def unknown_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the roles of messages that are none of the usual ones, and that the chat template does not name."""
+    source = _source(tokenizer, {})
+    roles = {str(message.get("role")) for message in messages}
+    return {role for role in roles - set(ROLES) if not reads(source, role)}
+
+
 def reads(source: str, field: str) -> bool:
     """Whether a template mentions a field of messages."""
     return field in _mentioned(source)
@@ -180,13 +187,13 @@ def _check(source: str, messages: Sequence[Message], text: str, keep_thoughts: b
             raise LostTextError(turn, role, _unread_fault(unread[0]))
         if isinstance(message.get("content"), list) and str(message["content"]) in text:
             raise LostTextError(turn, role, "the chat template prints the list of its parts as Python does")
-        for what, forms in _pieces(message, is_last=turn == spoke and keep_thoughts):
+        for label, forms in _pieces(message, is_last=turn == spoke and keep_thoughts):
             is_free = role in ("system", "developer")
             begin = 0 if is_free else start
-            is_beside_calls = bool(message.get("tool_calls")) and not what.startswith("the name")
+            is_beside_calls = bool(message.get("tool_calls")) and not label.startswith("the name")
             places = [(place, len(form)) for form in forms if (place := text.find(form, begin)) >= 0]
             if not places:
-                raise LostTextError(turn, role, f"the chat template leaves out {what}")
+                raise LostTextError(turn, role, f"the chat template leaves out {label}")
             if not is_free and not is_beside_calls:
                 place, length = min(places)
                 end = max(end, place + length)

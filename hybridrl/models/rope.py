@@ -27,12 +27,12 @@ def length_dependent_types(config: PreTrainedConfig) -> set[str]:
     return {kind for kind, _ in _length_dependent(config.get_text_config())}
 
 
-def check_length(config: PreTrainedConfig, tokens: int, what: str) -> None:
+def check_length(config: PreTrainedConfig, tokens: int, subject: str) -> None:
     """Refuse sequences for which the model's rotary frequencies would depend on other sequences.
 
     Args:
         tokens: of the longest sequence.
-        what: the sequences, or the settings that allow them; the begin of the error.
+        subject: the sequences, or the settings that allow them; the error begins with it.
 
     Raises:
         ModelError: it names the type of rotary frequencies, the length up to which they are fixed, and what to change.
@@ -45,8 +45,8 @@ def check_length(config: PreTrainedConfig, tokens: int, what: str) -> None:
             limit = entries.get(name) or getattr(text, name, None) or limit
         if limit is not None and tokens > limit:
             raise ModelError(
-                f"{what}: {tokens} tokens. Rotary frequencies of rope_type={kind} depend on the longest sequence of a "
-                f"micro-batch beyond {limit} tokens, so log-probabilities of a sequence would depend on the others. "
+                f"{subject}: {tokens} tokens. Rotary frequencies of rope_type={kind} depend on the longest sequence of "
+                f"a micro-batch beyond {limit} tokens, so log-probabilities of a sequence would depend on the others. "
                 f"Lower the length to {limit}, or {_INSTEAD[kind]}"
             )
 

@@ -157,8 +157,8 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         _followed.reset(followed_token)
         _sharing.reset(token)
     if followed < layers:
-        what = f"layers of this {config.model_type} model compute attention along the paths of a prefix tree"
-        attention.refuse(f"{followed} of the {layers} {what}", _APART)
+        following = f"layers of this {config.model_type} model compute attention along the paths of a prefix tree"
+        attention.refuse(f"{followed} of the {layers} {following}", _APART)
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:
@@ -203,8 +203,8 @@ def _attention(
     unknown += ["dropout"] if further.get("dropout") else []
     unknown += [] if causal else ["attention to later tokens"]
     if unknown:
-        what = "which attention along the paths of a prefix tree does not compute"
-        attention.refuse(f"{type(module).__name__} uses {', '.join(unknown)}, {what}", _APART)
+        problem = "which attention along the paths of a prefix tree does not compute"
+        attention.refuse(f"{type(module).__name__} uses {', '.join(unknown)}, {problem}", _APART)
         return attention.zeros(query, value), None
     if _sharing.get():  # not while a layer is computed again
         _followed.get().append(type(module))

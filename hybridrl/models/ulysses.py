@@ -113,16 +113,16 @@ def tokens_to_heads(
     tensors = (query, key, value)
     # Heads r of n of all three next to each other, so that one collective exchanges them.
     parts = [t.reshape(tokens, ranks, -1).transpose(0, 1) for t in tensors]
-    mine = _exchange(torch.cat(parts, -1), group).flatten(0, 1)
-    split = mine.split([part.shape[-1] for part in parts], -1)
+    gathered = _exchange(torch.cat(parts, -1), group).flatten(0, 1)
+    split = gathered.split([part.shape[-1] for part in parts], -1)
     query, key, value = (s.unflatten(-1, (-1, t.shape[-1])) for s, t in zip(split, tensors, strict=True))
     return query, key, value
 
 
 def heads_to_tokens(out: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Exchange all tokens of this rank's heads, `[L, H / n, D]`, for its tokens of all heads, `[L / n, H, D]`."""
-    mine = _exchange(out.unflatten(0, (group.size(), -1)), group)  # [n, L / n, H / n, D]
-    return mine.transpose(0, 1).flatten(1, 2)
+    gathered = _exchange(out.unflatten(0, (group.size(), -1)), group)  # [n, L / n, H / n, D]
+    return gathered.transpose(0, 1).flatten(1, 2)
 
 
 @torch.compiler.disable

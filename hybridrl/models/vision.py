@@ -1,4 +1,4 @@
-"""Vision-language models: which there are, and what a model reads of an image.
+"""Vision-language models: images and clips as the patches, placeholders and positions that a model reads.
 
 An image is resized and cut into patches by the model's own image processor. The vision tower turns squares of
 `merge**2` patches into one token each, and the prompt has one placeholder for each of these tokens. Clips of videos are
@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import PIL.Image
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 #: positions of a token: its number in the sequence, and the temporal, vertical and horizontal one of rotary embeddings
 KINDS_OF_POSITIONS = 4
+_LARGEST_16 = 2**16 - 1
 #: files next to a model's weights that say how its images and videos are prepared
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -45,22 +48,22 @@ _places: ContextVar[torch.Tensor | None] = ContextVar("hybridrl_image_places", d
 
 
 def is_vision_model(config: PreTrainedConfig) -> bool:
-    """Whether this is a vision-language model whose images are read here."""
+    """Return whether this is a vision-language model of a supported family."""
     return config.model_type in FAMILIES
 
 
 def tokens_per_image(config: PreTrainedConfig, grid: torch.Tensor) -> torch.Tensor:
-    """Placeholders of each image, `[K]`, by its patches `[K, 3]` in time, height and width."""
+    """Return the number of placeholders of each image, `[K]`, from its patches `[K, 3]` in time, height and width."""
     return grid.prod(dim=-1) // config.vision_config.spatial_merge_size**2
 
 
 def media_tokens(config: PreTrainedConfig) -> tuple[int, int]:
-    """The placeholders' ids, of images and of videos."""
+    """Return the ids of the placeholders of images and of videos."""
     return int(config.image_token_id), int(config.video_token_id)
 
 
 def placeholders_in(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
-    """True where a token has the id of a placeholder; of the shape of `ids`."""
+    """Return a mask of the shape of `ids`, true where a token has the id of a placeholder."""
     image, video = media_tokens(config)
     return (ids == image) | (ids == video)
 
@@ -121,7 +124,7 @@ class ImageProcessor:
                 grids.append(torch.tensor([image.grid]))
                 seconds.append(image.seconds)
             else:
-                processed = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+                processed = self._processor(images=[as_rgb(image)], return_tensors="pt")
                 patches.append(processed["pixel_values"].float())
                 grids.append(processed["image_grid_thw"])
                 seconds.append(0.0)
@@ -199,6 +202,24 @@ class RotaryPositions:
         return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
 
 
+def as_rgb(image: Image) -> Image:
+    """An image with 8 bits of red, green and blue.
+
+    Pillow would cut grey values of 16 bits at 255, so that nearly every image of them were white: they are scaled.
+
+    Raises:
+        ValueError: its values have no range.
+    """
+    if image.mode == "F":
+        raise ValueError("its values are floats, of no known range; write it with 8 or 16 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        if values.size and (values.min() < 0 or values.max() > _LARGEST_16):
+            raise ValueError(f"its values are integers of 32 bits from {values.min()} to {values.max()}")
+        image = PIL.Image.fromarray((values.astype(np.uint32) * 255 // _LARGEST_16).astype(np.uint8))
+    return image.convert("RGB")
+
+
 def offset_after(rotary: torch.Tensor) -> int:
     """Return the offset between a later token's index and its position, which counts up from the last token's.
 
@@ -230,7 +251,7 @@ def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -
 
 
 def digest(images: Mapping[str, torch.Tensor]) -> str:
-    """A fingerprint of a row's images: of their patches, in order; "" for a row without images."""
+    """Return a fingerprint of the patches of a row's images, in order; "" for a row without images."""
     if not images:
         return ""
     hashed = hashlib.blake2b(digest_size=16)
@@ -242,7 +263,7 @@ def digest(images: Mapping[str, torch.Tensor]) -> str:
 
 
 def smallest_image(config: PreTrainedConfig) -> ImageTensors:
-    """An image of one token, for ranks that have none where others compute some."""
+    """Return an image of one token, for ranks without images while other ranks compute some."""
     vision = config.vision_config
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merge = vision.spatial_merge_size
@@ -250,7 +271,7 @@ def smallest_image(config: PreTrainedConfig) -> ImageTensors:
 
 
 def vision_tower(module: nn.Module) -> nn.Module:
-    """The part of a model that turns patches into embeddings of tokens."""
+    """Return the part of a model that turns patches into embeddings of tokens."""
     return module.get_submodule("model.visual")
 
 
@@ -297,7 +318,7 @@ def copy_processor(path: str | Path, folder: Path) -> None:
 
 
 def _load(path: str | Path, options: dict[str, Any]) -> Any:
-    """The model's image processor in the implementation that needs neither a GPU nor torchvision."""
+    """Load the model's image processor in the implementation that needs neither a GPU nor torchvision."""
     try:
         from transformers import AutoImageProcessor
 
@@ -329,7 +350,7 @@ _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def _positions_only(config: PreTrainedConfig) -> Any:
-    """An object with the model's `get_rope_index`, without its layers."""
+    """Return an object with the model's `get_rope_index`, without its layers."""
     from transformers import MODEL_MAPPING
 
     model_class: Any = MODEL_MAPPING[type(config)]

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """The facts of a model type.
+    """Metadata of a model type.
 
     Attributes:
         video_defaults: settings of transformers' video processor that the model's files may leave out.
@@ -47,5 +47,5 @@ FAMILIES: dict[str, VisionFamily] = {
 
 
 def vision_family(config: PreTrainedConfig) -> VisionFamily:
-    """Return the facts of a vision-language model."""
+    """Return the metadata of a vision-language model."""
     return FAMILIES[config.model_type]

@@ -50,7 +50,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _RunSummary:
     """Medians over the last steps, and settings."""
 
     metrics: Mapping[str, float]
@@ -104,14 +104,14 @@ def advise(
         return None
     phase = max(phases, key=lambda name: phases[name])
     last = [spans for _, spans in sorted(timeline.items())[-_STEPS:]]
-    facts = _Facts(medians, config)
+    summary = _RunSummary(medians, config)
     share = min(phases[phase] / total, 1.0)
     slow = _slow_rank(last, phase, phases[phase])
     if slow is not None:
         method, rank, factor = slow
         reason = f"rank {rank} needs {factor:.1f} times as long as the others in {method.partition('/')[2]}"
-        return Advice(phase, share, f"{rank} of {method}", reason, _for_slow_rank(facts, phase, rank))
-    reason, override = _rule_of(phase)(facts)
+        return Advice(phase, share, f"{rank} of {method}", reason, _for_slow_rank(summary, phase, rank))
+    reason, override = _rule_of(phase)(summary)
     return Advice(phase, share, None, reason, override)
 
 
@@ -151,17 +151,17 @@ def _within(spans: Sequence[TimedSpan], phase: str) -> list[TimedSpan]:
     return clipped
 
 
-def _for_slow_rank(facts: _Facts, phase: str, rank: int) -> str:
-    if facts.setting("trainer.balance_batch") is False:
+def _for_slow_rank(summary: _RunSummary, phase: str, rank: int) -> str:
+    if summary.setting("trainer.balance_batch") is False:
         return "trainer.balance_batch=True"
-    return _profile(facts, _role_of(phase), rank)
+    return _profile(summary, _role_of(phase), rank)
 
 
-def _profile(facts: _Facts, spec: RoleSpec | None, rank: int = 0) -> str:
+def _profile(summary: _RunSummary, spec: RoleSpec | None, rank: int = 0) -> str:
     """Return the settings that profile a rank of a role, or of the policy if the role cannot be profiled."""
     where = "profiler"  # of fine-tuning
-    if facts.setting("actor_rollout_ref") is not None:
-        profiled = spec if spec is not None and facts.setting(f"{spec.where}.profiler") is not None else ROLES[POLICY]
+    if summary.setting("actor_rollout_ref") is not None:
+        profiled = spec if spec is not None and summary.setting(f"{spec.where}.profiler") is not None else ROLES[POLICY]
         where = f"{profiled.where}.profiler"
     return (
         f"global_profiler.tool=torch global_profiler.steps=[{_PROFILED_STEP}] {where}.enable=True "
@@ -169,17 +169,17 @@ def _profile(facts: _Facts, spec: RoleSpec | None, rank: int = 0) -> str:
     )
 
 
-def _reward(facts: _Facts) -> tuple[str, str]:
-    workers, judge = facts.setting("reward.num_workers"), "reward.reward_model.judge"
-    if facts.setting("reward.reward_model.enable") and facts.setting(f"{judge}.url"):
+def _reward(summary: _RunSummary) -> tuple[str, str]:
+    workers, judge = summary.setting("reward.num_workers"), "reward.reward_model.judge"
+    if summary.setting("reward.reward_model.enable") and summary.setting(f"{judge}.url"):
         return (
             "a judge is slower than the models",
-            f"{judge}.max_concurrent={2 * facts.setting(f'{judge}.max_concurrent', 64)}",
+            f"{judge}.max_concurrent={2 * summary.setting(f'{judge}.max_concurrent', 64)}",
         )
-    if facts.setting("reward.reward_model.enable") and facts.setting(f"{judge}.enable"):
+    if summary.setting("reward.reward_model.enable") and summary.setting(f"{judge}.enable"):
         key = "reward.reward_model.n_gpus_per_node"
-        own = facts.setting("reward.reward_model.enable_resource_pool")
-        more = f"{key}={2 * facts.setting(key, 1)}" if own else "reward.reward_model.enable_resource_pool=True"
+        own = summary.setting("reward.reward_model.enable_resource_pool")
+        more = f"{key}={2 * summary.setting(key, 1)}" if own else "reward.reward_model.enable_resource_pool=True"
         return "a judge is slower than the models", f"{more}, or a lower {judge}.max_tokens"
     return (
         "the reward function is slower than the models",
@@ -187,9 +187,9 @@ def _reward(facts: _Facts) -> tuple[str, str]:
     )
 
 
-def _generation(facts: _Facts) -> tuple[str, str]:
-    mean = facts.metrics.get("response_length/mean", 0.0)
-    longest = facts.metrics.get("response_length/max", 0.0)
+def _generation(summary: _RunSummary) -> tuple[str, str]:
+    mean = summary.metrics.get("response_length/mean", 0.0)
+    longest = summary.metrics.get("response_length/max", 0.0)
     if mean and longest >= _TAIL * mean:
         return (
             f"the longest response has {longest:.0f} tokens and the mean {mean:.0f}, so most devices wait for a few "
@@ -197,24 +197,24 @@ def _generation(facts: _Facts) -> tuple[str, str]:
             f"data.max_response_length={int(longest) // 2} (it cuts off the longest responses, which changes what is "
             "trained)",
         )
-    name = facts.setting("actor_rollout_ref.rollout.name", "")
+    name = summary.setting("actor_rollout_ref.rollout.name", "")
     if INFERENCE_ENGINES.knows(name) and INFERENCE_ENGINES.metadata(name).in_place:
         engines = [engine for engine in INFERENCE_ENGINES.names() if INFERENCE_ENGINES.metadata(engine).auto]
         first = min(engines, key=lambda engine: INFERENCE_ENGINES.metadata(engine).auto)
         return f"rollout.name={name} generates without an inference engine", f"actor_rollout_ref.rollout.name={first}"
-    sequences = facts.setting("actor_rollout_ref.rollout.max_num_seqs", 256)
+    sequences = summary.setting("actor_rollout_ref.rollout.max_num_seqs", 256)
     return "all responses are about as long", f"actor_rollout_ref.rollout.max_num_seqs={2 * sequences}"
 
 
-def _weights(facts: _Facts) -> tuple[str, str]:
+def _weights(summary: _RunSummary) -> tuple[str, str]:
     key = "actor_rollout_ref.rollout.checkpoint_engine"
-    if facts.setting(f"{key}.method") == "streamed":
+    if summary.setting(f"{key}.method") == "streamed":
         return "whole parameters are sent to the engines (method=streamed)", f"{key}.method=auto"
-    size = facts.setting(f"{key}.update_weights_bucket_megabytes", 2048)
+    size = summary.setting(f"{key}.update_weights_bucket_megabytes", 2048)
     return "new weights take long to reach the engines", f"{key}.update_weights_bucket_megabytes={2 * size}"
 
 
-def _update(spec: RoleSpec | None, how: MicroBatches | None, model: str, facts: _Facts) -> tuple[str, str]:
+def _update(spec: RoleSpec | None, how: MicroBatches | None, model: str, summary: _RunSummary) -> tuple[str, str]:
     """Advise on a slow update: the reason and a setting to try.
 
     Args:
@@ -222,35 +222,35 @@ def _update(spec: RoleSpec | None, how: MicroBatches | None, model: str, facts: 
         how: its micro-batches.
         model: where the settings of the model are.
     """
-    if how is not None and (advice := _too_small(how, facts)):
+    if how is not None and (advice := _too_small(how, summary)):
         return advice
-    if facts.setting(f"{model}.enable_gradient_checkpointing"):
+    if summary.setting(f"{model}.enable_gradient_checkpointing"):
         off = f"{model}.enable_gradient_checkpointing=False"
-        if facts.setting(f"{model}.recompute_granularity") == "selective":
+        if summary.setting(f"{model}.recompute_granularity") == "selective":
             full = f"{model}.recompute_granularity=full"
             return "some activations are computed again", f"{off} {full}, if the memory suffices"
         return "activations are computed twice (enable_gradient_checkpointing)", f"{off}, if the memory suffices"
     reason = "the model's passes are most of the work"
-    if how is None or facts.setting(f"{how.where}.{how.dynamic}"):
-        return reason, _profile(facts, spec)
+    if how is None or summary.setting(f"{how.where}.{how.dynamic}"):
+        return reason, _profile(summary, spec)
     return reason, f"{how.where}.{how.dynamic}=True"
 
 
-def _too_small(how: MicroBatches, facts: _Facts) -> tuple[str, str] | None:
+def _too_small(how: MicroBatches, summary: _RunSummary) -> tuple[str, str] | None:
     """Advise on micro-batches of few tokens; None if they have enough."""
-    length = facts.metrics.get("response_length/mean", 0.0) + facts.metrics.get("prompt_length/mean", 0.0)
+    length = summary.metrics.get("response_length/mean", 0.0) + summary.metrics.get("prompt_length/mean", 0.0)
     if not length:  # fine-tuning
-        rows = facts.setting("data.train_batch_size", 1)
-        length = facts.metrics.get("perf/total_num_tokens", 0.0) / max(rows, 1)
-    if facts.setting(f"{how.where}.{how.dynamic}"):
-        tokens = facts.setting(f"{how.where}.{how.tokens}", _FEW_TOKENS)
+        rows = summary.setting("data.train_batch_size", 1)
+        length = summary.metrics.get("perf/total_num_tokens", 0.0) / max(rows, 1)
+    if summary.setting(f"{how.where}.{how.dynamic}"):
+        tokens = summary.setting(f"{how.where}.{how.tokens}", _FEW_TOKENS)
         if tokens < _FEW_TOKENS:
             return f"a micro-batch has at most {tokens} tokens", f"{how.where}.{how.tokens}={2 * _FEW_TOKENS}"
         return None
-    size = facts.setting(f"{how.where}.{how.size}", 1)
+    size = summary.setting(f"{how.where}.{how.size}", 1)
     target = 2 ** max(size.bit_length(), round(_FEW_TOKENS / max(length, 1)).bit_length())
     if how is _FINE_TUNING:  # a micro-batch is part of a batch of as many rows
-        target = min(target, facts.setting("data.train_batch_size", target))
+        target = min(target, summary.setting("data.train_batch_size", target))
     if 0 < size * length < _FEW_TOKENS and target > size:
         return (
             f"a micro-batch has about {size * length:.0f} tokens, too few to keep a device busy",
@@ -259,42 +259,42 @@ def _too_small(how: MicroBatches, facts: _Facts) -> tuple[str, str] | None:
     return None
 
 
-def _pass(spec: RoleSpec, how: MicroBatches | None, facts: _Facts) -> tuple[str, str]:
+def _pass(spec: RoleSpec, how: MicroBatches | None, summary: _RunSummary) -> tuple[str, str]:
     """Advise on a pass of a role's model, whose results the step waits for."""
     reason = f"the model of {spec.where} computes the batch in one more pass"
-    served = facts.setting(f"{spec.where}.rollout.name") is not None
+    served = summary.setting(f"{spec.where}.rollout.name") is not None
     if how is not None and not served:
-        if not facts.setting(f"{how.where}.{how.dynamic}"):
+        if not summary.setting(f"{how.where}.{how.dynamic}"):
             return reason, f"{how.where}.{how.dynamic}=True"
-        if advice := _too_small(how, facts):
+        if advice := _too_small(how, summary):
             return advice
     if spec.name == POLICY:
-        return reason, _profile(facts, spec)
+        return reason, _profile(summary, spec)
     return reason, f"placement.roles.{spec.placement[0]}=NAME with devices of its own in placement.pools.NAME"
 
 
-def _data(facts: _Facts) -> tuple[str, str]:
-    key = "data.num_workers" if facts.setting("data.micro_batch_size_per_gpu") else "data.dataloader_num_workers"
-    return "the next batch is not ready when it is needed", f"{key}={max(2 * int(facts.setting(key, 0)), 4)}"
+def _data(summary: _RunSummary) -> tuple[str, str]:
+    key = "data.num_workers" if summary.setting("data.micro_batch_size_per_gpu") else "data.dataloader_num_workers"
+    return "the next batch is not ready when it is needed", f"{key}={max(2 * int(summary.setting(key, 0)), 4)}"
 
 
-def _saving(facts: _Facts) -> tuple[str, str]:
-    key = "actor_rollout_ref.actor.checkpoint" if facts.setting("actor_rollout_ref") else "checkpoint"
-    if not facts.setting(f"{key}.async_save"):
+def _saving(summary: _RunSummary) -> tuple[str, str]:
+    key = "actor_rollout_ref.actor.checkpoint" if summary.setting("actor_rollout_ref") else "checkpoint"
+    if not summary.setting(f"{key}.async_save"):
         return "training waits while a checkpoint is written", f"{key}.async_save=True"
-    frequency = facts.setting("trainer.save_freq", 1)
+    frequency = summary.setting("trainer.save_freq", 1)
     return "a checkpoint is due before the one before is written", f"trainer.save_freq={2 * max(int(frequency), 1)}"
 
 
-def _testing(facts: _Facts) -> tuple[str, str]:
-    return "validation runs often", f"trainer.test_freq={2 * max(int(facts.setting('trainer.test_freq', 1)), 1)}"
+def _testing(summary: _RunSummary) -> tuple[str, str]:
+    return "validation runs often", f"trainer.test_freq={2 * max(int(summary.setting('trainer.test_freq', 1)), 1)}"
 
 
-def _other(facts: _Facts) -> tuple[str, str]:
-    return "no rule here knows this phase", _profile(facts, None)
+def _other(summary: _RunSummary) -> tuple[str, str]:
+    return "no rule here knows this phase", _profile(summary, None)
 
 
-_Rule = Callable[[_Facts], tuple[str, str]]
+_Rule = Callable[[_RunSummary], tuple[str, str]]
 _RULES: dict[str, _Rule] = {
     "reward": _reward,
     "gen": _generation,

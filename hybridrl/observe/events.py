@@ -57,7 +57,7 @@ class EventLog:
         self._lock = threading.RLock()  # a signal handler may tell something while its thread writes
         self._listening = listening(lambda text, level: self.write(level, text))
 
-    def write(self, kind: str, text: str, at: datetime.datetime | None = None, **facts: Any) -> None:
+    def write(self, kind: str, text: str, at: datetime.datetime | None = None, **fields: Any) -> None:
         """Write one event.
 
         An event that cannot be written does not end the run: notices are on the standard error too, and the metrics
@@ -67,10 +67,10 @@ class EventLog:
             kind: `start`, `resume`, `end`, or the level of a notice.
             text: what happened, for a reader.
             at: when it happened; None: now.
-            facts: further entries of the line.
+            fields: further entries of the line.
         """
         time = (at or _now()).isoformat(timespec="seconds")
-        event = {"time": time, "step": self._step(), "kind": kind, "text": text, **facts}
+        event = {"time": time, "step": self._step(), "kind": kind, "text": text, **fields}
         # RuntimeError: a signal handler that writes while its thread does; ValueError: the file is closed
         with self._lock, contextlib.suppress(OSError, RuntimeError, UserError, ValueError):
             self._file.write(event)

@@ -78,7 +78,7 @@ def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
     return template.render(
         title=history.title,
         folder=history.folder.resolve(),
-        facts=_facts(history, starts),
+        facts=_run_details(history, starts),
         tiles=_tiles(history),
         charts=charts,
         lines=json.dumps(
@@ -105,7 +105,7 @@ def _advice(history: RunHistory) -> Advice | None:
 
 
 def _pictures(history: RunHistory) -> list[TimelinePicture]:
-    """The timelines of the last step and of the slowest one after the first."""
+    """Return the timelines of the last step and of the slowest step after the first."""
     timeline = {step: spans for step, spans in read_timeline(history.folder).items() if spans}
     if not timeline:
         return []
@@ -115,7 +115,7 @@ def _pictures(history: RunHistory) -> list[TimelinePicture]:
     return [picture(step, timeline[step]) for step in dict.fromkeys((slowest, max(timeline)))]
 
 
-def _facts(history: RunHistory, starts: Sequence[RunStart]) -> list[tuple[str, str]]:
+def _run_details(history: RunHistory, starts: Sequence[RunStart]) -> list[tuple[str, str]]:
     """Return what made the run: command, machine, versions, dates."""
     versions = history.versions
     command = starts[-1].start.get("command") if starts else versions.get("command")

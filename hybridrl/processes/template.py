@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
+from hybridrl.processes.child import Child
 from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection, MalformedMessage
-from hybridrl.processes.start import Child
 
 _LOOK_S = 0.5
 _END_S = 5.0

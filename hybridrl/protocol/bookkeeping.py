@@ -56,7 +56,7 @@ _ROW_TENSORS = (
     *("reward_baselines", "row_ids", "sequence_ids", "sequence_tokens", "teacher_index", "margins"),
     "ref_answer_log_probs",
 )
-#: columns of sessions that no reward function gets: it has them in `extra_info`, or they are no facts about an answer
+#: columns of sessions that no reward function gets: it has them in `extra_info`, or they say nothing about an answer
 _NOT_FOR_REWARDS = (SESSION_LOG, "__num_turns__", "reward_scores")
 #: what an item of a data set may hold of these
 _OF_ITEMS = {"input_ids", "position_ids", "index", "raw_prompt", MULTI_MODAL_INPUTS, IMAGE_FILES}
@@ -111,6 +111,6 @@ def reserved(names: Iterable[str], *writers: Writer) -> list[str]:
 
 
 def for_rewards(names: Iterable[str]) -> list[str]:
-    """Select the columns of a generated batch that a reward function gets by name: data and facts of sessions."""
+    """Select the columns of a generated batch that a reward function gets by name: data and results of sessions."""
     own = (bookkeeping() - columns(Writer.SESSION)) | set(_NOT_FOR_REWARDS)
     return [name for name in names if name not in own]

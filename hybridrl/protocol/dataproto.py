@@ -375,10 +375,10 @@ class DataProto(ColumnCache):
     # ---- fields -----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _require(keys: Sequence[str], present: Any, what: str) -> None:
+    def _require(keys: Sequence[str], present: Any, label: str) -> None:
         missing = [key for key in keys if key not in present]
         if missing:
-            raise KeyError(f"{what} {missing} not in the batch; it has {sorted(map(str, present))}")
+            raise KeyError(f"{label} {missing} not in the batch; it has {sorted(map(str, present))}")
 
     def _names(self) -> list[str]:
         return [*rows.fields_of(self.batch), *self.non_tensor_batch]

@@ -167,12 +167,12 @@ def _gathers_plain(value: Any) -> bool:
 def _gather_rows(value: torch.Tensor, counts: list[int], group: Any) -> torch.Tensor:
     """Gather `[counts[rank], ...]` from every rank; collectives need equal sizes, so short ranks send padding."""
     longest = max(counts)
-    mine = value.detach().contiguous()
-    if len(mine) < longest:
-        mine = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
+    local = value.detach().contiguous()
+    if len(local) < longest:
+        local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
     # Rows are sent as bytes, because backends differ in the dtypes that they support.
-    raw = mine.reshape(-1).view(torch.uint8)
+    raw = local.reshape(-1).view(torch.uint8)
     parts = [torch.empty_like(raw) for _ in counts]
     dist.all_gather(parts, raw, group=group)
-    whole = [part.view(value.dtype).view(mine.shape) for part in parts]
+    whole = [part.view(value.dtype).view(local.shape) for part in parts]
     return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])

@@ -264,7 +264,7 @@ def _of_function(items: Sequence[Item], measured: Measured, tolerance: float, ex
         "exceptions": sum(outcome.error is not None for outcome in outcomes),
         "timeouts": sum(outcome.timed_out for outcome in outcomes),
         "unscored": dict(missing),
-        "reasons": [{"count": count, "what": what} for what, count in why.most_common(examples)],
+        "reasons": [{"count": count, "what": reason} for reason, count in why.most_common(examples)],
         "runs": len(measured.outcomes),
         "runs_disagree": len(apart),
         "changed": [{"scores": scores, **_shown(items[number])} for number, scores in apart[:examples]],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema.choices import SCORES
 from hybridrl.errors import RewardError
+from hybridrl.notify import notify
 from hybridrl.reward.pools import sandbox_settings
 from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import ground_truth_of
@@ -80,6 +81,11 @@ def check_columns(
                     f"{label}: it has the parameter {name!r}, and a batch uses that name itself, so it does not carry "
                     f"the column {name!r} of the data. Rename the column and the parameter, for example to data_{name}."
                 )
+        if replaced := [name for name in how.with_default if name in columns]:
+            notify(
+                f"{label}: its parameters {', '.join(map(repr, replaced))} get the columns of these names of the data, "
+                "and not their defaults; rename them if they mean something else"
+            )
         fault = how.fault_in_columns(columns, has_ground_truth)
         if fault is not None:
             raise RewardError(f"{label}: {fault}.")

@@ -108,8 +108,8 @@ class Conversations:
                 f"set {KEY}.custom_chat_template"
             )
         if self.renders:
-            what = "chat template" if not same_template else "tokenizer"
-            notify(f"the reward model has a {what} of its own: conversations are rendered and tokenized for it")
+            difference = "chat template" if not same_template else "tokenizer"
+            notify(f"the reward model has a {difference} of its own: conversations are rendered and tokenized for it")
         self._closing = [] if self.renders else self._closing_tokens()
         self._told = False
 

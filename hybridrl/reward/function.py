@@ -120,8 +120,8 @@ def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., A
                 f"{listed}."
             )
         return function.name, call
-    usual = ("compute_score", "compute_reward", *(public if len(public) == 1 else ()))
-    for name in (*([function.part] if function.part in public else ()), *usual):
+    usual_names = ("compute_score", "compute_reward", *(public if len(public) == 1 else ()))
+    for name in (*([function.part] if function.part in public else ()), *usual_names):
         if callable(getattr(module, name, None)):
             return name, getattr(module, name)
     called = f"{function.part}, compute_score" if function.part else "compute_score"

@@ -200,8 +200,8 @@ def _parser(path: str | None, name: str | None) -> Callable[[str, Mapping[str, A
     except (TypeError, ValueError) as error:
         raise RewardError(f"{_KEY}.parse.path={path}: {name or 'parse'} is no function: {error}") from None
     if count not in (1, 2):
-        what = f"{name or 'parse'} takes {count} arguments; it gets (text) or (text, sample)"
-        raise RewardError(f"{_KEY}.parse.path={path}: {what}")
+        problem = f"{name or 'parse'} takes {count} arguments; it gets (text) or (text, sample)"
+        raise RewardError(f"{_KEY}.parse.path={path}: {problem}")
     return function if count == 2 else lambda text, sample: function(text)
 
 

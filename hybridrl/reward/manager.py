@@ -314,12 +314,12 @@ class RewardManager:
         failures, reward = [error for error in errors if error is not None], self.config.reward
         if not failures:
             return
-        what = f"the reward function failed for {len(failures)} of {len(errors)} samples"
+        message = f"the reward function failed for {len(failures)} of {len(errors)} samples"
         if first and reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
-            raise RewardError(f"{what}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
+            raise RewardError(f"{message}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
         key = "reward.on_error" if reward.on_error is not None else "algorithm.missing.infra"
         setting = reward.on_error or self.config.algorithm.missing.infra
-        notify(f"{what}; {_THEN[setting]} ({key}={setting}). The first: {failures[0]}", "warning")
+        notify(f"{message}; {_THEN[setting]} ({key}={setting}). The first: {failures[0]}", "warning")
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> RowScore:
         if outcome.unscored is not None:

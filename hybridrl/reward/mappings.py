@@ -24,8 +24,8 @@ def check_arguments(entries: Entries) -> Iterator[str]:
     except (SyntaxError, OSError, ValueError):
         return  # another check reports it
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    usual = [usual_name for usual_name in ("compute_score", "compute_reward") if usual_name in functions]
-    function = functions.get(str(name)) if name is not None else functions.get(usual[0]) if usual else None
+    usual_names = [usual_name for usual_name in ("compute_score", "compute_reward") if usual_name in functions]
+    function = functions.get(str(name)) if name is not None else functions.get(usual_names[0]) if usual_names else None
     if function is None or function.decorator_list or CHECK in functions:
         return
     takes = function.args

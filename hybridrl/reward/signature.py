@@ -102,6 +102,7 @@ class RewardCall:
         truths: names of columns that mean the ground truth where the data have no such column.
         columns: columns of the data that it has to get, besides `arguments`.
         optional: columns that it gets if the data have them.
+        with_default: those of `optional` that have a default other than None.
         all_columns: it gets every column, as TRL passes them.
         may_abstain: None, for a sample that it does not apply to, is a result.
     """
@@ -114,6 +115,7 @@ class RewardCall:
     truths: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    with_default: tuple[str, ...] = ()
     all_columns: bool = False
     may_abstain: bool = False
 
@@ -334,6 +336,7 @@ class Free:
         return {
             "columns": tuple(name for name in self.required if name not in names),
             "optional": tuple(name for name in self.others if name not in names),
+            "with_default": tuple(name for name in self.others if name not in names and name not in self.empty),
         }
 
 
@@ -384,20 +387,20 @@ def _as_batch(free: Free) -> RewardCall | None:
 def _as_sample(free: Free) -> RewardCall | None:
     """A function whose response is one text by its name, or that takes every name."""
     text = free.texts("sample")
-    usual = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
+    usual_names = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in free.names else ()))
     if "solution_str" in free.names or (free.takes_any and free.by_name):
-        arguments = tuple(name for name in usual if name in free.names or free.takes_any)
-        return RewardCall("sample", arguments, truths=free.truths("sample"), **free.besides(usual))
+        arguments = tuple(name for name in usual_names if name in free.names or free.takes_any)
+        return RewardCall("sample", arguments, truths=free.truths("sample"), **free.besides(usual_names))
     if len(text) != 1 or set(_BATCH_KNOWN) & set(free.names):
         return None
-    arguments = ("solution_str", *(name for name in usual if name in free.names))
+    arguments = ("solution_str", *(name for name in usual_names if name in free.names))
     return RewardCall(
         "sample",
         arguments,
         renamed=(("solution_str", text[0]),),
         guessed=(text[0],),
         truths=free.truths("sample"),
-        **free.besides((*usual, text[0])),
+        **free.besides((*usual_names, text[0])),
     )
 
 

@@ -19,7 +19,7 @@ from hybridrl.models.rendering import rendered
 from hybridrl.protocol import DataProto
 from hybridrl.reward.conversations import KEY, Conversations, generated_tokens, own_tokenizer, refuse_images
 from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
-from hybridrl.reward.steps import StepPlaces, steps_of
+from hybridrl.reward.response_steps import StepPlaces, steps_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

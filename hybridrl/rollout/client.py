@@ -21,7 +21,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION

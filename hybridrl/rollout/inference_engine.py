@@ -1,7 +1,7 @@
 """The interface of a generation engine: requests in, completions out, new weights in between.
 
-An engine lives in the process of its replica (`hybridrl.rollout.replicas.actor`), on that process's event loop. No
-other code knows its library. It is a class in a file of its own, registered with `register_inference_engine(name)`.
+An engine lives in the process of its replica (`hybridrl.rollout.replicas.replica_actor`), on that process's event loop.
+No other code knows its library. It is a class in a file of its own, registered with `register_inference_engine(name)`.
 """
 
 import asyncio

@@ -182,7 +182,7 @@ class Endpoint:
 
 def _api_key(settings: OpenAIConfig) -> str:
     if settings.api_key_env is None:
-        return "none"  # the client wants something to send
+        return "none"  # the client refuses an empty key
     key = os.environ.get(settings.api_key_env, "").strip()
     if not key:
         raise RolloutError(

@@ -15,7 +15,7 @@ from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout.batch import batch_of, images_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, request_number
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.utils.clock import OverlappingSeconds
@@ -51,7 +51,7 @@ class Rollout(ABC):
                 prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `attempt` (how often these
                 samples were asked for before, 0 where it is missing; another attempt draws other tokens), `seeded`
                 (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
-                this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
+                this field, if the engine's metadata have `records_routing`), and any field of `SamplingParams`.
                 `multi_modal_inputs` are the images of prompts; `position_ids` are [B, 4, P] then.
             on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
                 others are generated. A rollout that returns all responses at once does not call it.

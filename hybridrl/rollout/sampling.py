@@ -31,7 +31,7 @@ class SamplingParams:
         stop: end after the token that completes one of these strings; the token stays in the response.
         seed: of this request's noise; None draws from the engine's stream. Batches of the hf rollout ignore it, because
             their noise is keyed by the sample.
-        json_schema: the response is JSON of this schema, a JSON text; only engines with the fact `constrains` take it.
+        json_schema: the response is JSON of this schema, a JSON text; only engines with `constrains` take it.
     """
 
     do_sample: bool

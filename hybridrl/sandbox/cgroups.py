@@ -1,6 +1,6 @@
-"""A control group for a program: the memory of all its processes, with shared memory and files in memory.
+"""Control groups (cgroups, versions 1 and 2) that limit the memory of all processes of a program together.
 
-Both versions of control groups, where this process may make a group that limits memory.
+Shared memory and files in memory count as well. They are used where this process may make a group that limits memory.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ _MACHINE = ("/proc/vmstat", "oom_kill")
 
 @contextlib.contextmanager
 def memory_group(megabytes: int, proc: Path = PROC) -> Iterator[Path | None]:
-    """The folder of a group whose processes have so much memory together; None where this process may make none.
+    """Yield the folder of a group whose processes share this limit of memory; None where this process may make none.
 
-    The jail joins it before it starts anything. What is left in it at the end is killed.
+    The jail joins the group before it starts anything. Processes that are still in it at the end are killed.
 
     Args:
         proc: the folder in /proc of this process.
@@ -41,10 +41,11 @@ def memory_group(megabytes: int, proc: Path = PROC) -> Iterator[Path | None]:
 
 
 def shortage_counters(group: Path | None, proc: Path = PROC) -> list[tuple[str, str]]:
-    """(file, line) of counters that tell that a program lacked memory or processes, and not by its own limit.
+    """Return (file, line) of each counter that rises when a limit other than its own ends or refuses a program.
 
-    The kernel counts a kill in the group of the process that it killed. Version 2 counts it in the groups around, too,
-    where other programs count as well: of those, the file with the suffix `.local` is read, or none.
+    Such limits are those of memory and of processes. The kernel counts a kill in the group of the process that it
+    killed. Version 2 also counts it in the parent groups, where other programs count as well: of a parent, only the
+    file with the suffix `.local` is read, if there is one.
 
     Args:
         group: the program's own; None: it is in the group of this process.
@@ -64,7 +65,7 @@ def shortage_counters(group: Path | None, proc: Path = PROC) -> list[tuple[str, 
 
 
 def make_group(parent: Path, version: int, size: int) -> Path | None:
-    """A group with a limit of so many bytes; None where it cannot be made."""
+    """Make a group with a limit of `size` bytes and return its folder; None where it cannot be made."""
     group, files = parent / f"{_NAME}-{os.getpid()}-{uuid.uuid4().hex[:12]}", MEMORY_FILES[version]
     try:
         group.mkdir()
@@ -82,15 +83,15 @@ def make_group(parent: Path, version: int, size: int) -> Path | None:
 
 @functools.cache
 def group_parents(proc: Path) -> tuple[tuple[Path, int], ...]:
-    """Folders in which this process makes groups that programs can join, with the version of their hierarchy.
+    """Return the folders in which this process can make groups, with the version of their hierarchy.
 
-    Groups of processes that have ended are removed.
+    A program can join these groups. Groups that are left of processes that have ended are removed.
     """
     groups = groups_of("memory", proc)
     if groups is None:
         return ()
     folders = groups.folders[:1]
-    if groups.version == 2:  # no group with groups that limit memory has processes of its own: it is one around
+    if groups.version == 2:  # a group whose children limit memory has no processes of its own: search the parents
         folders = tuple(folder for folder in groups.folders if _gives_memory(folder))
     usable = []
     for folder in folders:
@@ -106,18 +107,18 @@ def group_parents(proc: Path) -> tuple[tuple[Path, int], ...]:
 
 
 def _gives_memory(folder: Path) -> bool:
-    """Whether groups in a group of version 2 can limit memory."""
+    """Return whether the children of a group of version 2 can limit memory."""
     with contextlib.suppress(OSError):
         return "memory" in (folder / "cgroup.subtree_control").read_text().split()
     return False
 
 
 def _can_be_joined(group: Path) -> bool:
-    """Whether a process of this one may enter a group. Version 2 asks for rights in the group around both, too."""
+    """Return whether a child process may join a group. Version 2 needs rights in the common parent as well."""
     join = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group / "cgroup.procs")]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        ran = subprocess.run(join, stdin=subprocess.DEVNULL, capture_output=True, timeout=_JOIN_S, check=False)
-        return ran.returncode == 0
+        joining = subprocess.run(join, stdin=subprocess.DEVNULL, capture_output=True, timeout=_JOIN_S, check=False)
+        return joining.returncode == 0
     return False
 
 
@@ -130,6 +131,6 @@ def _remove(group: Path) -> None:
             return
         with contextlib.suppress(OSError, ValueError):
             for pid in map(int, (group / "cgroup.procs").read_text().split()):
-                if pid > 0:  # 0 is a process that cannot be seen from here, and for kill() the own process group
+                if pid > 0:  # 0 stands for a process outside this namespace, and means this process group to kill()
                     os.kill(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)

@@ -434,10 +434,10 @@ def _set_mount(path: str, flags: int, put: int, cleared: int) -> None:
     _check(_libc.syscall(_MOUNT_SETATTR, -100, path.encode(), flags, ctypes.byref(attributes), 32), path)
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, call: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
+        raise OSError(number, os.strerror(number), call)
 
 
 def _prctl(option: int, value: int) -> None:

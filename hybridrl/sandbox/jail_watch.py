@@ -146,13 +146,13 @@ class JailedChild:
         Those that have lowered their own priority chose to wait.
         """
         waited, cpu, clock = [0.0], 0.0, os.sysconf("SC_CLK_TCK")
-        usual = os.nice(0)
+        nice = os.nice(0)
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{pid}/stat") as file:
                     words = file.read().rpartition(")")[2].split()  # from the third on, as proc(5) counts
                 cpu += sum(map(int, words[11:15])) / clock
-                if int(words[16]) <= usual and int(words[38]) == os.SCHED_OTHER:
+                if int(words[16]) <= nice and int(words[38]) == os.SCHED_OTHER:
                     waited += [_waited(pid, int(task)) for task in os.listdir(f"/proc/{pid}/task")]
         return {"waited": max(waited), "cpu": cpu, "stopped": self._stopped}
 

@@ -316,8 +316,8 @@ class _Talk:
                 "the server"
             )
         if isolated is None or (end is None and not self._full):
-            what = errors.strip()[-1000:] or "it died, or was stopped"
-            raise SandboxError(f"the sandbox failed: it did not report how the program ended: {what}")
+            reason = errors.strip()[-1000:] or "it died, or was stopped"
+            raise SandboxError(f"the sandbox failed: it did not report how the program ended: {reason}")
         end = end or {"code": 128 + signal.SIGKILL, "seconds": self._limits.wall_s}
         return Ended(
             output=output,

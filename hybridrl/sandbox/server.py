@@ -151,8 +151,8 @@ def _read(body: Any, limits: ServerLimits) -> tuple[Program, Limits]:
         HttpRefusal: the request asks for something that is not served; nothing of it is ignored.
     """
 
-    def refuse(what: str) -> HttpRefusal:
-        return HttpRefusal(HTTPStatus.UNPROCESSABLE_ENTITY, what)
+    def refuse(message: str) -> HttpRefusal:
+        return HttpRefusal(HTTPStatus.UNPROCESSABLE_ENTITY, message)
 
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
         raise refuse("the body is an object with 'code', text")
@@ -278,10 +278,10 @@ def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
     parser.add_argument("--max-body-mb", type=int, default=64, help="size of a request (64)")
     parser.add_argument("--max-time-s", type=float, default=120.0, help="largest run_timeout (120)")
     parser.add_argument("--max-memory-mb", type=int, default=1024, help="largest memory_limit_MB (1024)")
-    usual = Limits()
-    parser.add_argument("--max-processes", type=int, default=usual.processes, help="of a program (32)")
-    parser.add_argument("--max-files-mb", type=int, default=usual.files_mb, help="that a program writes (64)")
-    parser.add_argument("--max-output-kb", type=int, default=usual.output_kb, help="that a program prints (256)")
+    defaults = Limits()
+    parser.add_argument("--max-processes", type=int, default=defaults.processes, help="of a program (32)")
+    parser.add_argument("--max-files-mb", type=int, default=defaults.files_mb, help="that a program writes (64)")
+    parser.add_argument("--max-output-kb", type=int, default=defaults.output_kb, help="that a program prints (256)")
     args = parser.parse_args(argv)
     for name in (name for name in vars(args) if name.startswith("max_")):
         if getattr(args, name) <= 0:

@@ -17,13 +17,13 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
+from hybridrl.processes.child import Child, ending
 from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import MalformedMessage
 from hybridrl.processes.peer import JSON, Peer
-from hybridrl.processes.start import Child, ending
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.serve import wire
+from hybridrl.serve import server_messages
 from hybridrl.serve.gate import GuestGate, PauseMode
 from hybridrl.serve.http import STOP_S, Listener
 from hybridrl.utils.movement import Movement, StartWatch, family
@@ -168,7 +168,7 @@ class ServerProcess:
     async def _one_process(self) -> str:
         """Start a process and answer its calls until it ends; returns how it ended."""
         with contextlib.nullcontext() if self._log_file is None else open(self._log_file, "ab") as log:
-            child = self._child = Child("hybridrl.serve.child", [self.listener.socket.fileno()], output=log)
+            child = self._child = Child("hybridrl.serve.server_child", [self.listener.socket.fileno()], output=log)
         self.images = {}  # the numbers are those of another process
         stream = await FrameStream.open(child.connection)
         stream.send(pickle.dumps(self._setup))
@@ -207,18 +207,18 @@ class ServerProcess:
         }
 
     def _take_image(self, number: Any, image: Any) -> None:
-        self.images[int(number)] = wire.image_from_plain(image, config_of(self._setup.model))
+        self.images[int(number)] = server_messages.image_from_plain(image, config_of(self._setup.model))
 
     async def _generate(self, plain: Any) -> dict[str, Any]:
         images = None
         if plain.get("images") is not None:
             config, ids = config_of(self._setup.model), plain["prompt_ids"]
-            images = wire.images_from_plain(plain["images"], ids, self.images, config)
-        request = wire.request_from_plain(plain, images)
+            images = server_messages.images_from_plain(plain["images"], ids, self.images, config)
+        request = server_messages.request_from_plain(plain, images)
         self._in_flight.add(request.id)
         try:
             completion = await self._own.get(request.session, self._gate.generate)(request)
-            return wire.completion_to_plain(completion, request.routing)
+            return server_messages.completion_to_plain(completion, request.routing)
         finally:
             self._in_flight.discard(request.id)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActorRolloutRefConfig
 from hybridrl.notify import notify
-from hybridrl.rollout import start
+from hybridrl.rollout import start_replicas
 from hybridrl.rollout.rollout import InPlaceRollout, ReplicatedRollout, Rollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
@@ -39,12 +39,13 @@ def start_rollout(
     """Start the rollout for `policy`, with a server where the configuration has one, for as long as the rollout lives.
 
     Args:
-        config, policy, own_pool, threads, log_folder, before_start: see `hybridrl.rollout.start.start_rollout`.
+        config, policy, own_pool, threads, log_folder, before_start: see
+            `hybridrl.rollout.start_replicas.start_rollout`.
         template_kwargs: further variables of the chat template, for chats that the server renders.
         image_kwargs: settings of the model's image processor, for images of the server's clients.
 
     Raises:
-        RolloutError: see `hybridrl.rollout.start.start_rollout` and `make_server`.
+        RolloutError: see `hybridrl.rollout.start_replicas.start_rollout` and `make_server`.
     """
 
     def serve(rollout: InPlaceRollout | ReplicatedRollout, heeds_seeds: bool) -> Callable[[], None]:
@@ -52,7 +53,7 @@ def start_rollout(
         server = _start_server(config, rollout, log_folder, heeds_seeds, kwargs)
         return functools.partial(_announce, config, rollout, server, log_folder)
 
-    return start.start_rollout(
+    return start_replicas.start_rollout(
         config,
         policy,
         own_pool,

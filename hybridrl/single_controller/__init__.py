@@ -1,34 +1,32 @@
 """One controller process runs the algorithm; groups of workers, each an SPMD program, do the work.
 
 `base` defines workers and how arguments are dispatched to their methods; it does not depend on Ray. `ray` starts the
-processes. This package exports the names of both; those of `ray` are imported on first use.
+processes. This package exports the names of both, which are imported on first use: a command line whose settings have a
+fault needs neither torch nor Ray to say so.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.single_controller.base import (
-    ClassWithInitArgs,
-    Dispatch,
-    Execute,
-    PlacementError,
-    ResourcePool,
-    Worker,
-    WorkerDiedError,
-    WorkerError,
-    WorkerGroup,
-    WorkerTimeoutError,
-    WorkerUserError,
-    make_nd_compute_dataproto_dispatch_fn,
-    make_nd_compute_dispatch_fn,
-    make_one_to_all_dispatch_fn,
-    padding_mask,
-    real_rows,
-    register,
-    register_dispatch_mode,
-    update_dispatch_mode,
-)
+from hybridrl.errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerUserError
 
 if TYPE_CHECKING:
+    from hybridrl.single_controller.base import (
+        ClassWithInitArgs,
+        Dispatch,
+        Execute,
+        ResourcePool,
+        Worker,
+        WorkerGroup,
+        make_nd_compute_dataproto_dispatch_fn,
+        make_nd_compute_dispatch_fn,
+        make_one_to_all_dispatch_fn,
+        padding_mask,
+        real_rows,
+        register,
+        register_dispatch_mode,
+        update_dispatch_mode,
+    )
     from hybridrl.single_controller.ray import (
         RayClassWithInitArgs,
         RayResourcePool,
@@ -80,9 +78,31 @@ __all__ = [
 ]
 
 
+_OF_BASE = {
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "ResourcePool",
+    "Worker",
+    "WorkerGroup",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "make_nd_compute_dispatch_fn",
+    "make_one_to_all_dispatch_fn",
+    "padding_mask",
+    "real_rows",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hybridrl.single_controller import ray as on_ray
+    value = getattr(importlib.import_module(f"{__name__}.{'base' if name in _OF_BASE else 'ray'}"), name)
+    globals()[name] = value
+    return value
 
-    return getattr(on_ray, name)
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

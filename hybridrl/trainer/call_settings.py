@@ -55,6 +55,7 @@ class PolicySettings(TypedDict, total=False):
     drain: bool
     dro_beta: float | None
     dropped: str
+    dump_dir: str | None
     dump_freq: int
     dump_tokens: int
     enable_chunked_prefill: bool
@@ -255,7 +256,6 @@ class PolicySettings(TypedDict, total=False):
     sppo_eta: float
     sppo_preference_scale: float | None
     start_timeout_s: float
-    steps: list[int] | None
     steps_per_generation: Any
     stop: list[str]
     stuck_timeout_s: float

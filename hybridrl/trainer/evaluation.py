@@ -197,10 +197,10 @@ def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]
     judged = [number for number, outcome in enumerate(outcomes) if outcome.unscored is None]
     unscored = [outcome.unscored for outcome in outcomes if outcome.unscored is not None]
     if unscored:
-        what = f"{len(unscored)} of {len(outcomes)} responses have no score"
+        message = f"{len(unscored)} of {len(outcomes)} responses have no score"
         if not judged:
-            raise RewardError(f"{what}. The first: {unscored[0]}")
-        notify(f"{what} and are in no mean. The first: {unscored[0]}", "warning")
+            raise RewardError(f"{message}. The first: {unscored[0]}")
+        notify(f"{message} and are in no mean. The first: {unscored[0]}", "warning")
     answers = Answers([answers.samples[number] for number in judged], [answers.rows[number] for number in judged])
     outcomes = [outcomes[number] for number in judged]
     sources = [_source(sample) for sample in answers.samples]

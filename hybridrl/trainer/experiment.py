@@ -14,12 +14,12 @@ import yaml
 
 from hybridrl.checkpoint.checkpoint_files import digest
 from hybridrl.config.differences import leaves
+from hybridrl.config.entry_mappings import idle_settings, open_mappings
 from hybridrl.config.places import place_of
 from hybridrl.config.schema.node import ConfigNode, declared
 from hybridrl.data.data_files import contents
 from hybridrl.observe.run_folder import as_dict
 from hybridrl.trainer.model_content import CONTENT, identities_of
-from hybridrl.trainer.open_settings import idle_settings, open_mappings
 from hybridrl.utils.code_digest import digest_of_pickle, local_file, parts_of_file
 from hybridrl.utils.content_digest import digest_of_content, digest_of_files, digest_of_model, is_model
 

@@ -45,8 +45,8 @@ class FailedBatches:
         if any(
             float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
         ):
-            what = f"step {step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
-            notify(f"{what}; {self.keep(batch, step)}", "warning")
+            message = f"step {step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
+            notify(f"{message}; {self.keep(batch, step)}", "warning")
 
     def keep(self, batch: DataProto, step: int) -> str:
         """Write the batch and return a sentence for a message that says where it is, or why it was not written."""

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from hybridrl.config.convert import show
 from hybridrl.config.differences import leaves
+from hybridrl.config.entry_mappings import idle_settings, names_model, open_mappings
 from hybridrl.config.places import absolute_value, same_place
 from hybridrl.config.schema.node import ConfigNode, declared, default_tree
 from hybridrl.errors import CheckpointError, UserError
@@ -31,7 +32,6 @@ from hybridrl.trainer.experiment import (
     definition_of,
     shown_content,
 )
-from hybridrl.trainer.open_settings import idle_settings, names_model, open_mappings
 from hybridrl.utils.files import write_text
 
 _HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")

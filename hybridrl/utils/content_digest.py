@@ -1,19 +1,33 @@
-"""Digests of what files and models hold, which are cheap for large files: those are compared by samples.
+"""Digests of what files and models hold. Files are read whole; what is beyond `READ_WHOLE` is compared by samples.
 
-Each digest is kept for the state of its file (place, size, times), so that a second look costs nothing.
+Each digest is kept for the state of its file (place, size, times), so that a second look costs nothing. Those of large
+files are kept on disk, too, for the next run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hybridrl.errors import DiskFullError
+from hybridrl.notify import notify
+from hybridrl.utils.files import write_text
+
 #: bytes of the files of a model, or of a file by itself, that are read whole, the smallest files first
-READ_WHOLE = 512 * 2**20
+READ_WHOLE = 32 * 2**30
+#: bytes of a file from which on its digest is kept on disk, and how many are
+_KEPT_FROM, _KEPT = 256 * 2**20, 1000
+_TOLD_FROM = 2 * 2**30  # bytes, of which reading takes seconds
+_SETTLED_NS = 2 * 10**9  # a file that was written just now may change again without another time
+_writing = threading.Lock()
 _BLOCK = 4096
 #: evenly spaced blocks that are read of a model's larger files, in all; at least 16 of each file
 _BLOCKS = 50_000
@@ -59,7 +73,7 @@ def is_model(folder: Path) -> bool:
 def digest_of_model(folder: Path) -> str:
     """Return a digest of a model's weights, settings, tokenizer, templates and code, wherever the folder lies.
 
-    Of large files of weights it reads the header, 4 KiB in the middle of every tensor, and evenly spaced blocks.
+    Of files beyond `READ_WHOLE` it reads the header, 4 KiB in the middle of every tensor, and evenly spaced blocks.
     Weights in another format are left out where there are safetensors files, as they are when a model is loaded.
     """
     weights = [sorted(folder.glob(pattern)) for pattern in _WEIGHTS]
@@ -81,18 +95,52 @@ def _digests(files: list[Path]) -> list[str]:
 
 
 def _digest(path: Path, blocks: int) -> str:
+    return _digest_of_state(path.resolve(), blocks, _state_of(path))
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
     status = path.stat()
-    state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return _digest_of_state(path.resolve(), blocks, state)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @functools.lru_cache(maxsize=4096)
 def _digest_of_state(path: Path, blocks: int, state: tuple[int, ...]) -> str:
+    """`_read`, unless that was done before: here, or for a large file by another process of this user."""
+    if blocks or state[1] < _KEPT_FROM:
+        return _read(path, blocks, state[1])
+    name = f"{path} {' '.join(map(str, state))}"
+    if isinstance(digest := _recorded().get(name), str):
+        return digest
+    if state[1] >= _TOLD_FROM:
+        notify(f"reading {path} ({state[1] / 2**30:.1f} GiB) once, to recognise it when a run is resumed", once=True)
+    is_settled = time.time_ns() - max(state[2:]) > _SETTLED_NS
+    digest = _read(path, blocks, state[1])
+    if is_settled and _state_of(path) == state:
+        # A folder that cannot be written, or is full, costs time alone.
+        with _writing, contextlib.suppress(OSError, RuntimeError, DiskFullError):
+            record = {**dict(list(_recorded().items())[1 - _KEPT :]), name: digest}
+            _record_file().parent.mkdir(parents=True, exist_ok=True)
+            write_text(_record_file(), json.dumps(record))
+    return digest
+
+
+def _record_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "hybridrl" / "digests.json"
+
+
+def _recorded() -> dict[str, object]:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # none yet, damaged, or no home
+        record = json.loads(_record_file().read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def _read(path: Path, blocks: int, size: int) -> str:
     """The digest of a file's bytes, or of its size and samples if `blocks` is the number of evenly spaced ones."""
     with open(path, "rb") as opened:
         if not blocks:
             return hashlib.file_digest(opened, "sha256").hexdigest()
-        size = state[1]
         hashed = hashlib.sha256(str(size).encode())
         header = _header(path)
         hashed.update(header)

@@ -33,13 +33,13 @@ class ServiceError(Exception):
 
     def __init__(
         self,
-        what: str,
+        message: str,
         reason: Reason = Reason.INFRA,
         refused: bool = False,
         busy: bool = False,
         status: int | None = None,
     ) -> None:
-        super().__init__(what)
+        super().__init__(message)
         self.reason, self.refused, self.busy, self.status = reason, refused, busy, status
 
 
@@ -90,18 +90,18 @@ class JsonClient:
         while True:
             try:
                 answer = self._post(body, timeout_s)
-                what = fault(answer)
-                if what is None:
+                problem = fault(answer)
+                if problem is None:
                     return answer
-                failure = ServiceError(what)
+                failure = ServiceError(problem)
             except ServiceError as error:
                 failure = error
             failures += not failure.busy
             waited = time.monotonic() - started
             if failure.refused or failures >= self.attempts or (failure.busy and waited > self.patience_s):
                 often = f" ({failures} attempts)" if failures > 1 else f" for {waited:.0f} s" if failure.busy else ""
-                what = f"{self.url}{often}: {failure}"
-                raise ServiceError(what, failure.reason, failure.refused, failure.busy, failure.status)
+                problem = f"{self.url}{often}: {failure}"
+                raise ServiceError(problem, failure.reason, failure.refused, failure.busy, failure.status)
             time.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -157,8 +157,8 @@ def _answer_to(request: urllib.request.Request, timeout_s: float, deadline: "_De
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # what it says besides is not needed
             detail = error.read(2000)
         busy, refused = error.code in _BUSY, error.code < 500 and error.code not in (408, *_BUSY)
-        what = f"HTTP {error.code} {error.reason}: {detail.decode('utf-8', 'replace').strip()[:300]}"
-        raise ServiceError(what, refused=refused, busy=busy, status=error.code) from None
+        message = f"HTTP {error.code} {error.reason}: {detail.decode('utf-8', 'replace').strip()[:300]}"
+        raise ServiceError(message, refused=refused, busy=busy, status=error.code) from None
 
 
 class _Deadline:

@@ -117,7 +117,7 @@ class StartWatch:
     """Says whether to go on waiting for something that starts: as long as something moves. Long waits are mentioned.
 
     Args:
-        what: what is waited for, as the end of a sentence.
+        awaited: the end of a sentence that says for what is waited.
         movement: looks at its processes.
         still_s: seconds without movement after which the start is given up; None: `STILL_S`, or `USER_STILL_S`.
         users: what starts runs a user's code.
@@ -126,14 +126,14 @@ class StartWatch:
 
     def __init__(
         self,
-        what: str,
+        awaited: str,
         movement: Movement,
         still_s: float | None = None,
         limit_s: float | None = None,
         users: bool = False,
     ) -> None:
         self.movement = movement
-        self._what, self._limit_s = what, limit_s
+        self._awaited, self._limit_s = awaited, limit_s
         default_s = USER_STILL_S if users else STILL_S
         self._still_s = default_s if still_s is None else still_s
         self._tell_s = _TELL_S
@@ -153,7 +153,7 @@ class StartWatch:
         if waited > self._tell_s:
             self._tell_s *= 2
             notify(
-                f"still starting: waiting for {self._what} for {waited:.0f} s ({self.movement.count} processes; the "
+                f"still starting: waiting for {self._awaited} for {waited:.0f} s ({self.movement.count} processes; the "
                 f"last sign of progress {still:.0f} s ago). The run goes on waiting while something moves",
                 "warning",
             )
@@ -168,12 +168,12 @@ def family(pid: int) -> list[psutil.Process]:
     return []
 
 
-def watch_of(what: str, pid: int, limit_s: float | None = None) -> StartWatch:
+def watch_of(awaited: str, pid: int, limit_s: float | None = None) -> StartWatch:
     """Return a watch of a process of this machine that runs a user's code, and of everything that it starts.
 
     Args:
-        what: what is waited for, as the end of a sentence.
+        awaited: the end of a sentence that says for what is waited.
         pid: the process.
         limit_s: see `StartWatch`.
     """
-    return StartWatch(what, Movement(lambda: family(pid), io=True), limit_s=limit_s, users=True)
+    return StartWatch(awaited, Movement(lambda: family(pid), io=True), limit_s=limit_s, users=True)

@@ -59,7 +59,7 @@ def examine(command: ScriptCommand, placeholders: "Placeholders | None" = None) 
         try:
             words = read_words(program.tree, command.words)
             refuse_options(words)
-            composed = compose_config(program.tree, words.overrides, *user_file(words))
+            composed = compose_config(program.tree, words.overrides, *user_file(words), defaults=program.defaults)
             if placeholders is not None:
                 placeholders.put(composed.config)
             examined.notices = [*composed.notices, *check(composed.config)]  # type: ignore[arg-type]

@@ -71,20 +71,20 @@ class TeacherWorker(ModelWorker):
         numbers = batch.batch.get(TEACHER_INDEX, torch.zeros(len(batch), dtype=torch.int64))
         for number in range(len(self.engines)):
             part = self._of_teacher(batch, number, numbers == number)
-            mine = (numbers == number).nonzero()[:, 0]
+            rows = (numbers == number).nonzero()[:, 0]
             for name, values in part.items():
                 whole = fields.setdefault(name, torch.zeros_like(values))
-                whole[mine] = values[mine]
+                whole[rows] = values[rows]
         return as_output(fields, **_NAMES)
 
-    def _of_teacher(self, batch: DataProto, number: int, mine: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _of_teacher(self, batch: DataProto, number: int, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute one teacher's outputs for its rows. All ranks call it together, also one that has no such row."""
         settings, inference = self.config.distillation, self.config.teachers[number].settings.inference
         own_rows = DataProto(
             batch=batch.batch.clone(recurse=False), non_tensor_batch=batch.non_tensor_batch, meta_info=batch.meta_info
         )
         # A row without response tokens is in no micro-batch.
-        own_rows.batch["response_mask"] = batch.batch["response_mask"] * mine[:, None]
+        own_rows.batch["response_mask"] = batch.batch["response_mask"] * rows[:, None]
         key = f"{self.config.teachers[number].where}.inference.max_num_batched_tokens"
         micro = MicroBatching(size=inference.max_num_seqs, max_tokens=inference.max_num_batched_tokens, key=key)
         temperature = inference.temperature or float(batch.meta_info.get("temperature", 1.0))

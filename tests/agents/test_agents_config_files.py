@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 from rollout_stage import ROLLOUT
 
 from hybridrl.agents.environments.load_environments import load_environments
@@ -72,7 +73,7 @@ def test_tools(micro_model: Path, sort_data: Path, tmp_path: Path, entry: str, n
     words = ("multi_turn.enable=True", f"multi_turn.tool_config_path={path}")
     fault = faults_before_the_start(micro_model, sort_data, *words)
     assert all(word in fault for word in [*named, "tools[0]"]) and "digits=4" in fault  # all entries are looked at
-    with pytest.raises(RolloutError, match=r"tools\[0\]"):
+    with raises_with(RolloutError, "tools[0]"):
         load_tools(path, None)
 
 
@@ -96,7 +97,7 @@ def test_environments(micro_model: Path, sort_data: Path, tmp_path: Path, entry:
     words = ("agent.default_agent_loop=env_agent", f"agent.environment_config_path={path}")
     fault = faults_before_the_start(micro_model, sort_data, *words)
     assert all(word in fault for word in [*named, "environment_config_path"])
-    with pytest.raises(RolloutError, match="environment_config_path"):
+    with raises_with(RolloutError, "environment_config_path"):
         load_environments(path, None, [])
 
 
@@ -120,7 +121,7 @@ def test_users(micro_model: Path, sort_data: Path, tmp_path: Path, entry: str, n
     words = ("multi_turn.enable=True", f"multi_turn.interaction_config_path={path}")
     fault = faults_before_the_start(micro_model, sort_data, *words)
     assert all(word in fault for word in [*named, "interaction_config_path"])
-    with pytest.raises(RolloutError, match="interaction_config_path"):
+    with raises_with(RolloutError, "interaction_config_path"):
         load_interactions(path)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from guess_env import Length
+from raising import raises_with
 from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
@@ -134,7 +135,7 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
     found = load_environments(str(file), None, [])
     assert found.default == "short" and found.entry({}).config == {"steps": 1}
     assert list(load_environments(str(file), "length", ["faulty"]).entries) == ["short", "length", "faulty"]
-    with pytest.raises(RolloutError, match=r"env_kwargs.name is 'no'; there are short"):
+    with raises_with(RolloutError, "env_kwargs.name", "'no'"):
         found.entry({"name": "no"})
     for text, reason in {
         "environments: []": "must be {environments",
@@ -153,12 +154,12 @@ def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
         load_environments("nowhere.yaml", None, [])
     config = env_config(model, None)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
-    with pytest.raises(RolloutError, match="env_agent has no environment"):
+    with raises_with(RolloutError, "env_agent"):
         create_agents(config, tokenizer, [])
     config = config_for(model, QWEN.template, f"{ROLLOUT}.agent.default_environment=length")
     with pytest.raises(RolloutError, match="without a loop that acts on environments"):
         create_agents(config, tokenizer, [])
     config = env_config(model, None)
     config.data.last_assistant_turn = "continue"
-    with pytest.raises(RolloutError, match="continue with the agent loops env_agent"):
+    with raises_with(RolloutError, "env_agent"):
         create_agents(config, tokenizer, [])

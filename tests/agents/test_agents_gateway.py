@@ -16,6 +16,7 @@ import pytest
 from gateway_stage import AGENTS, ECHO, FORMATS, TOKEN, GatewayStage, check_trained_once, staged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 from template_families import BROKEN, ENDS, FAMILIES, MARKS, write_model
 
 from hybridrl.errors import RolloutError
@@ -263,7 +264,7 @@ def test_sampling_and_limits_of_a_session(qwen: GatewayStage) -> None:
     sampling = qwen.model.requests[-1].sampling
     assert (sampling.temperature, sampling.do_sample, sampling.top_k, sampling.max_new_tokens) == (0.5, True, 7, 40)
     messages += [asked.choices[0].message, {"role": "user", "content": "b" * 30}]
-    with pytest.raises(openai.BadRequestError, match="max_response_length") as caught:
+    with raises_with(openai.BadRequestError, "max_response_length") as caught:
         client.chat.completions.create(model="m", messages=messages)
     assert caught.value.code == "context_length_exceeded"
     usual = chat_of(qwen, qwen.open(sampling_params={"temperature": 0.5}))
@@ -496,7 +497,7 @@ def test_the_trace_is_openenvs(qwen: GatewayStage) -> None:
     assert len({turn.node_id for turn in turns}) == len(turns) == 2
     assert turns[1].metadata["parent"] == turns[0].node_id and turns[0].metadata["finish_reason"] == "stop"
     assert turns[0].response["finish_reason"] == "tool_calls" and turns[1].request["messages"][1]["tool_calls"]
-    with pytest.raises(RolloutError, match="schema_version=2"):
+    with raises_with(RolloutError, "schema_version=2"):
         trajectories_of(trace | {"schema_version": 2})
     trace["turns"][0]["loss_mask"] = [0] * len(trace["turns"][0]["loss_mask"])  # a reader may leave turns out
     (one,) = trajectories_of(trace)

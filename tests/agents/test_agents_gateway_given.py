@@ -9,6 +9,7 @@ import anthropic
 import openai
 import pytest
 from gateway_stage import ECHO, FORMATS, LIMIT, TOKEN, GatewayStage, check_trained_once, staged
+from raising import raises_with
 from template_families import write_model
 
 from hybridrl.registry import TOOL_PARSERS
@@ -227,7 +228,7 @@ def test_a_session_that_samples_as_training_does_takes_no_schema(qwen: GatewaySt
         id = qwen.http.post(f"{root}/sessions", json={"fixed_sampling": fixed}).json()["id"]
         chat = openai.OpenAI(base_url=f"{root}/sessions/{id}/v1", api_key="-", max_retries=0)
         if fixed:
-            with pytest.raises(openai.BadRequestError, match="sampling=run"):
+            with raises_with(openai.BadRequestError, "sampling=run"):
                 chat.chat.completions.create(model="m", messages=messages, response_format={"type": "json_object"})
         else:
             chat.chat.completions.create(model="m", messages=messages, response_format={"type": "json_object"})

@@ -29,7 +29,7 @@ from hybridrl.processes.peer import JSON
 from hybridrl.protocol import object_array
 from hybridrl.rollout.request_images import split_images
 from hybridrl.rollout.trace import read_trace, trajectories_of
-from hybridrl.serve import wire
+from hybridrl.serve import server_messages
 from hybridrl.serve.conversation import inner_messages
 from hybridrl.serve.schema import ApiError
 from hybridrl.trainer.ppo.responses import respond
@@ -281,12 +281,12 @@ def test_patches_pass_between_the_processes_bit_by_bit(model: Path) -> None:
     tensors = {name: torch.cat([one[name] for one in images]) for name in ("pixel_values", "image_grid_thw")}
     known = {}
     for number, one in enumerate(split_images(tensors)):
-        passed = JSON.decode(JSON.encode({"image": wire.image_to_plain(one)}))["image"]
-        known[number] = wire.image_from_plain(passed, config)
+        passed = JSON.decode(JSON.encode({"image": server_messages.image_to_plain(one)}))["image"]
+        known[number] = server_messages.image_from_plain(passed, config)
     counts = tokens_per_image(config, tensors["image_grid_thw"]).tolist()
     ids = [5, *[token] * counts[0], 6, *[token] * sum(counts[1:])]
     places = [[1, counts[0]], [2 + counts[0], counts[1]], [2 + counts[0] + counts[1], counts[2]]]
-    found = wire.images_from_plain({"numbers": [0, 1, 2], "places": places}, ids, known, config)
+    found = server_messages.images_from_plain({"numbers": [0, 1, 2], "places": places}, ids, known, config)
     assert found.digest() == digest(tensors)
     for wrong in (
         {"numbers": [0, 1], "places": places},
@@ -296,7 +296,7 @@ def test_patches_pass_between_the_processes_bit_by_bit(model: Path) -> None:
         {"numbers": [0, 1, 2], "places": [*places[:2], [len(ids) - 1, counts[2]]]},
     ):
         with pytest.raises((ValueError, KeyError)):
-            wire.images_from_plain(wrong, ids, known, config)
+            server_messages.images_from_plain(wrong, ids, known, config)
     for grid in ([1, 3, 2], [1, 2], [1, 0, 2], [1, 2, 4]):
         with pytest.raises((ValueError, RuntimeError)):
-            wire.image_from_plain({"grid": grid, "patches": b"\0" * 4}, config)
+            server_messages.image_from_plain({"grid": grid, "patches": b"\0" * 4}, config)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from gymnasium.error import NameNotFound
+from raising import raises_with
 from template_families import FAMILIES, write_model
 
 from hybridrl.agents.environments.gymnasium import GymnasiumEnvironment
@@ -95,7 +96,7 @@ def test_what_cannot_work_is_refused(tmp_path) -> None:
     numbers = GymnasiumEnvironment(id="Numbers-v0", module=str(GYM))
     with pytest.raises(RolloutError, match="of type int; only text"):
         numbers.reset({"seed": 1})
-    with pytest.raises(RolloutError, match=r"config\.maker=nowhere:make"):
+    with raises_with(RolloutError, "config.maker=nowhere:make"):
         GymnasiumEnvironment.start({"id": "x", "maker": "nowhere:make"})
     with pytest.raises(NameNotFound, match="Nothing"):
         GymnasiumEnvironment.start({"id": "Nothing-v0"})

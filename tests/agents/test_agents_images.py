@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raising import raises_with
 from vision_stage import check_seen
 from vision_tools import (
     SIZES,
@@ -167,7 +168,7 @@ def test_a_loop_that_loses_the_order_of_images_is_refused(
     batch = answered(started, prompts, *words)
     check_seen(started.engine, started.model, batch, [[*own, picture((16, 16), 77)] for own in pictures()])
     monkeypatch.setattr(AGENT_LOOPS.get("looks_again"), "swap", True)
-    with pytest.raises(RolloutError, match=r"multi_modal_data with other images .* or in another order"):
+    with raises_with(RolloutError, "multi_modal_data"):
         answered(started, prompts, *words)
 
 
@@ -206,7 +207,7 @@ def test_rows_with_videos_are_refused_at_the_start(vision_models: dict[str, Path
     model = vision_models["qwen3_vl"]
     import_external_lib(str(TOOLS))
     config, rows = config_for(model), dataset_of(write_video_prompts(tmp_path), model)
-    with pytest.raises(RolloutError, match=r"data.video_key=videos: rows have videos, and sessions of agents show"):
+    with raises_with(RolloutError, "data.video_key=videos"):
         create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [rows])
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises_with
 from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
 
@@ -109,14 +110,14 @@ def test_a_conversation_about_gsm8k(tmp_path) -> None:
     assert asyncio.run(talk("17", "It is 3.\n#### 18")) == ([(False, 0.0), (True, 1.0)], 1.0)
     assert asyncio.run(talk("18", "well, 18?")) == ([(True, 1.0), (False, 0.0)], 0.0)
     assert not user.sessions
-    with pytest.raises(RolloutError, match="ground_truth"):
+    with raises_with(RolloutError, "ground_truth"):
         asyncio.run(InteractionSession(user, {"name": "math"}, 20).reply([]))
 
 
 def test_what_cannot_work_is_refused(model, file) -> None:
-    with pytest.raises(RolloutError, match="no row has interaction_kwargs"):
+    with raises_with(RolloutError, "interaction_kwargs"):
         load_interactions(str(file)).check_rows([{}, {}])
-    with pytest.raises(RolloutError, match=r"interaction_kwargs\.name is 'rude'; .* has polite"):
+    with raises_with(RolloutError, "interaction_kwargs.name", "'rude'", "has polite"):
         load_interactions(str(file)).check_rows([{"name": "polite"}, {"name": "rude"}])
     file.write_text("interaction:\n- {name: a, class_name: pathlib.Path}\n")
     with pytest.raises(RolloutError, match="BaseInteraction"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 from rollout_stage import ROLLOUT
 
 from hybridrl.agents.loop_settings import check_loop_settings
@@ -96,5 +97,5 @@ def test_a_run_says_so_before_it_starts(micro_model: Path, sort_data: Path) -> N
         TOOLS[0],
         "data.train_batch_size=8",
     ]
-    with pytest.raises(ConfigError, match="tool_timeout_s=9"):
+    with raises_with(ConfigError, "tool_timeout_s=9"):
         prepare(load_config("ppo_trainer", words))

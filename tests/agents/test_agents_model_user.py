@@ -19,6 +19,7 @@ from hybridrl.scored import Reason, UnscoredError
 from hybridrl.utils.http_server import listening_socket
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from raising import raises_with
 from scripted_chat_server import Script, server_of
 
 TALK = [
@@ -84,7 +85,7 @@ def test_a_model_plays_the_user(script: tuple[Asked, str]) -> None:
         reply(user, task="swim")
     assert empty.value.unscored.reason is refused.value.unscored.reason is Reason.INFRA
     assert "said nothing" in str(empty.value.unscored) and "no answer to that" in str(refused.value.unscored)
-    with pytest.raises(RolloutError, match=r"no interaction_kwargs\.task"):
+    with raises_with(RolloutError, "interaction_kwargs.task"):
         reply(user)
 
 

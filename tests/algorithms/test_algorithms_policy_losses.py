@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 
 import hybridrl.algorithms as algorithms
 from hybridrl.algorithms import (
@@ -270,7 +271,7 @@ def test_the_choice_changes_with_the_seed_and_is_even() -> None:
 def test_a_part_of_a_mini_batch_without_the_choice_is_refused(name: str) -> None:
     batch = make(4, 4, 5)
     args = (batch["old"], batch["new"], batch["adv"], batch["mask"], "token-mean")
-    with pytest.raises(AlgorithmError, match=r"chooses its tokens over the whole mini-batch.*prepared="):
+    with raises_with(AlgorithmError, "prepared="):
         get_policy_loss_fn(name)(*args, with_global_batch_info(CONFIG, batch_num_tokens=999))
     # The whole mini-batch in one call needs no preparation, and finds the same as with it.
     alone, _ = get_policy_loss_fn(name)(*args, CONFIG)
@@ -307,9 +308,9 @@ def test_no_config_and_shapes_that_differ() -> None:
     with pytest.raises(AlgorithmError, match="config is None"):
         run("vanilla", batch, config=None)
     batch["adv"] = batch["adv"][:1]
-    with pytest.raises(AlgorithmError, match=r"advantages has shape \(1, 3\), log_prob \(2, 3\)"):
+    with raises_with(AlgorithmError, "(1, 3)", "log_prob (2, 3)"):
         run("vanilla", batch)
-    with pytest.raises(AlgorithmError, match=r"unknown entries \['tokens'\]"):
+    with raises_with(AlgorithmError, "['tokens']"):
         with_global_batch_info(CONFIG, tokens=3)
 
 

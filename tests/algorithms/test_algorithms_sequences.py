@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 from test_algorithms_policy_losses import CONFIG, NAMES, batches, by_paper, make
 
 from hybridrl.algorithms import (
@@ -137,7 +138,7 @@ def test_who_reads_whole_sequences() -> None:
 def test_a_part_of_a_sequence_is_refused_without_the_sums_of_the_rest(name: str) -> None:
     batch = make(0, 2, 3)
     counts = {**global_counts(batch["mask"]), "sequence_lengths": torch.tensor([5, 5])}
-    with pytest.raises(AlgorithmError, match=f"policy loss {name} needs sums over whole sequences.*several rows"):
+    with raises_with(AlgorithmError, f"loss {name}", "several rows"):
         get_policy_loss_fn(name)(
             batch["old"], batch["new"], batch["adv"], batch["mask"], "token-mean", CONFIG, None, counts=counts
         )

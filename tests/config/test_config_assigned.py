@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 
 from hybridrl.config import ConfigError, load_config, validate
 from hybridrl.config.compose import compose_config
@@ -25,7 +26,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def test_a_misspelt_setting_is_refused_where_it_is_assigned(here):
     config = load_config("ppo_trainer", GRPO)
-    with pytest.raises(ConfigError, match=r"totl_epochs.*total_epochs"):
+    with raises_with(ConfigError, "totl_epochs", "total_epochs"):
         config.trainer.totl_epochs = 3
     config.trainer.total_epochs = 3
     validate(config)
@@ -52,9 +53,9 @@ def test_settings_from_a_program_count_as_words(here):
     settings = {"trainer.total_epochs": 3, "actor_rollout_ref": {"actor": {"optim": {"lr": 0.5}}}}
     config = compose_config("ppo_trainer", GRPO, settings=settings).config
     assert (config.trainer.total_epochs, config.actor_rollout_ref.actor.optim.lr) == (3, 0.5)
-    with pytest.raises(ConfigError, match=r"trainer.totl_epochs: unknown key; nearest: trainer.total_epochs"):
+    with raises_with(ConfigError, "trainer.totl_epochs", "trainer.total_epochs"):
         compose_config("ppo_trainer", GRPO, settings={"trainer": {"totl_epochs": 3}})
-    with pytest.raises(ConfigError, match=r"data.train_batch_size='a, b'.*whole number"):
+    with raises_with(ConfigError, "data.train_batch_size='a, b'", "whole number"):
         compose_config("ppo_trainer", GRPO, settings={"data.train_batch_size": "a, b"})
 
 

@@ -40,7 +40,10 @@ def ready(tmp_path) -> Path:
 
 
 def test_a_partial_file_from_the_working_directory_runs_and_leaves_nothing(ready):
-    done = start(ready, "--config-path", "conf", "--config-name", "grpo_math", "+trainer.experiment_name=mine")
+    # Settings are checked without torch and Ray, of which a fault in them would have to wait for the import.
+    program = PROGRAM + "\nassert not {'torch', 'ray'} & set(sys.modules), 'heavy import'\n"
+    words = ["--config-path", "conf", "--config-name", "grpo_math", "+trainer.experiment_name=mine"]
+    done = start(ready, *words, program=program)
     assert (done.returncode, done.stdout) == (0, "ran with mine\n")
     assert done.stderr.count("notice:") == 1
     assert "actor_rollout_ref.actor.lr" in done.stderr

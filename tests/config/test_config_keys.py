@@ -93,10 +93,10 @@ def test_a_waiting_key_with_another_value_is_refused_by_name_with_reason_and_way
 
 def test_the_last_value_of_a_waiting_key_counts():
     """A file may turn something on that the command line turns off again."""
-    on, off = (BOOK.rewrite([Assignment("skip.rollout.enable", value)]) for value in (True, False))
+    on, off = (BOOK.rewrite([Assignment("actor_rollout_ref.model.mtp.enable", value)]) for value in (True, False))
     on.add(off)
     assert on.faults == []
-    off.add(BOOK.rewrite([Assignment("skip.rollout.enable", True)]))
+    off.add(BOOK.rewrite([Assignment("actor_rollout_ref.model.mtp.enable", True)]))
     assert len(off.faults) == 1
 
 

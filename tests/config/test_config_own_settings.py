@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from raising import raises_with
 
 from hybridrl.agents.loop import AgentLoopBase, register
 from hybridrl.algorithms.algorithm_registry import reads_whole_sequences
@@ -279,7 +280,7 @@ def test_facts_read_from_the_source_are_those_of_the_entries() -> None:
 def test_a_name_that_is_taken_is_refused(own_module) -> None:
     for registry in (ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES):
         name = registry.names()[0]
-        with pytest.raises(registry.error, match=f"'{name}' is registered already"):
+        with raises_with(registry.error, f"'{name}'"):
             registry.add(name, type("Other", (), {"__module__": "elsewhere"}), registry.metadata(name))
 
 

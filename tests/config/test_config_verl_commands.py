@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from hybridrl.config import ConfigError, load_config
+from hybridrl.config.checks.check_schedule import check_schedule
 from hybridrl.config.compose import compose_config
 from hybridrl.config.verl.keys import Assignment, KeyBook
 from hybridrl.config.verl.tables import bases, choices, programs
@@ -229,3 +232,102 @@ def test_the_tables_of_verl_are_packaged():
     assert {path.stem for path in folder.glob("*.yaml")} == {
         *("aliases", "bases", "choices", "idle", "no_effect", "pending", "programs"),
     }
+
+
+def composed(program: str, *words: str):
+    entry = programs()[f"verl.experimental.{program}"]
+    return compose_config(entry.tree, words, defaults=entry.defaults)
+
+
+@pytest.mark.parametrize("named_here", [False, True], ids=["verl's program", "the program here"])
+@given(
+    mini=st.integers(1, 64),
+    parts=st.integers(1, 5),
+    sync=st.integers(1, 5),
+    threshold=st.sampled_from([0, 0.1, 0.5, 1, 2.5]),
+    partial=st.booleans(),
+    samplers=st.booleans(),
+    recomputes=st.booleans(),
+    total=st.integers(1, 10_000),
+)
+@settings(max_examples=15, deadline=None)
+def test_fully_asynchronous_settings_of_verl(
+    named_here, mini, parts, sync, threshold, partial, samplers, recomputes, total
+) -> None:
+    """By verl: P = m b k prompts between two transfers of weights, and int(P (1 + S)) drawn until the next."""
+    words = [
+        f"{POLICY}.actor.ppo_mini_batch_size={mini}",
+        f"async_training.require_batches={parts}",
+        f"async_training.trigger_parameter_sync_step={sync}",
+        f"async_training.staleness_threshold={threshold}",
+        f"async_training.partial_rollout={partial}",
+        f"async_training.use_rollout_log_probs={samplers}",
+        f"async_training.compute_prox_log_prob={recomputes}",
+        "rollout.nnodes=2",
+        "rollout.n_gpus_per_node=4",
+        "rollout.test_freq=3",
+        f"rollout.total_rollout_steps={total}",
+        "data.train_batch_size=0",
+        "data.gen_batch_size=1",
+    ]
+    if named_here:
+        config = compose_config("ppo_trainer", words).config
+    else:
+        config = composed("fully_async_policy.fully_async_main", *words).config
+    prompts = mini * parts * sync
+    assert config.data.train_batch_size == prompts and config.trainer.test_freq == 3
+    assert config.trainer.total_training_steps == max(1, total // prompts)
+    assert (config.actor_rollout_ref.rollout.nnodes, config.actor_rollout_ref.rollout.n_gpus_per_node) == (2, 4)
+    mode = config.trainer.v1
+    assert mode.staleness == threshold and mode.trainer_mode == ("separate_async" if threshold else "sync")
+    if threshold:
+        assert mode.drain is not partial
+        assert config.algorithm.rollout_correction.bypass_mode is (samplers and not recomputes)
+        lot = config.data.gen_batch_size
+        # A lot fits next to a whole step, so generation cannot wait for training and training for generation.
+        assert int((1 + threshold) * prompts) >= prompts - 1 + lot
+    assert list(check_schedule(config)) == []
+
+
+def test_programs_of_verl_bring_their_own_defaults() -> None:
+    one = composed("one_step_off_policy.main_ppo", "rollout.nnodes=1", "rollout.n_gpus_per_node=2").config
+    assert (one.trainer.v1.trainer_mode, one.trainer.v1.staleness, one.trainer.v1.drain) == ("separate_async", 1, True)
+    assert one.algorithm.rollout_correction.bypass_mode is True
+    full = composed("fully_async_policy.fully_async_main", f"{POLICY}.actor.ppo_mini_batch_size=8")
+    assert full.config.trainer.v1.staleness == 0.1 and full.config.data.train_batch_size == 8 * 4
+    assert any("async_training.staleness_threshold=0.1" in notice for notice in full.notices)
+    assert full.config.trainer.total_training_steps is None  # epochs decide
+    own = composed("one_step_off_policy.main_ppo", "trainer.v1.separate_async.num_warmup_batches=2")
+    assert own.config.trainer.v1.staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("async_training.staleness_threshold", "-1"),
+        ("async_training.staleness_threshold", "much"),
+        ("async_training.require_batches", "1.5"),
+        ("async_training.trigger_parameter_sync_step", "0"),
+        ("async_training.partial_rollout", "maybe"),
+        ("rollout.total_rollout_steps", "-5"),
+        ("async_training.staleness", "1"),
+    ],
+)
+def test_asynchronous_settings_that_cannot_be_used_are_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed("fully_async_policy.fully_async_main", f"{name}={value}")
+    assert name in str(caught.value)
+
+
+def test_what_fully_asynchronous_settings_replace_is_told() -> None:
+    words = ["data.train_batch_size=96", f"{POLICY}.actor.ppo_mini_batch_size=16", "async_training.require_batches=2"]
+    (notice,) = (
+        text for text in composed("fully_async_policy.fully_async_main", *words).notices if "fully_async" in text
+    )
+    assert "data.train_batch_size=128" in notice and "replaces data.train_batch_size=96" in notice
+
+
+def test_asynchronous_settings_in_a_file(tmp_path) -> None:
+    (tmp_path / "own.yaml").write_text("async_training: {staleness_threshold: 0.5, require_batches: 2}\n")
+    config = compose_config("ppo_trainer", [f"{POLICY}.actor.ppo_mini_batch_size=4"], tmp_path, "own").config
+    assert config.data.train_batch_size == 4 * 2 * 4 and config.trainer.v1.staleness == 0.5

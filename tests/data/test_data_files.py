@@ -12,6 +12,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from raising import raises_with
 
 from hybridrl.config.data_names import dataset_name
 from hybridrl.data import DataError
@@ -127,7 +128,7 @@ def test_text_that_is_not_utf8(tmp_path):
 
 def test_missing_column_lists_those_found(write, rows):
     path = write("a.parquet", rows)
-    with pytest.raises(DataError, match=r"no column 'question' \(columns found: data_source, prompt,.*data.prompt_key"):
+    with raises_with(DataError, "'question'", "data_source", "data.prompt_key"):
         read_table(path).require("question", "data.prompt_key")
 
 
@@ -342,3 +343,25 @@ def test_semicolons_of_a_spreadsheet(tmp_path):
     with pytest.raises(DataError) as caught:
         read_table(tmp_path / "c.xlsx")
     assert "read_excel" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pyarrow.list_(pyarrow.float32()), pyarrow.large_list(pyarrow.float16()), pyarrow.list_(pyarrow.float32(), 2)],
+)
+def test_lists_of_ground_truths_are_what_somebody_wrote(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    number = kind.value_type.to_pandas_dtype()
+    missing = [1.0, 0.3] if isinstance(kind, pyarrow.FixedSizeListType) else None  # Parquet cannot store it there
+    pairs = [[0.1, 3.14], missing, [2.5, -0.7]]
+    stored = pyarrow.array([None if pair is None else [number(item) for item in pair] for pair in pairs], kind)
+    info = pyarrow.StructArray.from_arrays([stored], ["bounds"])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"answer": stored, "ground_truth": stored, "extra_info": info}), path)
+    table = read_table(path)
+    assert table.column("ground_truth") == pairs
+    assert [row["bounds"] for row in table.column("extra_info")] == pairs
+    truths = table.with_ground_truth("answer")
+    assert [truths[index]["reward_model"]["ground_truth"] for index in range(3)] == pairs
+    nested = pyarrow.array([[[number(0.1)], []], []], pyarrow.list_(pyarrow.list_(kind.value_type)))
+    pyarrow.parquet.write_table(pyarrow.table({"ground_truth": nested.slice(0)}), path)
+    assert read_table(path).column("ground_truth") == [[[0.1], []], []]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 
 from hybridrl.config import DataConfig
 from hybridrl.data import (
@@ -146,9 +147,9 @@ def test_reading_draws_nothing_from_the_global_generator():
 def test_place_in_other_data_is_refused_in_mid_epoch_only():
     source = loader()
     take(source, 2)
-    with pytest.raises(DataError, match="batch_size was 3, is 2"):
+    with raises_with(DataError, "batch_size", 3, 2):
         loader(batch=2).load_state_dict(source.state_dict())
-    with pytest.raises(DataError, match="seed was 5, is 6"):
+    with raises_with(DataError, "seed was 5", "is 6"):
         loader(seed=6).load_state_dict(source.state_dict())
     take(source, 1)
     other = loader(batch=2)
@@ -157,7 +158,7 @@ def test_place_in_other_data_is_refused_in_mid_epoch_only():
 
 
 def test_batch_larger_than_the_data():
-    with pytest.raises(DataError, match=r"data.train_batch_size=11 is larger than the data set of 10 rows"):
+    with raises_with(DataError, "data.train_batch_size=11", "10 rows"):
         loader(batch=11)
     assert len(loader(batch=11, drop_last=False)) == 1
 
@@ -167,7 +168,7 @@ def test_dataset_that_returns_something_else():
         def __getitem__(self, item):
             return {"prompt": "x"}
 
-    with pytest.raises(DataError, match=r"'input_ids'.*found: prompt"):
+    with raises_with(DataError, "'input_ids'", "found: prompt"):
         next(iter(PromptLoader(Wrong(4), 2)))
 
 
@@ -235,7 +236,7 @@ def test_custom_sampler_is_resumed(tmp_path, name, stop):
 def test_custom_sampler_that_does_not_fit(tmp_path):
     with pytest.raises(DataError, match=r"Unfit .* called as Unfit\(data_source=, data_config=\)"):
         custom(tmp_path, "Unfit")
-    with pytest.raises(DataError, match=r"cannot be written as JSON.*NoJson"):
+    with raises_with(DataError, "JSON", "NoJson"):
         source = custom(tmp_path, "NoJson")
         take(source, 1)
         source.state_dict()
@@ -298,7 +299,7 @@ def test_dataset_hook_sees_each_batch():
 
 
 def test_hooks_that_reading_ahead_would_make_useless_are_refused():
-    with pytest.raises(DataError, match=r"dataloader_num_workers=2.*Curriculum\.update.*dataloader_num_workers=0"):
+    with raises_with(DataError, "dataloader_num_workers=2", "Curriculum.update", "dataloader_num_workers=0"):
         PromptLoader(Numbers(6), 1, Curriculum(6), num_workers=2)
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises_with
 
 from hybridrl.config import DataConfig, GenerationDataConfig, PairsDataConfig, SFTDataConfig
 from hybridrl.data import DataError, create_preference_dataset, create_rl_dataset, create_sft_dataset
@@ -88,7 +89,7 @@ def test_calls_from_parquet_and_from_text_are_those_of_json(write: Any, chatml: 
 def test_arguments_by_another_name_are_refused(write: Any, chatml: Any, name: str) -> None:
     talk = called("add", {"a": 2})
     talk[1]["tool_calls"][0]["function"][name] = talk[1]["tool_calls"][0]["function"].pop("arguments")
-    with pytest.raises(DataError, match=rf"line 1.*add.*'{name}'.*'arguments'"):
+    with raises_with(DataError, "line 1", "add", f"'{name}'", "'arguments'"):
         sft(write("a.jsonl", [{"messages": talk}]), chatml)
 
 
@@ -159,12 +160,12 @@ def test_text_that_the_template_leaves_out_names_row_and_turn(write: Any, tokeni
     talk = [QUESTION, {"role": "critic", "content": "again"}]
     path = write("a.jsonl", [{"prompt": [QUESTION]}, {"prompt": talk}])
     for settings in ({}, {"truncation": "left"}, {"filter_overlong_prompts": True}):  # all at the start of a run
-        with pytest.raises(DataError, match=r"line 2: message 1 \(critic\): the chat template leaves out .*'again'"):
+        with raises_with(DataError, "line 2", "message 1", "'again'"):
             prompts(path, own, **settings)
-    with pytest.raises(DataError, match=r"line 1: message 1 \(critic\)"):
+    with raises_with(DataError, "line 1", "message 1 (critic)"):
         sft(write("b.jsonl", [{"messages": [*talk, answer("12")]}]), own)
     sides = {"chosen": [*talk, answer("12")], "rejected": [*talk, answer("21")]}
-    with pytest.raises(DataError, match=r"line 1: message 1 \(critic\)"):
+    with raises_with(DataError, "line 1", "message 1 (critic)"):
         create_preference_dataset(write("c.jsonl", [sides]), PairsDataConfig(), own)
 
 
@@ -265,9 +266,9 @@ def test_a_last_turn_of_the_assistant_is_never_part_of_a_prompt_unsaid(write: An
     ]
     path = write(name, rows)
     for settings in ({}, {"truncation": "left"}):
-        with pytest.raises(DataError, match=r"'12'.*data.last_assistant_turn=ground_truth"):
+        with raises_with(DataError, "'12'", "data.last_assistant_turn=ground_truth"):
             prompts(path, tokenizer, prompt_key="messages", **settings)
-    with pytest.raises(DataError, match=r"data.last_assistant_turn=ground_truth makes it the ground truth"):
+    with raises_with(DataError, "data.last_assistant_turn=ground_truth"):
         prompts(path, tokenizer)
     split = prompts(path, tokenizer, prompt_key="messages", last_assistant_turn="ground_truth")
     plain = prompts(write("p.jsonl", [{"prompt": [QUESTION]}]), tokenizer)
@@ -276,7 +277,7 @@ def test_a_last_turn_of_the_assistant_is_never_part_of_a_prompt_unsaid(write: An
     going_on = prompts(path, tokenizer, prompt_key="messages", last_assistant_turn="continue")
     assert tokenizer.decode(going_on[0]["input_ids"]) == tokenizer.decode(plain[0]["input_ids"]) + "12"
     generation = GenerationDataConfig(prompt_key="messages")
-    with pytest.raises(DataError, match=r"data.last_assistant_turn"):
+    with raises_with(DataError, "data.last_assistant_turn"):
         create_rl_dataset(path, generation, tokenizer)
 
 
@@ -336,3 +337,69 @@ def test_special_tokens_in_the_text_of_messages_are_told(kind: str, write: Any, 
         create_preference_dataset(write("a.jsonl", rows), PairsDataConfig(shuffle=False), tokenizer)
     told = " ".join(capsys.readouterr().err.split())
     assert "1 of 3 rows" in told and "'<|im_end|>'" in told and "special tokens" in told
+
+
+@pytest.mark.parametrize("arguments", [[1, 2], ["a"], 5, True, 1.5, [["a", 1]]])
+def test_arguments_of_calls_that_are_no_object_are_refused(arguments: Any, write: Any, chatml: Any) -> None:
+    with pytest.raises(DataError, match=rf"line 1.*message 1 .assistant..*add are {type(arguments).__name__}"):
+        sft(write("a.jsonl", [{"messages": called("add", arguments)}]), chatml)
+
+
+def test_maps_of_parquet_are_arguments(tmp_path: Path, write: Any, chatml: Any) -> None:
+    function = pyarrow.struct(
+        [("name", pyarrow.string()), ("arguments", pyarrow.map_(pyarrow.string(), pyarrow.int64()))]
+    )
+    message = pyarrow.struct(
+        [
+            ("role", pyarrow.string()),
+            ("content", pyarrow.string()),
+            ("tool_calls", pyarrow.list_(pyarrow.struct([("type", pyarrow.string()), ("function", function)]))),
+        ]
+    )
+    column = pyarrow.array([called("add", [("a", 2)])], pyarrow.list_(message))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "m.parquet")
+    expected = sft(write("a.jsonl", [{"messages": called("add", {"a": 2})}]), chatml)[0]
+    assert sft(tmp_path / "m.parquet", chatml)[0] == expected
+
+
+def test_roles_that_the_template_does_not_name_are_reported_once(write: Any, tokenizer: Any, capsys: Any) -> None:
+    talk = [{"role": "moderator", "content": "Begin."}, QUESTION]
+    prompts(write("a.jsonl", [{"prompt": talk}, {"prompt": talk}, {"prompt": [QUESTION]}]), tokenizer)
+    warning = " ".join(capsys.readouterr().err.split())
+    assert warning.count("'moderator' (2 rows)") == 1 and "'user'" not in warning
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{#- 'moderator' -#}" + tokenizer.chat_template
+    prompts(write("b.jsonl", [{"prompt": talk}]), own)
+    assert "moderator" not in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"the role 'model'.*write 'assistant'"):
+        prompts(write("c.jsonl", [{"prompt": [QUESTION, {"role": "model", "content": "12"}, QUESTION]}]), tokenizer)
+
+
+def test_a_call_in_its_old_form_is_refused_with_the_new_one(write: Any, chatml: Any) -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    with pytest.raises(DataError, match=r"line 1.*'tool_calls' for 'function_call'"):
+        sft(write("a.jsonl", [{"messages": [QUESTION, old]}]), chatml)
+
+
+def test_columns_that_other_libraries_show_the_model_are_named(write: Any, tokenizer: Any, capsys: Any) -> None:
+    talk = {"messages": [QUESTION, answer("12")], "prompt": "Sort: 21", "chosen": "12", "rejected": "21"}
+    path = write("a.jsonl", [{**talk, "system": "Be brief.", "input": "", "history": None, "turn_mask": [1]}])
+    for read in (sft, prompts, lambda *own: create_preference_dataset(own[0], PairsDataConfig(), own[1])):
+        read(path, tokenizer)
+        notices = " ".join(capsys.readouterr().err.split())
+        assert notices.count("columns 'system' are not read") == 1
+        assert ("columns 'turn_mask' are not read" in notices) == (read is sft)
+    sft(write("b.jsonl", [{"input": "Sort", "output": "12"}]), tokenizer, prompt_key="input", response_key="output")
+    assert "'input'" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [{"bytes": "x", "path": None}, {"bytes": None, "path": "a"}, "a/b.PNG", ["b.jpg"]])
+@pytest.mark.parametrize("name", ["image", "video", "audio"])
+def test_media_in_columns_of_one_are_refused(name: str, value: Any, write: Any, tokenizer: Any) -> None:
+    row = {"prompt": "Sort: 21", "messages": [QUESTION, answer("12")]}
+    for read in (prompts, sft):
+        with pytest.raises(DataError) as error:
+            read(write("a.jsonl", [{**row, name: value}]), tokenizer)
+        assert repr(name) in str(error.value)
+        for fine in (None, "a cat", 3, [], {"width": 3}):
+            assert len(read(write("b.jsonl", [{**row, name: fine}]), tokenizer)) == 1

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.config import PairsDataConfig, SFTDataConfig
 from hybridrl.data import (
@@ -101,7 +106,7 @@ def test_a_bad_row_is_refused_by_name(row: dict[str, Any], said: str, write: Any
 
 def test_images_are_refused_in_conversations_too(write: Any, tokenizer: Any) -> None:
     path = write("a.jsonl", [{"messages": [*PROMPT, *answer("12")], "images": ["a.png"]}])
-    with pytest.raises(DataError, match="'images' holds media"):
+    with raises_with(DataError, "'images'"):
         create_sft_dataset(path, SFTDataConfig(), tokenizer)
 
 
@@ -121,7 +126,7 @@ def test_long_pairs_are_cut_as_truncation_says(write: Any, tokenizer: Any, capsy
     path = write("a.jsonl", [{**ROW, "prompt": "Sort: " + "7" * 40, "chosen": "98765", "rejected": "123"}])
     (whole,) = make(path, tokenizer)
     longest = len(whole["chosen"]["input_ids"])
-    with pytest.raises(DataError, match=f"{longest} tokens, more than data.max_length={longest - 3}"):
+    with raises_with(DataError, f"{longest} tokens", f"data.max_length={longest - 3}"):
         make(path, tokenizer, max_length=longest - 3)
     (right,) = make(path, tokenizer, max_length=longest - 3, truncation="right")
     assert right["chosen"]["input_ids"] == whole["chosen"]["input_ids"][:-3]
@@ -266,7 +271,7 @@ def test_wrong_tools_are_refused(column: dict[str, Any], said: str, write: Any, 
 
 
 def test_a_named_column_of_tools_must_exist(write: Any, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"no column 'functions'.*data.tools_key"):
+    with raises_with(DataError, "'functions'", "data.tools_key"):
         conversations(write("a.jsonl", [{"messages": TALK}]), tokenizer, tools_key="functions")
 
 
@@ -286,3 +291,35 @@ def test_margins_below_zero_are_told(write: Any, tokenizer: Any, capsys: Any) ->
     settings = PairsDataConfig(shuffle=False, margin_key="by")
     create_preference_dataset(write("a.jsonl", rows), settings, tokenizer)
     assert "in 1 of 3 rows the column 'by' (data.margin_key) is below 0" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [("1", "5"), (Decimal("0.5"), Decimal("1.5")), (1, 5.0)])
+def test_scores_of_any_type_are_compared(
+    chosen: Any, rejected: Any, tmp_path: Path, tokenizer: Any, capsys: Any
+) -> None:
+    row = {"prompt": "q", "chosen": "12", "rejected": "21", "score_chosen": chosen, "score_rejected": rejected}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    make(tmp_path / "a.parquet", tokenizer)
+    assert "1 of 1 rows the column 'score_chosen' is below" in " ".join(capsys.readouterr().err.split())
+
+
+def test_margins_are_decimals_too_and_have_to_fit_into_32_bits(tmp_path: Path, write: Any, tokenizer: Any) -> None:
+    row = {"prompt": "q", "chosen": "12", "rejected": "21"}
+    stored = pyarrow.Table.from_pylist([{**row, "by": Decimal("1.5")}])
+    pyarrow.parquet.write_table(stored, tmp_path / "m.parquet")
+    assert make(tmp_path / "m.parquet", tokenizer, margin_key="by")[0]["margin"] == 1.5
+    for wrong in (1e39, -1e39, float("inf"), float("nan"), [1.0], "1", True, None, {"by": 1}, 10**400):
+        with pytest.raises(DataError) as error:
+            make(write("a.jsonl", [{**row, "by": wrong}]), tokenizer, margin_key="by")
+        assert "line 1" in str(error.value) and "data.margin_key" in str(error.value)
+
+
+def test_prompts_that_are_not_read_and_differ_are_counted(write: Any, tokenizer: Any, capsys: Any) -> None:
+    sides = {"chosen": [*PROMPT, *answer("12")], "rejected": [*PROMPT, *answer("21")]}
+    same = ["Sort: 21", " Sort: 21\n", PROMPT, "\n\nHuman: Sort: 21\n\nAssistant:", None, ""]
+    others = ["Sort: 99", [{"role": "system", "content": "Be brief."}, *PROMPT], [{"role": "user", "content": "21"}]]
+    for number, prompt in enumerate([*same, *others]):
+        rows = [{"prompt": prompt, **sides}, {"prompt": prompt, **sides}]
+        make(write(f"{number}.jsonl", rows), tokenizer)
+        notices = " ".join(capsys.readouterr().err.split())
+        assert ("in 2 of 2 pairs the column 'prompt' has another prompt" in notices) == (number >= len(same)), prompt

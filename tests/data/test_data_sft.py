@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import pytest
+from raising import raises_with
 
 from hybridrl.config import SFTDataConfig
 from hybridrl.data import DataError, create_sft_dataset, create_sft_loader
@@ -57,9 +58,9 @@ def test_prompt_and_response_may_be_inside_a_column(write, tokenizer):
     wanted = make(write("a.parquet", [{"messages": TALK[1:3]}]), tokenizer)[0]
     for name in ("b.parquet", "b.jsonl"):
         assert make(write(name, [row]), tokenizer, **columns, **inside)[0] == wanted
-    with pytest.raises(DataError, match=r"line 1: data.prompt_dict_keys=\['ask'\].*'info'.*asked, answer.*'ask'"):
+    with raises_with(DataError, "line 1", "data.prompt_dict_keys=['ask']", "'info'", "asked, answer", "'ask'"):
         make(write("c.jsonl", [row]), tokenizer, **columns, prompt_dict_keys=["ask"])
-    with pytest.raises(DataError, match=r"data.response_dict_keys=\['answer', 'text'\].*not a mapping"):
+    with raises_with(DataError, "data.response_dict_keys=['answer', 'text']"):
         make(write("d.jsonl", [row]), tokenizer, **columns, **{**inside, "response_dict_keys": ["answer", "text"]})
 
 
@@ -132,7 +133,7 @@ def test_template_whose_generation_prompt_is_no_prefix_is_refused(write, tokeniz
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[bot]{% endif %}"
     )
-    with pytest.raises(DataError, match=r"not append-only: the prompt of an assistant turn .*\[bot\]"):
+    with raises_with(DataError, "[bot]"):
         make(write("a.jsonl", [{"messages": TALK[1:3]}]), tokenizer)
 
 
@@ -152,17 +153,17 @@ def test_bad_conversation_is_named(write, tokenizer, messages, fault):
 
 def test_bad_prompt_and_response_are_named(write, tokenizer):
     keys = {"prompt_key": "q", "response_key": "a"}
-    with pytest.raises(DataError, match="line 1: column 'a' must be text that is not empty; it is empty"):
+    with raises_with(DataError, "line 1", "'a'"):
         make(write("a.jsonl", [{"q": "x", "a": ""}]), tokenizer, **keys)
-    with pytest.raises(DataError, match="line 1: column 'q' cannot be used as a prompt"):
+    with raises_with(DataError, "line 1", "'q'"):
         make(write("a.jsonl", [{"q": 5, "a": "x"}]), tokenizer, **keys)
-    with pytest.raises(DataError, match=r"line 1: column 'a'.*lone surrogate '.ud800'"):
+    with raises_with(DataError, "line 1", "'a'", "'\\ud800'"):
         make(write("a.jsonl", [{"q": "x", "a": "y\ud800"}]), tokenizer, **keys)
-    with pytest.raises(DataError, match="no column 'q'"):
+    with raises_with(DataError, "'q'"):
         make(write("a.jsonl", [{"a": "x"}]), tokenizer, **keys)
     with pytest.raises(DataError, match="set both"):
         make(write("a.jsonl", [{"a": "x"}]), tokenizer, prompt_key="q")
-    with pytest.raises(DataError, match=r"no column 'messages'.*data.prompt_key and data.response_key"):
+    with raises_with(DataError, "'messages'", "data.prompt_key", "data.response_key"):
         make(write("a.jsonl", [{"a": "x"}]), tokenizer)
 
 
@@ -199,3 +200,57 @@ def test_resume_of_supervised_batches(write, tokenizer):
     head = [next(iterator).non_tensor_batch["index"].tolist() for _ in range(3)]
     second.load_state_dict(first.state_dict())
     assert head + [b.non_tensor_batch["index"].tolist() for _ in range(2) for b in second] == order
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_of_a_prompt_and_a_response_the_response_alone_is_learnt(write, tokenizer, name):
+    keys = {"prompt_key": "q", "response_key": "a"}
+    (item,) = make(write(name, [{"q": TALK[:4], "a": "Second answer."}]), tokenizer, **keys)
+    assert learnt(tokenizer, item) == "Second answer.<|im_end|>"
+    assert item["input_ids"] == make(write(f"b{name}", [{"messages": TALK}]), tokenizer)[0]["input_ids"]
+    marked = [*TALK[:2], {**TALK[2], "train": True}, TALK[3]]
+    (item,) = make(write(f"c{name}", [{"q": marked, "a": "Second answer."}]), tokenizer, **keys)
+    assert learnt(tokenizer, item) == "First.<|im_end|>Second answer.<|im_end|>"
+    with pytest.raises(DataError) as error:
+        make(write(f"d{name}", [{"q": TALK[:3], "a": "Second answer."}]), tokenizer, **keys)
+    assert "column 'q'" in str(error.value) and "of the assistant" in str(error.value)
+
+
+def test_turns_that_are_not_learnt_may_change_when_the_conversation_goes_on(write, tokenizer):
+    """As with templates that drop the thoughts of earlier turns."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    talk = [*TALK[1:2], {"role": "assistant", "content": "<think>Hm.</think>First."}, *TALK[3:]]
+    with pytest.raises(DataError, match="append-only"):
+        make(write("a.jsonl", [{"messages": talk}]), own)
+    (item,) = make(write("b.jsonl", [{"q": talk[:3], "a": "Second."}]), own, prompt_key="q", response_key="a")
+    assert learnt(own, item) == "Second.<|im_end|>" and "Hm." not in own.decode(item["input_ids"])
+
+
+AS_TEXT = [
+    '[{"name": null, "role": "user", "content": "Sort"}, {"role": "assistant", "content": "12"}]',
+    "[{'id': 1, 'role': 'user', 'content': None}, {'role': 'assistant', 'content': 'x'}]",
+    '[{"from": "human", "value": "Sort"}, {"from": "gpt", "value": "12"}]',
+    ' [ {"content": "12", "role": "assistant"} ]\n',
+]
+
+
+@pytest.mark.parametrize("text", AS_TEXT)
+def test_a_conversation_that_is_written_as_text_is_refused(write, tokenizer, text):
+    from hybridrl.config import PairsDataConfig
+    from hybridrl.data import create_preference_dataset
+
+    keys = {"prompt_key": "q", "response_key": "a"}
+    pairs = [{"prompt": "q", "chosen": text, "rejected": "b"}, {"prompt": text, "chosen": "a", "rejected": "b"}]
+    for number, row in enumerate([{"q": text, "a": "b"}, {"q": "b", "a": text}]):
+        with pytest.raises(DataError, match="list of messages written as text"):
+            make(write(f"{number}.jsonl", [row]), tokenizer, **keys)
+    for number, row in enumerate(pairs):
+        with pytest.raises(DataError, match="list of messages written as text"):
+            create_preference_dataset(write(f"p{number}.jsonl", [row]), PairsDataConfig(), tokenizer)
+    for fine in ('[{"name": "Ada"}]', "[{", '[{"role": "king"}]', "{}", f"{text} Go on."):
+        assert len(make(write("f.jsonl", [{"q": "b", "a": fine}]), tokenizer, **keys)) == 1

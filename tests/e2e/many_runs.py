@@ -16,7 +16,7 @@ import psutil
 import ray
 
 from hybridrl.programs import start
-from hybridrl.single_controller.ray.start import start_ray
+from hybridrl.single_controller.ray.start_ray import start_ray
 
 sys.path.append(str(Path(__file__).parents[1]))
 import forked_processes

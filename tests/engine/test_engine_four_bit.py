@@ -18,6 +18,7 @@ from engine_helpers import (
     weights,
 )
 from four_bit_tools import LAYERS, rounded_copy
+from raising import raises_with
 from ranks import spawn
 from transformers import AutoModelForCausalLM
 
@@ -164,10 +165,10 @@ def test_resuming_is_bitwise_and_the_merged_model_has_the_rounded_base(
     unchanged = {name for name, tensor in base.items() if torch.equal(tensor, merged[name])}
     assert unchanged and not any(name.endswith(LAYERS) for name in unchanged)
     other = make_engine(micro_model, optim=EPS, model=PLAIN, **how)
-    with pytest.raises(ModelError, match=r"base in 4 bits: set model\.load_in_4bit=True"):
+    with raises_with(ModelError, "4 bits", "model.load_in_4bit=True"):
         other.load(tmp_path / "saved", PARTS)
     other.save(tmp_path / "other", PARTS)
-    with pytest.raises(ModelError, match=r"was not in 4 bits: set model\.load_in_4bit=False"):
+    with raises_with(ModelError, "4 bits", "model.load_in_4bit=False"):
         resumed.load(tmp_path / "other", PARTS)
     told = json.loads((tmp_path / "saved" / "model" / ROUNDING_FILE).read_text())
     assert (told["format"], told["dtype"]) == ("nf4", how.get("dtype", "float32"))

@@ -23,6 +23,7 @@ from engine_helpers import (
     weights,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from raising import raises_with
 from ranks import spawn
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2MoeConfig
 
@@ -289,7 +290,7 @@ def test_resuming_is_bitwise(micro_model: Path, tmp_path: Path, how: dict[str, A
     [
         ({"use_dora": True}, "use_dora=True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),  # B A of its start is taken from the base
-        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens=\[5, 6\]"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens=[5, 6]"),
         ({"rank_pattern": {"q_proj": 6}, "use_rslora": True}, None),
     ],
 )
@@ -305,7 +306,7 @@ def test_adapters_that_are_no_plain_lora_are_refused(
         lora.check(model)
         assert lora.rank_of(model) == 6
         return
-    with pytest.raises(ModelError, match=f"{named}, and only plain LoRA is trained here"):
+    with raises_with(ModelError, named, "LoRA"):
         lora.check(model)
 
 
@@ -315,7 +316,7 @@ def test_a_quantized_base_is_refused(micro_model: Path, tmp_path: Path) -> None:
     told = json.loads((tmp_path / "config.json").read_text())
     told["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ModelError, match=r"lora_rank=4 with .*quantized .*load_in_4bit=True to keep it in 4 bits"):
+    with raises_with(ModelError, "lora_rank=4", "quantized", "load_in_4bit=True", "4 bits"):
         lora.check(ModelConfig(path=str(tmp_path), **MODEL))
 
 
@@ -334,7 +335,7 @@ def test_a_checkpoint_of_another_base_or_of_whole_weights_is_refused(micro_model
     with pytest.raises(ModelError, match="other weights"):
         other.load(tmp_path / "adapter", ["model"])
     scaled = make_engine(micro_model, model={**MODEL, "lora_alpha": 16})
-    with pytest.raises(ModelError, match=r"with lora_alpha=8, and here it is 16.*set model\.lora_alpha"):
+    with raises_with(ModelError, "lora_alpha=8", 16, "model.lora_alpha"):
         scaled.load(tmp_path / "adapter", ["model"])
     assert (tmp_path / "adapter" / "model" / BASE_FILE).read_text().startswith("sha256:")
 

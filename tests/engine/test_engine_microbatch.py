@@ -9,6 +9,7 @@ import torch
 from engine_helpers import PROMPT, RESPONSE, make_batch, make_engine, make_fields
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises_with
 from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
@@ -106,7 +107,7 @@ def test_attention_counts_in_the_balance() -> None:
 
 
 def test_limits_are_positive() -> None:
-    with pytest.raises(ValueError, match=r"MicroBatching\(max_tokens=0\)"):
+    with raises_with(ValueError, "MicroBatching(max_tokens=0)"):
         MicroBatching(max_tokens=0)
 
 
@@ -197,5 +198,5 @@ def test_a_jagged_batch_computes_like_a_padded_one(micro_model: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(12, 5), (12, 24, 3), (24,)])
 def test_positions_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="position_ids"):
+    with raises_with(ValueError, "position_ids"):
         BatchPlan({**make_fields(), "position_ids": torch.zeros(shape)}, MicroBatching(), packed=False)

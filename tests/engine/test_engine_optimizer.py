@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises_with
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from hybridrl.config.schema.engine import OptimConfig
@@ -69,9 +70,9 @@ def test_warm_up_by_ratio() -> None:
         assert [factor(step) for step in (0, 5, 10)] == [0.0, 0.5, 1.0]
     factor = lr_factor(OptimConfig(total_training_steps=50, lr_warmup_steps_ratio=0.2))
     assert [factor(step) for step in (0, 5, 10, 49)] == [0, 0.5, 1, 1]
-    with pytest.raises(ModelError, match=r"total_training_steps=-1.*lr_warmup_steps_ratio=0.2"):
+    with raises_with(ModelError, "total_training_steps=-1", "lr_warmup_steps_ratio=0.2"):
         lr_factor(OptimConfig(lr_warmup_steps_ratio=0.2))
-    with pytest.raises(ModelError, match="lr_scheduler_type='triangle'"):
+    with raises_with(ModelError, "lr_scheduler_type='triangle'"):
         lr_factor(settings("triangle"))
 
 
@@ -84,9 +85,9 @@ def test_optimizers_by_name() -> None:
     assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["momentum"] == 0.5
     slow = build_optimizer(parameters, OptimConfig(override_optimizer_config={"foreach": True}))
     assert slow.defaults["foreach"] and not slow.defaults["fused"]
-    with pytest.raises(ModelError, match=r"optim.optimizer='Adm'"):
+    with raises_with(ModelError, "optim.optimizer='Adm'"):
         build_optimizer(parameters, OptimConfig(optimizer="Adm"))
-    with pytest.raises(ModelError, match=r"betta.*override_optimizer_config"):
+    with raises_with(ModelError, "betta", "override_optimizer_config"):
         build_optimizer(parameters, OptimConfig(override_optimizer_config={"betta": 1}))
 
 
@@ -106,12 +107,12 @@ def test_an_optimizer_may_be_in_a_file(tmp_path: Path) -> None:
     weight.grad = torch.ones(3)
     optimizer.step()
     assert torch.allclose(weight.detach(), torch.full((3,), 0.7))
-    with pytest.raises(ModelError, match=r"optim.optimizer='steep' .*own_optimizer.py.*use Steep"):
+    with raises_with(ModelError, "optim.optimizer='steep'", "own_optimizer.py", "use Steep"):
         build_optimizer([weight], OptimConfig(optimizer="steep", optimizer_impl=str(file)))
     file.write_text("import torch\n1 / 0\n")
-    with pytest.raises(ModelError, match=r"optim\.optimizer_impl=.*own_optimizer\.py: .*ZeroDivisionError.*line 2"):
+    with raises_with(ModelError, "optim.optimizer_impl=", "own_optimizer.py", "ZeroDivisionError", "line 2"):
         build_optimizer([weight], optim)
-    with pytest.raises(ModelError, match=r"optim\.optimizer_impl=torch\.optimm: neither a Python file"):
+    with raises_with(ModelError, "optim.optimizer_impl=torch.optimm"):
         build_optimizer([weight], OptimConfig(optimizer_impl="torch.optimm"))
 
 
@@ -164,10 +165,10 @@ def test_muon_leaves_out_the_head_of_a_value_model_and_tied_weights(micro_model:
     chosen = {id(p) for p in hidden_matrices(value, named)}
     apart = {name for name, p in named.items() if id(p) not in chosen and p.ndim == 2}
     assert apart == {"model.embed_tokens.weight", "score.weight"}
-    with pytest.raises(ModelError, match="optimizer=Muon"):
+    with raises_with(ModelError, "optimizer=Muon"):
         build_optimizer(value.parameters(), OptimConfig(**MUON), [])
     for wrong in ("betas", "adamw_momentum"):
-        with pytest.raises(ModelError, match=f"{wrong.removeprefix('adamw_')}.*override_optimizer_config"):
+        with raises_with(ModelError, wrong.removeprefix("adamw_"), "override_optimizer_config"):
             build_optimizer(
                 named.values(),
                 OptimConfig(**MUON, override_optimizer_config={wrong: 1}),
@@ -197,7 +198,7 @@ def test_eight_bit_adam_follows_the_full_one() -> None:
             assert optimizer.state[weights["b"]]["exp_avg"].dtype == torch.float32
     assert distances[0] < 0.4  # it learns, and in 8 bits nearly as fast
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
-    with pytest.raises(ModelError, match=r"optim\.optimizer=AdamW4bit.*AdamW8bit or Adam8bit"):
+    with raises_with(ModelError, "optim.optimizer=AdamW4bit", "AdamW8bit", "Adam8bit"):
         build_optimizer(weights.values(), OptimConfig(**{**low, "optimizer": "AdamW4bit"}))
 
 
@@ -261,5 +262,5 @@ def test_memory_of_state_in_8_bits_is_known_before_the_first_step() -> None:
 
 def test_another_case_is_refused_with_the_name_of_the_class() -> None:
     """Megatron-core's `sgd` has momentum, so it is no synonym of `SGD`."""
-    with pytest.raises(ModelError, match=r"optim\.optimizer='sgd'.*use SGD.*override_optimizer_config"):
+    with raises_with(ModelError, "optim.optimizer='sgd'", "SGD", "override_optimizer_config"):
         build_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimConfig(optimizer="sgd"))

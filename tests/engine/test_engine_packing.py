@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from engine_helpers import SIZES, TEMPERATURE, make_batch, make_engine, make_fields, policy_loss
+from raising import raises_with
 from ranks import spawn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -176,7 +177,7 @@ def test_flash_attention_does_not_read_a_window_of_the_mask_alone(
 ) -> None:
     """It would attend to all tokens. By default such a model has an attention that reads the window."""
     model = saved("Qwen2Moe", tmp_path)
-    with pytest.raises(ModelError, match=r"Qwen2MoeAttention .*window.* flash_attention_2 .*attn_implementation=sdpa"):
+    with raises_with(ModelError, "Qwen2MoeAttention", "window", "flash_attention_2", "attn_implementation=sdpa"):
         make_engine(model, model=packing(flash_on_a_cpu), dtype="bfloat16")
     monkeypatch.setattr(device, "flash_attention", lambda: "flash_attention_2")
     monkeypatch.setattr(device, "supports_varlen_attention", lambda: True)
@@ -189,6 +190,6 @@ def test_flash_attention_in_float32_is_refused_at_start_up(name: str, micro_mode
     model = ModelConfig(path=str(micro_model), override_config={"attn_implementation": name})
     check = train_engine_class("language_model", "fsdp2").check
     for dtype in ("float32", "fp32"):
-        with pytest.raises(ModelError, match=rf"attn_implementation={name} .*fsdp_config.dtype={dtype}; .*bfloat16"):
+        with raises_with(ModelError, f"attn_implementation={name}", f"fsdp_config.dtype={dtype}", "bfloat16"):
             check(model, FSDPConfig(dtype=dtype), 1)
     check(model, FSDPConfig(dtype="bfloat16"), 1)

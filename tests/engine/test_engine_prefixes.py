@@ -25,6 +25,7 @@ from engine_helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 from ranks import spawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -419,7 +420,7 @@ def test_settings_that_do_not_fit_are_refused(
     model: dict[str, Any], engine: dict[str, Any], message: str, micro_model: Path
 ) -> None:
     chosen = ModelConfig(path=str(micro_model), share_prefixes=True, **model)
-    with pytest.raises(ModelError, match=f"share_prefixes=True .*{message}"):
+    with raises_with(ModelError, "share_prefixes=True", message):
         train_engine_class("language_model", "fsdp2").check(chosen, FSDPConfig(**engine), 1)
 
 
@@ -449,7 +450,7 @@ def test_a_model_that_hides_the_paths_is_refused(llama: Path) -> None:
     for layer in engine.module.model.layers:
         forward = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, f=forward, prefix_paths=None, **kwargs: f(*args, **kwargs)
-    with pytest.raises(ModelError, match=r"LlamaAttention .* model.share_prefixes=False"):
+    with raises_with(ModelError, "LlamaAttention", "model.share_prefixes=False"):
         engine.infer(make_batch(FIELDS), MicroBatching())
 
 
@@ -457,7 +458,7 @@ def test_a_layer_with_an_attention_of_its_own_is_refused(llama: Path) -> None:
     """It would see all tokens of the flat row before it, without an error of its own."""
     engine: Any = make_engine(llama, model=SHARED)
     engine.module.model.layers[1].self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
-    with pytest.raises(ModelError, match=r"1 of the 2 layers of this llama model .* model\.share_prefixes=False"):
+    with raises_with(ModelError, 1, "2 layers", "model.share_prefixes=False"):
         engine.infer(make_batch(FIELDS), MicroBatching())
 
 

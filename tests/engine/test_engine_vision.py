@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_helpers import make_engine, policy_loss, weights
 from four_bit_tools import rounded_copy
+from raising import raises_with
 from ranks import spawn
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -166,7 +167,7 @@ def test_images_in_another_order_are_refused(vision_model: Path, file: Path) -> 
             lambda given: engine.infer(given, MICRO),
             lambda given: engine.train_batch(given, MICRO, policy_loss),
         ):
-            with pytest.raises(ValueError, match=f"sequence {row}: its images are not those"):
+            with raises_with(ValueError, f"sequence {row}"):
                 call(planted)
     engine.infer(batch, MICRO)
 
@@ -243,7 +244,7 @@ def test_settings_that_do_not_fit_are_refused(vision_model: Path, model: dict, e
 
 
 def test_a_text_model_has_no_tower_to_freeze(micro_model: Path) -> None:
-    with pytest.raises(ModelError, match=r"freeze_vision_tower=True: .* \(qwen2\) has no vision tower"):
+    with raises_with(ModelError, "freeze_vision_tower=True", "(qwen2)"):
         make_engine(micro_model, freeze_vision_tower=True)
 
 

@@ -16,7 +16,7 @@ from hybridrl.config import load_config
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import Rollout
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start_replicas import start_rollout
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from raising import raises_with
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -102,7 +103,7 @@ def test_a_transition_keeps_and_receives_the_whole_generation_shard(
 
 
 def test_a_tensor_without_a_rule_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"transformer\.wte\.weight.*GPT2Config"):
+    with raises_with(ConfigError, "transformer.wte.weight", "GPT2Config"):
         model_tensors(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
 
 
@@ -230,7 +231,7 @@ def test_fsdp_of_512_devices() -> None:
 
 def test_the_command_knows_the_layouts_of_registered_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_training("fsdp2:shard=4") == ShardedLayout(shard=4)
-    with pytest.raises(ConfigError, match=r"'own:shard=4' does not begin with one of fsdp2, megatron,"):
+    with raises_with(ConfigError, "'own:shard=4'", "fsdp2"):
         parse_training("own:shard=4")
     monkeypatch.setitem(TRAIN_ENGINES.objects, "own", object())
     monkeypatch.setitem(TRAIN_ENGINES._metadata, "own", TrainMetadata(layout=ShardedLayout))

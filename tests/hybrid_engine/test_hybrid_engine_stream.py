@@ -6,6 +6,7 @@ import sys
 import pytest
 import ray
 import torch
+from raising import raises_with
 from ray.exceptions import RayActorError
 
 from hybridrl.hybrid_engine.receive import WeightReceiver
@@ -149,5 +150,5 @@ def test_too_little_shared_memory_says_what_to_change(takers, monkeypatch) -> No
     small = os.statvfs_result((4096, 4096, 10, 10, 10, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     target = UpdateTarget(takers[0], "0", "node", (0,), 1)
-    with pytest.raises(MemoryError, match="update_weights_bucket_megabytes"):
+    with raises_with(MemoryError, "update_weights_bucket_megabytes"):
         stream(iter(weights()), transports_to([target], "node"), 2**20, 2**20)

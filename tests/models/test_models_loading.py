@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises_with
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
@@ -42,7 +43,7 @@ def test_override_and_dropout(micro_model: Path) -> None:
     )
     assert config.max_position_embeddings == 77 and config._attn_implementation == "eager"
     assert config.rope_parameters["rope_theta"] == 5.0 and config.rope_parameters["rope_type"] == "default"
-    with pytest.raises(ModelError, match=r"model.override_config.hiden_size=.*: a Qwen2Config has no such field"):
+    with raises_with(ModelError, "model.override_config.hiden_size=", "Qwen2Config"):
         load_model_config(micro_model, override={"hiden_size": 3})
     assert load_model_config(micro_model, override={"attention_dropout": 0.4}).attention_dropout == 0.0
 
@@ -65,10 +66,10 @@ def test_weights_come_in_the_dtype_asked_for(micro_model: Path, tmp_path: Path) 
 
 def test_directories_that_cannot_work(micro_model: Path, tmp_path: Path) -> None:
     config = load_model_config(micro_model)
-    with pytest.raises(ModelError, match=r"nowhere does not exist; set actor_rollout_ref.model.path"):
+    with raises_with(ModelError, "actor_rollout_ref.model.path"):
         load_model_config(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"it has no config\.json"):
+    with raises_with(ModelError, "config.json"):
         load_model_config(str(tmp_path / "empty"))
     bare = copy_of(micro_model, tmp_path / "bare")
     (bare / "model.safetensors").unlink()
@@ -79,7 +80,7 @@ def test_directories_that_cannot_work(micro_model: Path, tmp_path: Path) -> None
         load_model_config(bare)
     torn = copy_of(micro_model, tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:200])
-    with pytest.raises(ModelError, match=r"torn.*model.safetensors is not complete"):
+    with raises_with(ModelError, "torn", "model.safetensors"):
         load_language_model(torn, config, torch.float32)
 
 
@@ -92,7 +93,7 @@ def test_weights_of_another_model(micro_model: Path, tiny_model: Path, tmp_path:
     tensors = load_file(partial / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 missing, the first model.norm.weight"):
+    with raises_with(ModelError, "1 missing", "model.norm.weight"):
         load_language_model(partial, load_model_config(partial), torch.float32)
 
 
@@ -139,11 +140,11 @@ def test_value_of_a_bfloat16_backbone_is_float32(micro_model: Path) -> None:
 
 def test_names() -> None:
     assert resolve_dtype("auto", "key") == torch.float32
-    with pytest.raises(ModelError, match=r"fsdp_config\.dtype=.int3. is no dtype"):
+    with raises_with(ModelError, "fsdp_config.dtype='int3'", "dtype"):
         resolve_dtype("int3", "fsdp_config.dtype")
     import_external_lib("json, pathlib")
     import_external_lib(None)
-    with pytest.raises(ModelError, match=r"model\.external_lib=no_such_module_here"):
+    with raises_with(ModelError, "model.external_lib=no_such_module_here"):
         import_external_lib("json,no_such_module_here")
 
 
@@ -173,7 +174,7 @@ def test_incomplete_weights_are_named_before_they_are_loaded(micro_model, tmp_pa
     (file,) = model.glob("*.safetensors")
     check_weights(model)
     damage(file)
-    with pytest.raises(ModelError, match=f"{file.name} is not complete: .*{said}"):
+    with raises_with(ModelError, file.name, said):
         check_weights(model)
 
 
@@ -183,5 +184,5 @@ def test_a_weight_file_that_the_index_names_is_missed(micro_model, tmp_path):
     (file,) = model.glob("*.safetensors")
     index = {"weight_map": {"a": file.name, "b": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002.safetensors"):
+    with raises_with(ModelError, "model-00002-of-00002.safetensors"):
         check_weights(model)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from engine_helpers import SIZES, TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, related, weights
+from raising import raises_with
 
 from hybridrl.engine import MicroBatching
 from hybridrl.errors import ModelError
@@ -170,7 +171,7 @@ def test_a_model_that_hides_the_boundaries_is_refused(micro_model: Path) -> None
         layer.self_attn.forward = lambda *args, f=forward, **kwargs: f(
             *args, **{name: value for name, value in kwargs.items() if not name.startswith("cu_seq")}
         )
-    with pytest.raises(ModelError, match=r"Qwen2Attention .* model.use_remove_padding=False"):
+    with raises_with(ModelError, "Qwen2Attention", "model.use_remove_padding=False"):
         engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)
 
 
@@ -180,7 +181,7 @@ def test_a_mask_that_a_layer_makes_is_refused(share: bool, key: str, micro_model
     engine: Any = make_engine(micro_model, model={"share_prefixes": True} if share else PACKED)
     for layer in engine.module.model.layers:
         layer.self_attn.forward = functools.partial(with_mask, layer.self_attn.forward)
-    with pytest.raises(ModelError, match=rf"Qwen2Attention uses a mask of its own.* set model.{key}=False"):
+    with raises_with(ModelError, "Qwen2Attention", f"model.{key}=False"):
         engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)
 
 

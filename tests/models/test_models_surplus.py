@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises_with
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,7 +56,7 @@ def test_more_layers_than_the_configuration(
 )
 def test_a_tensor_without_a_place_is_named(kind: str, name: str, micro_model: Path, tmp_path: Path) -> None:
     folder = changed(micro_model, tmp_path / "m", {name: torch.ones(3)})
-    with pytest.raises(ModelError, match=f"1 tensors that .* has no place for .*{name.removeprefix('model.')}"):
+    with raises_with(ModelError, "1 tensors", name.removeprefix("model.")):
         KINDS[kind].load(folder, load_model_config(folder), torch.float32, False)
 
 

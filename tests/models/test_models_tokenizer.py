@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -81,7 +82,7 @@ def test_neither_pad_nor_eos(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     recorded = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**recorded, "pad_token": None, "eos_token": None}), encoding="utf-8")
-    with pytest.raises(ModelError, match="neither a pad_token nor an eos_token"):
+    with raises_with(ModelError, "pad_token", "eos_token"):
         load_tokenizer(tmp_path)
 
 
@@ -96,7 +97,7 @@ def test_missing_or_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"empty holds no tokenizer \(none of tokenizer.json"):
+    with raises_with(ModelError, "tokenizer.json"):
         load_tokenizer(tmp_path / "empty")
     write_character_tokenizer(tmp_path / "broken", ALL)
     (tmp_path / "broken" / "tokenizer.json").write_text("{", encoding="utf-8")

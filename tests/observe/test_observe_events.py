@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.config.differences import differences
@@ -86,7 +87,7 @@ def test_the_report_shows_the_settings_of_the_last_start(tmp_path: Path) -> None
     lr = [row[1:] for row in cells if row[:1] == ["actor_rollout_ref.actor.optim.lr"]]
     assert lr == [["3e-05", "1e-06"], ["1e-05", "4"], ["2e-05", "5"]]
     (tmp_path / "config_changes.yaml").write_text("- after_step: many")
-    with pytest.raises(UserError, match=r"config_changes.yaml cannot be read"):
+    with raises_with(UserError, "config_changes.yaml"):
         write_report(tmp_path)
 
 

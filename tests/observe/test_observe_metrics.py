@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 
 from hybridrl import DataProto
 from hybridrl.config.roles import ROLES, Pass
@@ -164,9 +165,9 @@ def test_timing_and_throughput(monkeypatch) -> None:
     }
     batch.meta_info["global_token_num"] = [40, 60]
     assert compute_throughout_metrics(batch, {"step": 2.0}, n_gpus=1)["perf/throughput"] == 50
-    with pytest.raises(ValueError, match="'step'"):
+    with raises_with(ValueError, "'step'"):
         compute_throughout_metrics(batch, {"gen": 1.0}, n_gpus=1)
-    with pytest.raises(ValueError, match="n_gpus is 0"):
+    with raises_with(ValueError, "n_gpus", 0):
         compute_throughout_metrics(batch, {"step": 1.0}, n_gpus=0)
 
 
@@ -200,5 +201,5 @@ def test_reduce_metrics_merges_weighted_metrics() -> None:
 
 @pytest.mark.parametrize("value", [[], ["a"], [[1, 2]], None])
 def test_reduce_metrics_names_what_is_no_number(value: object) -> None:
-    with pytest.raises(ValueError, match="actor/odd"):
+    with raises_with(ValueError, "actor/odd"):
         reduce_metrics({"actor/odd": value})

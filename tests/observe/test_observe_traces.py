@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import ClassVar
 
 import pytest
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.config.schema.rollout import TraceConfig
@@ -150,10 +151,10 @@ def test_a_slow_service_does_not_hold_the_run(notes, tmp_path, monkeypatch, caps
 
 
 def test_services_that_cannot_be_used_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RolloutError, match=r"trace.backend is 'jaeger'.*mlflow.*weave"):
+    with raises_with(RolloutError, "trace.backend", "'jaeger'", "mlflow", "weave"):
         check_backend("jaeger")
     monkeypatch.setitem(sys.modules, "weave", None)
-    with pytest.raises(RolloutError, match=r"backend=weave needs the package weave, .*pip install weave"):
+    with raises_with(RolloutError, "backend=weave"):
         check_backend("weave")
 
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
+from hybridrl.processes.child import end_with_run
 from hybridrl.processes.frames import FrameConnection
-from hybridrl.processes.start import end_with_run
 from hybridrl.processes.supervisor import split_off
 
 

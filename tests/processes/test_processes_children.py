@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.processes.child import Child, ending
 from hybridrl.processes.frames import FrameConnection
-from hybridrl.processes.start import Child, ending
 
 HERE = str(Path(__file__).parent)
 
@@ -82,7 +82,7 @@ RUN = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from hybridrl.processes.frames import FrameConnection
-from hybridrl.processes.start import Child
+from hybridrl.processes.child import Child
 for task in ("waits", "supervised"):
     child = Child("children")
     connection = FrameConnection(child.connection)

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from raising import raises_with
 from tensordict import TensorDict
 
 import hybridrl
@@ -37,7 +38,7 @@ def test_importing_the_package_does_not_import_torch():
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert hybridrl.DataProto is DataProto
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+    with raises_with(AttributeError, "'Nothing'"):
         hybridrl.Nothing  # noqa: B018 (the access is the test)
 
 
@@ -48,7 +49,7 @@ def test_from_single_dict_sorts_values_by_kind():
     assert set(data.batch.keys()) == {"x"}
     assert set(data.non_tensor_batch) == {"uid", "n"}
     assert data.is_padding_enabled() and data.meta_info["k"] == 1
-    with pytest.raises(TypeError, match="field 'bad' must be a tensor, an array or a list, found int"):
+    with raises_with(TypeError, "'bad'"):
         DataProto.from_single_dict({"bad": 3})
 
 
@@ -180,7 +181,7 @@ def test_union_refuses_differing_values_and_leaves_the_batch_as_it_was(change, m
 def test_union_refuses_other_row_counts():
     with pytest.raises(ValueError, match=r"\(3,\) and \(2,\) rows"):
         make().union(make()[:2])
-    with pytest.raises(ValueError, match="3 rows and one of 2"):
+    with raises_with(ValueError, "3 rows", "one of 2"):
         make().union(DataProto.from_dict(non_tensors={"u": [1, 2]}))
 
 
@@ -188,12 +189,12 @@ def test_union_functions():
     first = TensorDict({"a": torch.ones(2)}, [2])
     assert union_tensor_dict(first, TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}, [2])) is first
     assert set(first.keys()) == {"a", "b"}
-    with pytest.raises(ValueError, match="'b' in batch"):
+    with raises_with(ValueError, "'b'"):
         union_tensor_dict(first, TensorDict({"b": torch.ones(2)}, [2]))
     arrays = {"u": np.array([1.0, np.nan])}
     assert union_numpy_dict(arrays, {"u": np.array([1.0, np.nan]), "v": np.arange(2)}) is arrays
     assert set(arrays) == {"u", "v"}
-    with pytest.raises(ValueError, match="'v' in non_tensor_batch"):
+    with raises_with(ValueError, "'v'", "non_tensor_batch"):
         union_numpy_dict(arrays, {"v": np.arange(1, 3)})
 
 
@@ -204,7 +205,7 @@ def test_concat_merges_meta_info():
     assert meta["metrics"] == {"loss": [1.0, 2.0, 3.0, 4.0], "rank0": [5]}
     assert meta["temperature"] == 0.5 and meta["other"] == 1
     assert first.meta_info["metrics"] == {"loss": 1.0, "rank0": [5]}
-    with pytest.raises(ValueError, match=r"'temperature': 0.5 before part 1, 0.7 in it"):
+    with raises_with(ValueError, "'temperature'", "0.5", "part 1", "0.7"):
         DataProto.concat([make(temperature=0.5), make(temperature=0.7)])
     with pytest.raises(ValueError, match="must be a dict or a list of dicts, found float"):
         DataProto.concat([make(metrics=1.0)])
@@ -276,7 +277,7 @@ def test_to_tensordict_and_back():
     assert again.meta_info == {"k": 1, "settings": {"a": [1]}}
     assert again.non_tensor_batch["turns"].tolist() == [[1, 2], [3, 4], [5]]
     assert again.non_tensor_batch["uid"].tolist() == ["a", "b", "c"]
-    with pytest.raises(ValueError, match=r"\['x'\] stand in more than one"):
+    with raises_with(ValueError, "['x']"):
         make(x=1).to_tensordict()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 
 from hybridrl.protocol import DataProto, collate_fn, object_array, pad_dataproto_to_divisor, unpad_dataproto
 
@@ -81,7 +82,7 @@ def test_choosing_rows_by_list_array_tensor_and_mask(lists, draw):
 def test_chunk_then_concat_is_the_batch(lists, chunks):
     data = make(lists)
     if len(lists) % chunks:
-        with pytest.raises(ValueError, match=f"{len(lists)} rows does not divide into {chunks}"):
+        with raises_with(ValueError, f"{len(lists)} rows", f"into {chunks}"):
             data.chunk(chunks)
         data.meta_info["_auto_padding"] = True
     parts = data.chunk(chunks)
@@ -176,7 +177,7 @@ def test_single_rows_and_collate():
     assert items[-1].non_tensor_batch["ragged"] == [4]
     assert [item.non_tensor_batch["text"] for item in data] == [row["text"] for row in rows]  # iteration ends
     assert listed(collate_fn(items)) == rows
-    with pytest.raises(IndexError, match="row 4 is outside a batch of 4 rows"):
+    with raises_with(IndexError, "row 4", "4 rows"):
         data[4]
     assert pickle.loads(pickle.dumps(items[1])).batch["jagged"].tolist() == [2, 3]
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 
 from hybridrl.config import DataConfig
 from hybridrl.data import DataError, create_rl_dataset
@@ -36,7 +37,7 @@ def read(tmp_path: Path, tokenizer):
 @pytest.mark.parametrize("truth", [float("nan"), float("inf"), [4], {"value": 4}, True, None, "", " \n"])
 def test_a_ground_truth_that_no_answer_could_equal_is_refused_by_row(read, config, truth):
     dataset = read(reward_model={"style": "rule", "ground_truth": truth})
-    with pytest.raises(RewardError, match=r"rows\.jsonl, line 2.*ground truth"):
+    with raises_with(RewardError, "rows.jsonl", "line 2", "ground truth"):
         check_dataset(config, dataset)
 
 
@@ -52,7 +53,7 @@ def test_a_number_is_a_ground_truth(read, config, truth, answer, source):
 
 @pytest.mark.parametrize("info", ["text", 3, [1]])
 def test_extra_information_that_is_no_object_is_refused_by_row(read, info):
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2.*extra_info"):
+    with raises_with(DataError, "rows.jsonl", "line 2", "extra_info"):
         read(extra_info=info)
 
 
@@ -65,7 +66,7 @@ def test_extra_information_that_is_no_object_is_refused_by_row(read, info):
     ],
 )
 def test_a_prompt_with_half_a_character_is_refused_by_row(read, prompt):
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2.*'\\ud800'"):
+    with raises_with(DataError, "rows.jsonl", "line 2", "'\\ud800'"):
         read(prompt=prompt)
 
 
@@ -78,7 +79,7 @@ def test_json_that_python_cannot_read_is_named(tmp_path, tokenizer, value, messa
     bad = good[:-1] + f', "more": {value}}}'
     path = tmp_path / "rows.json"
     path.write_text(f"[{good}, {bad}]" if as_list else f"{good}\n{bad}\n")
-    with pytest.raises(DataError, match=rf"rows\.json{'' if as_list else ', line 2'}: .*{message}"):
+    with raises_with(DataError, f"rows.json{'' if as_list else ', line 2'}", message):
         create_rl_dataset(path, DataConfig(), tokenizer)
 
 

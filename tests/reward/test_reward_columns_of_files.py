@@ -6,6 +6,7 @@ import gzip
 import json
 
 import pytest
+from raising import raises_with
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data import create_rl_dataset, create_train_loader
@@ -89,7 +90,7 @@ def test_a_ground_truth_that_nothing_provides_is_refused_at_the_start(
     try:
         if where is None:
             assert "no row has a ground truth" in told
-            with pytest.raises(RewardError, match=r"parameter 'ground_truth'.*columns: other"):
+            with raises_with(RewardError, "parameter 'ground_truth'", "columns: other"):
                 manager.check(dataset)
             return
         assert "1 of 2 rows have no ground truth" in told and "line 2" in told
@@ -101,3 +102,27 @@ def test_a_ground_truth_that_nothing_provides_is_refused_at_the_start(
         assert manager(make_batch(["1"], **last)).sum(-1).tolist() == [0], "no row of the batch has one"
     finally:
         manager.close()
+
+
+DEFAULTS = 'def compute_score(solution_str, ground_truth, level="all", index_in_file=None, tag=1): return 1.0\n'
+
+
+def test_a_column_that_replaces_a_default_is_named(dataset, config, tokenizer, user_file, capsys):
+    config.reward.custom_reward_function.path = user_file(DEFAULTS)
+    manager = create_reward_manager(config, tokenizer)
+    try:
+        manager.check(dataset)
+    finally:
+        manager.close()
+    notices = " ".join(capsys.readouterr().err.split())
+    assert "its parameters 'level' get the columns" in notices
+
+
+@pytest.mark.parametrize("text", ["None", "nan", " NaN ", "NaT", "<NA>"])
+def test_missing_truths_that_were_written_as_text_are_named(text, tmp_path, config, tokenizer, capsys):
+    config.data.prompt_key, config.data.ground_truth_key = "question", "answer"
+    rows = [{"question": "1?", "answer": "1"}, {"question": "2?", "answer": text}, {"question": "3?", "answer": "nano"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report_missing(create_rl_dataset(str(tmp_path / "a.jsonl"), config.data, tokenizer), "data.train_files")
+    warning = " ".join(capsys.readouterr().err.split())
+    assert f"1 of 3 rows have {text.strip()!r} as ground truth" in warning and "line 2" in warning

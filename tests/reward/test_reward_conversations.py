@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises_with
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
@@ -258,7 +259,7 @@ def test_a_tokenizer_without_a_template_is_refused_where_one_is_needed(
     folder = tmp_path / "plain"
     shutil.copytree(other_tokenizer, folder)
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r"reward\.reward_model\.model\.custom_chat_template"):
+    with raises_with(ModelError, "reward.reward_model.model.custom_chat_template"):
         Conversations(settings(folder), load_tokenizer(micro_model))
 
 

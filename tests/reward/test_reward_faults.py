@@ -15,7 +15,7 @@ import pytest
 from reward_tools import alive, gone_within, scores
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample
-from hybridrl.reward.processes.handle import RewardProcess
+from hybridrl.reward.processes.reward_process import RewardProcess
 
 
 def samples(count: int, **extra) -> list[Sample]:

@@ -174,7 +174,7 @@ def test_what_a_reward_function_forks_is_as_in_a_program_of_its_own(user_file, n
         outcomes = pool.run([Sample("source", "text", str(number), {}) for number in range(6)])
         assert [one.score for one in outcomes] == [15] * 6
         for pid in descendants(os.getpid()):  # they themselves go on: the run ends them
-            if "hybridrl.reward.processes.child" in Path(f"/proc/{pid}/cmdline").read_text():
+            if "hybridrl.reward.processes.reward_child" in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGTERM)
         assert [one.score for one in pool.run([Sample("source", "text", "1", {})])] == [15]
 

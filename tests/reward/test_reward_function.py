@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.reward import RewardError
 from hybridrl.reward.function import RewardFunction, load
@@ -95,9 +96,9 @@ def test_the_manager_decides_where_names_do_not(user_file):
 def test_further_arguments(user_file):
     path = user_file("def f(solution_str, ground_truth, scale, shift=0): return (scale, shift)")
     assert call_one(path, kwargs={"scale": 2, "shift": 3}) == (2, 3)
-    with pytest.raises(RewardError, match=r"reward_kwargs: .* no parameter 'size'. Its parameters: solution_str,"):
+    with raises_with(RewardError, "reward_kwargs", "'size'", "solution_str"):
         load(RewardFunction(path, kwargs={"scale": 1, "size": 2}))
-    with pytest.raises(RewardError, match=r"parameter 'scale', and the data have no such column \(columns: none\)"):
+    with raises_with(RewardError, "'scale'"):
         call_one(path)
 
 
@@ -106,7 +107,7 @@ def test_which_function_is_found_without_a_name(user_file):
     assert call_one(user_file(both)) == 7
     only = "from os.path import join\ndef _help(): ...\nclass A: ...\ndef mine(solution_str, ground_truth): return 8"
     assert call_one(user_file(only, "only.py")) == 8
-    with pytest.raises(RewardError, match=r"not clear.*Functions found there: one, two. Set reward.custom_.*name"):
+    with raises_with(RewardError, "not clear", "reward.custom_", "name"):
         load(RewardFunction(user_file("def one(a, b, c, d): ...\ndef two(a, b, c, d): ...", "two.py")))
     with pytest.raises(RewardError, match="Functions found there: none"):
         load(RewardFunction(user_file("x = 1", "none.py")))
@@ -115,9 +116,7 @@ def test_which_function_is_found_without_a_name(user_file):
 def test_a_named_function(user_file):
     path = user_file("def one(a, b, c, d, /): return 1\ndef two(a, b, c, d, /): return 2")
     assert call_one(path, name="two") == 2
-    with pytest.raises(
-        RewardError, match=r"name=three: no such function in .*mine.py. Functions found there: one, two"
-    ):
+    with raises_with(RewardError, "name=three", "mine.py"):
         load(RewardFunction(path, name="three"))
 
 
@@ -136,16 +135,16 @@ def test_async_is_recognised(user_file):
 
 @pytest.mark.parametrize("parameters", ["", "a", "a, b", "a, b, c", "a, b, c, d", "a, b, c, d, e", "*args"])
 def test_parameters_that_are_not_understood(user_file, parameters):
-    with pytest.raises(RewardError, match=r"mine.py: f takes .*compute_score"):
+    with raises_with(RewardError, "mine.py", "compute_score"):
         load(RewardFunction(user_file(f"def f({parameters}): ...")))
 
 
 def test_files_that_do_not_import(user_file, tmp_path):
-    with pytest.raises(RewardError, match=r"none.py: no such file"):
+    with raises_with(RewardError, "none.py"):
         load(RewardFunction(str(tmp_path / "none.py")))
     with pytest.raises(RewardError, match=r"SyntaxError(.|\n)*mine.py, line 2"):
         load(RewardFunction(user_file("x = 1\ndef broken(:\n")))
-    with pytest.raises(RewardError, match=r"ModuleNotFoundError: .*'not_there'.*b.py, line 3"):
+    with raises_with(RewardError, "ModuleNotFoundError", "'not_there'", "b.py", "line 3"):
         load(RewardFunction(user_file("\n\nimport not_there", "b.py")))
     with pytest.raises(RewardError, match=r"must end in .py"):
         load(RewardFunction(user_file("x = 1", "mine.txt")))

@@ -7,6 +7,7 @@ import signal
 import threading
 
 import pytest
+from raising import raises_with
 from reward_tools import gone_within, scores
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool
@@ -283,7 +284,7 @@ def test_every_bad_end_of_a_batched_function(user_file, body, message):
 
 
 def test_a_file_that_does_not_load(user_file):
-    with pool(user_file("import not_there")) as p, pytest.raises(RewardError, match=r"not_there.*mine.py, line 1"):
+    with pool(user_file("import not_there")) as p, raises_with(RewardError, "not_there", "mine.py", "line 1"):
         p.start(wait_for_one=True)
     path = user_file("import os; os._exit(4)", "b.py")
     with pool(path) as p, pytest.raises(RewardError, match="ended with exit code 4 while it loaded"):
@@ -306,7 +307,7 @@ def test_an_import_is_waited_for_as_long_as_something_moves(user_file, monkeypat
         assert p.run(samples(1))[0].score == 1
     with (
         pool(user_file("import time; time.sleep(1000)", "still.py")) as p,
-        pytest.raises(RewardError, match=r"still\.py.*nothing has moved for"),
+        raises_with(RewardError, "still.py"),
     ):
         p.start(wait_for_one=True)
 
@@ -531,13 +532,13 @@ def test_a_closed_pool_fails_what_it_has_not_scored(user_file, tmp_path):
 def test_a_file_that_does_not_load_fails_every_submitted_sample(user_file):
     with pool(user_file("import not_there")) as p:
         for future in [p.submit(sample) for sample in samples(3)]:
-            with pytest.raises(RewardError, match="not_there"):
+            with raises_with(RewardError, "not_there"):
                 future.result(timeout=120)
 
 
 def test_a_stopped_supervisor_leaves_no_process(user_file, tmp_path, monkeypatch):
     """The pool does its work: what a reward process started ends, too."""
-    monkeypatch.setattr("hybridrl.processes.start.END_S", 0.5)
+    monkeypatch.setattr("hybridrl.processes.child.END_S", 0.5)
     path = user_file(
         """
         import os, subprocess

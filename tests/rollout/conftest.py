@@ -15,8 +15,8 @@ from hybridrl.config import load_config
 from hybridrl.hybrid_engine.stream import stream
 from hybridrl.hybrid_engine.transports import SharedMemoryTransport
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.single_controller import RayResourcePool
 
 

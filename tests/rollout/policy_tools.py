@@ -19,7 +19,7 @@ from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.topology import GenerationLayout, Layout
 from hybridrl.models.model_config import config_of
 from hybridrl.protocol import DataProto
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start_replicas import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker

@@ -5,7 +5,7 @@ import time
 import psutil
 import torch
 
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from raising import raises_with
 
 from hybridrl.config import ConfigError, OpenAIConfig, load_config, validate
 from hybridrl.rollout import RolloutError, SamplingParams
@@ -188,10 +189,10 @@ def test_what_does_not_pass_is_told_in_the_endpoints_words(
 
 
 def test_timeouts_and_missing_log_probs_are_told(server: Server, endpoint: Callable[..., Endpoint]) -> None:
-    with pytest.raises(RolloutError, match=r"data\.log_probs=True, and the endpoint returned no log-probabilities"):
+    with raises_with(RolloutError, "data.log_probs=True"):
         endpoint().chat(MESSAGES, SAMPLING, log_probs=True).result(30)
     server.script = [(200, completion(), {}, 5.0)]
-    with pytest.raises(RolloutError, match=r"no answer within 0\.2 s, 1 times; raise .*timeout_s"):
+    with raises_with(RolloutError, "0.2", "1 times", "timeout_s"):
         endpoint(timeout_s=0.2, max_retries=0, model="m").chat(MESSAGES, SAMPLING).result(30)
 
 
@@ -218,7 +219,7 @@ def test_which_model_is_asked_for_where_there_is_not_one(server: Server, monkeyp
         finally:
             dead.close()
     monkeypatch.delenv("ENDPOINT_KEY", raising=False)
-    with pytest.raises(RolloutError, match="ENDPOINT_KEY: the environment variable is not set"):
+    with raises_with(RolloutError, "ENDPOINT_KEY"):
         Endpoint(OpenAIConfig(base_url=server.url, api_key_env="ENDPOINT_KEY"))
 
 
@@ -227,14 +228,14 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openai" else find(name))
-    with pytest.raises(RolloutError, match=r"needs the package openai.*scripts/install.sh auto openai"):
+    with raises_with(RolloutError, "scripts/install.sh"):
         Endpoint(OpenAIConfig(base_url="http://localhost:1/v1"))
 
 
 def test_an_endpoint_cannot_train() -> None:
     config = load_config("ppo_trainer", ["actor_rollout_ref.rollout.name=openai"])
-    with pytest.raises(ConfigError, match=r"rollout\.name=openai cannot train: the endpoint takes no weights"):
+    with raises_with(ConfigError, "rollout.name=openai"):
         validate(config)
     wrong = ["actor_rollout_ref.rollout.name=openai", "actor_rollout_ref.rollout.openai.base_url=localhost:8000"]
-    with pytest.raises(ConfigError, match=r"base_url=localhost:8000: must begin with http:// or https://"):
+    with raises_with(ConfigError, "base_url=localhost:8000", "http://", "https://"):
         validate(load_config("generation", wrong))

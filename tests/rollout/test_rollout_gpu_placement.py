@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 
 from hybridrl.errors import UserError
-from hybridrl.rollout.start import replica_placements
+from hybridrl.rollout.start_replicas import replica_placements
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
 
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, logging_level="ERROR")

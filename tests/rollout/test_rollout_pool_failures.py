@@ -26,13 +26,14 @@ from pool_tools import (
     until_restarted,
     wait_until_gone,
 )
+from raising import raises_with
 from ray.exceptions import OutOfMemoryError
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.handle import PoolSettings
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_handle import PoolSettings
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 
@@ -178,7 +179,7 @@ def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
     make_pool, monkeypatch, tmp_path: Path, method: str
 ) -> None:
     """Its process holds what others wait for: the trainer's bucket, or the device's memory."""
-    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.replica_supervisor._HEALTH_EVERY_S", 0.2)
     hangs = tmp_path / "hangs"
     pool = make_pool(devices=(0,), hangs=str(hangs))
     pool.settings.stuck_timeout_s = 3.0
@@ -207,7 +208,7 @@ def test_a_replica_that_ray_ends_for_lack_of_memory_is_lost_like_any_other(pool,
             raise errors.pop()
         return real(ref, **options)
 
-    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor.ray.get", get)
+    monkeypatch.setattr("hybridrl.rollout.replicas.replica_supervisor.ray.get", get)
     pool.update_weights(pool.version + 1)
     until_ready(pool)
     assert not errors and pool.restarts == before + 1
@@ -240,7 +241,7 @@ def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, 
 
 def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
     pool = make_pool(replicas=1, max_restarts=1)
-    with pytest.raises(RolloutError, match=r"failed 2 times without finishing a request .*max_restarts=1"):
+    with raises_with(RolloutError, "2 times", "max_restarts=1"):
         pool.scheduler.generate(requests(1, "g", first=DEADLY))
     with pytest.raises(RolloutError, match="failed 2 times"):
         pool.scheduler.generate(requests(1, "h"))
@@ -249,17 +250,17 @@ def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
 
 def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_pool) -> None:
     pool = make_pool(max_restarts=1)
-    with pytest.raises(RolloutError, match=r"failed: its replica was lost 2 times \(rollout.max_restarts=1\)"):
+    with raises_with(RolloutError, "2 times", "(rollout.max_restarts=1)"):
         pool.scheduler.generate(requests(1, "j", first=DEADLY))
     until_ready(pool)
     assert len(pool.scheduler.generate(requests(4, "k"))) == 4 and pool.restarts == 2
 
 
 def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.replica_supervisor._HEALTH_EVERY_S", 0.2)
     pool = make_pool(replicas=1, max_restarts=0)
     pool.settings.stuck_timeout_s = 3.0
-    with pytest.raises(RolloutError, match=r"computed nothing for .*stuck_timeout_s"):
+    with raises_with(RolloutError, "stuck_timeout_s"):
         pool.scheduler.generate(requests(1, "i", first=HANGING))
 
 

@@ -10,10 +10,11 @@ import openai
 import pytest
 from plain_engine import SLOW
 from pool_tools import ENGINE
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.errors import RolloutError
-from hybridrl.rollout import start
+from hybridrl.rollout import start_replicas
 from hybridrl.rollout.client import PoolClient
 from hybridrl.serve import make_server, start_rollout
 from hybridrl.single_controller import RayResourcePool
@@ -124,5 +125,5 @@ def test_a_taken_port_is_told_before_an_engine_is_started(slots, micro_model, tm
 def test_a_rollout_that_would_be_served_is_not_started_without_a_server(micro_model, setting: str) -> None:
     words = [f"actor_rollout_ref.model.path={micro_model}", f"actor_rollout_ref.rollout.{setting}.enable=true"]
     config = load_config("ppo_trainer", overrides=words).actor_rollout_ref
-    with pytest.raises(RolloutError, match=r"hybridrl\.serve\.start_rollout"):
-        start.start_rollout(config, None)
+    with raises_with(RolloutError, "hybridrl.serve.start_rollout"):
+        start_replicas.start_rollout(config, None)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from plain_engine import PlainEngine
+from raising import raises_with
 from server_stage import LIMIT, MESSAGES, TOKEN, Stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -260,7 +261,7 @@ def test_only_the_token_of_the_run_is_served(stage: Stage, header: str) -> None:
 def test_the_client_library_raises_its_own_errors(stage: Stage) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=stage.listener.url, api_key="no", max_retries=0).models.list()
-    with pytest.raises(openai.NotFoundError, match=r"no model 'gpt' here.*'tiny'"):
+    with raises_with(openai.NotFoundError, "'gpt'", "'tiny'"):
         stage.client.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError, match="the limit is 2048") as caught:
         stage.client.completions.create(model="tiny", prompt="a" * 10, max_tokens=LIMIT)

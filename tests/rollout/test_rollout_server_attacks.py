@@ -25,6 +25,7 @@ import psutil
 import pytest
 from http_attacks import ATTACKS, BAD_FRAMES, answer_to
 from plain_engine import SLOW, PlainEngine
+from raising import raises_with
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.rollout import RolloutError
@@ -356,7 +357,7 @@ def test_a_process_that_does_not_get_on_with_its_start_is_named(
     server.start()
     eventually(lambda: server.pid is not None)
     psutil.Process(server.pid).suspend()
-    with pytest.raises(RolloutError, match=rf"process {server.pid} was not ready.*nothing has moved for"):
+    with raises_with(RolloutError, f"process {server.pid}"):
         server.wait_ready()
     server.stop()
     assert not psutil.pid_exists(server.pid)

@@ -12,6 +12,7 @@ import openai
 import pytest
 import yaml
 from plain_engine import PlainEngine
+from raising import raises_with
 from server_stage import Stage
 
 from hybridrl.config import ModelConfig, PrometheusConfig, RolloutConfig, load_config
@@ -127,7 +128,7 @@ def test_prometheus_is_told_where_to_scrape(stage: Stage, tmp_path: Path, capsys
     assert f"127.0.0.1:{config.port}" in capsys.readouterr().err, "no Prometheus is a notice, not an error"
     assert write_scrape_config(PrometheusConfig(file=str(file)), []) is None
     file.write_text("- a list")
-    with pytest.raises(RolloutError, match=r"prometheus\.file="):
+    with raises_with(RolloutError, "prometheus.file="):
         write_scrape_config(config, ["10.0.0.1:1"])
 
 
@@ -197,12 +198,12 @@ def test_a_server_made_from_the_configuration(
 
 
 def test_taken_ports_foreign_hosts_and_missing_tokens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RolloutError, match=rf"server\.port={stage.listener.port} on 127\.0\.0\.1 is taken"):
+    with raises_with(RolloutError, f"server.port={stage.listener.port}", "127.0.0.1"):
         Listener("127.0.0.1", stage.listener.port)
-    with pytest.raises(RolloutError, match=r"server\.host=192\.0\.2\.7: cannot listen there"):
+    with raises_with(RolloutError, "server.host=192.0.2.7"):
         Listener("192.0.2.7")
     monkeypatch.delenv("MY_TOKEN", raising=False)
-    with pytest.raises(RolloutError, match="MY_TOKEN is not set"):
+    with raises_with(RolloutError, "MY_TOKEN"):
         new_token("MY_TOKEN")
     monkeypatch.setenv("MY_TOKEN", "mine")
     assert new_token("MY_TOKEN") == "mine"
@@ -215,5 +216,5 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    with pytest.raises(RolloutError, match=r"need uvicorn, .*scripts/install.sh auto server"):
+    with raises_with(RolloutError, "need uvicorn", "scripts/install.sh"):
         check_server_packages()

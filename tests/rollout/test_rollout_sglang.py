@@ -25,6 +25,7 @@ import psutil
 import pytest
 import ray
 import torch
+from raising import raises_with
 from sglang_senders import buckets_of, perturbed, shards_of
 from transformers import (
     AutoConfig,
@@ -42,7 +43,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
 from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, create_inference_engine
-from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.replicas.replica_actor import Replica
 from hybridrl.rollout.request import Completion, PrefillRequest, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
@@ -536,5 +537,5 @@ def test_a_start_that_fails_says_why(loop, model_dir) -> None:
     spec = spec_of(model_dir)
     spec.config.engine_kwargs.sglang["no_such_argument"] = 1
     engine = create_inference_engine("sglang", spec)
-    with pytest.raises(RolloutError, match="no_such_argument"):
+    with raises_with(RolloutError, "no_such_argument"):
         asyncio.run_coroutine_threadsafe(engine.start(), loop).result(START_S)

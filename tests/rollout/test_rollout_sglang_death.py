@@ -12,7 +12,7 @@ from replica_calls import all_fail
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.replicas.replica_actor import Replica
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("runs in the SGLang environment", allow_module_level=True)

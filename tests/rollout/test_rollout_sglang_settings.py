@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def spec_of(path: Path, devices: tuple[int, ...] = (), **rollout) -> EngineSpec:
 @pytest.mark.parametrize("version", ["0.5.21", "0.4.10.post2", "0.6.0"])
 def test_versions_that_do_not_work_are_refused_with_the_range(sglang_version, version) -> None:
     sglang_version(version)
-    with pytest.raises(RolloutError, match=rf"sglang {version} does not work.*sglang>=0\.5\.22,<0\.6"):
+    with raises_with(RolloutError, f"{version} does", "sglang>=0.5.22,<0.6"):
         compat.check_version()
 
 
@@ -60,7 +61,7 @@ def test_the_tested_version_is_silent(sglang_version) -> None:
 
 def test_a_missing_sglang_is_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(RolloutError, match=r"not installed here: bash scripts/install.sh"):
+    with raises_with(RolloutError, "scripts/install.sh"):
         compat.check_version()
 
 
@@ -216,7 +217,7 @@ def test_stand_in_kernel_writes_cache_locations() -> None:
     expected[2, 1:3] = torch.tensor([10, 11])
     expected[0, 0:4] = torch.tensor([12, 13, 14, 15])
     assert torch.equal(table, expected)
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.fused_experts"):
+    with raises_with(NotImplementedError, "sgl_kernel.fused_experts"):
         kernel.fused_experts()
 
 
@@ -249,7 +250,7 @@ def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_mo
 
 def test_sglang_is_idle_before_its_memory_is_released() -> None:
     """Its scheduler ends if it is asked while the last batch is still in its books."""
-    from hybridrl.rollout.sglang.host import HostedEngine
+    from hybridrl.rollout.sglang.sglang_child import HostedEngine
 
     calls = []
 
@@ -270,6 +271,6 @@ def test_sglang_is_idle_before_its_memory_is_released() -> None:
 def test_processes_of_sglang_import_nothing_of_a_trainer() -> None:
     """The host imports SGLang and what a request needs, and nothing of the process that has started it."""
     heavy = "{'torch', 'ray', 'transformers', 'tensordict'}"
-    code = f"import sys, hybridrl.rollout.sglang.host; print({heavy} & set(sys.modules))"
+    code = f"import sys, hybridrl.rollout.sglang.sglang_child; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "set()"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises_with
 
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import TRAJECTORY_REWARD
@@ -92,14 +93,14 @@ def test_every_trajectory_can_be_read_back_from_its_row(made, more_prompt, more_
 def test_the_widths_are_those_of_the_longest_unless_given() -> None:
     batch = batch_of([trajectory(), trajectory(prompt_ids=[1, 2, 3, 4])], PAD)
     assert batch.batch["prompts"].shape == (2, 4) and batch.batch["responses"].shape == (2, 3)
-    with pytest.raises(RolloutError, match=r"uid 'p', sample 0.*token_ids has 3 .*response_width=2"):
+    with raises_with(RolloutError, "'p'", "sample 0", "token_ids", 3, "response_width=2"):
         batch_of([trajectory()], PAD, response_width=2)
-    with pytest.raises(RolloutError, match=r"prompt_ids has 2 .*prompt_width=1"):
+    with raises_with(RolloutError, "prompt_ids", 2, "prompt_width=1"):
         batch_of([trajectory()], PAD, prompt_width=1)
 
 
 def test_experts_of_some_trajectories_only_are_refused() -> None:
-    with pytest.raises(RolloutError, match=r"uid 'p', sample 1 has no routed_experts"):
+    with raises_with(RolloutError, "'p'", "sample 1", "routed_experts"):
         batch_of([trajectory(routed_experts=torch.zeros(5, 2, 3)), trajectory(sample=1)], PAD)
 
 
@@ -137,7 +138,7 @@ def test_fields_that_do_not_fit_each_other_are_refused_by_name(changes, message)
 
 @pytest.mark.parametrize("name", ["uid", "responses", TRAJECTORY_REWARD])
 def test_an_extra_field_must_not_replace_a_column(name) -> None:
-    with pytest.raises(RolloutError, match=f"extra field '{name}'"):
+    with raises_with(RolloutError, f"'{name}'"):
         batch_of([trajectory(extra={name: 1})], PAD)
 
 

@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 from policy_tools import MAX_LOG_PROB_DIFFERENCE, WIDTH, ScaledPolicy, settings, trainer_log_probs
+from raising import raises_with
 from vision_tools import PROMPTS, VIDEO_PROMPTS, dataset_of, prompts_of, write_prompts, write_video_prompts
 
 from hybridrl.agents import AgentRollout, create_agents
@@ -30,7 +31,7 @@ from hybridrl.models.vision import tokens_per_image
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import Rollout, RolloutError
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start_replicas import start_rollout
 from hybridrl.serve import RunServer, make_server
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
@@ -262,5 +263,5 @@ def test_images_that_would_not_be_seen_are_refused(rollout, prompts) -> None:
         non_tensors={**prompts.non_tensor_batch, "multi_modal_inputs": column},
         meta_info=dict(prompts.meta_info),
     )
-    with pytest.raises(RolloutError, match=r"prompt 4 of the batch has 4 images.*rollout.limit_images=3"):
+    with raises_with(RolloutError, "prompt 4", "4 images", "rollout.limit_images=3"):
         rollout.generate(many)

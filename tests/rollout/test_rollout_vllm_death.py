@@ -21,7 +21,7 @@ from replica_calls import LIMIT_S, all_fail
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.replicas.replica_actor import Replica
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from policy_tools import MAX_LOG_PROB_DIFFERENCE, prompts_of, settings, trainer_
 from transformers import AutoModelForCausalLM
 
 from hybridrl.models import lora
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start_replicas import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 

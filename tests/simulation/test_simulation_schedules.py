@@ -60,10 +60,11 @@ def test_no_schedule_hangs_or_loses_a_group(name: str) -> None:
         assert not fault(Simulation, WORLDS[name], seed)
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", WORLDS)
-def test_a_thousand_schedules(name: str) -> None:
-    for seed in range(150, 1000):
+def test_hundreds_of_further_schedules(name: str) -> None:
+    """A planted bug (below) shows in at least a quarter of the schedules: of these, one in a hundred is enough."""
+    for seed in range(150, 450):
         assert not fault(Simulation, WORLDS[name], seed)
 
 

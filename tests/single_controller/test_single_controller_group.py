@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from raising import raises_with
 
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.single_controller import (
@@ -236,7 +237,7 @@ def test_ranks_know_their_place_and_meet(pair: RayWorkerGroup) -> None:
 
 def test_variables_of_a_rank_cannot_be_set_for_all() -> None:
     pool = RayResourcePool([2], use_gpu=False)
-    with pytest.raises(ValueError, match=r"worker_env sets WORLD_SIZE, MASTER_PORT"):
+    with raises_with(ValueError, "worker_env", "WORLD_SIZE", "MASTER_PORT"):
         RayWorkerGroup(
             pool, RayClassWithInitArgs(Doubler, factor=3), worker_env={"MASTER_PORT": "1", "WORLD_SIZE": "3"}
         )
@@ -347,7 +348,7 @@ def test_mesh_splits_over_data_parallel_ranks_and_collects_in_their_order(start:
 
 def test_unknown_mesh_is_explained(start: Any) -> None:
     group = start(Doubler, 1)
-    with pytest.raises(WorkerError, match=r"Doubler has no dispatch mesh 'mesh' \(it has: none\)"):
+    with raises_with(WorkerError, "'mesh'"):
         group.mesh_double(rows(1))
 
 
@@ -355,7 +356,7 @@ def test_roles_share_processes() -> None:
     classes = {"doubler": RayClassWithInitArgs(Doubler, factor=7), "other": RayClassWithInitArgs(ray.remote(Other))}
     resource = "node:__internal_head__"  # one that every Ray has
     classes["other"].set_additional_resource({resource: 1e-4})
-    with pytest.raises(PlacementError, match=f"ask for {resource} .* holds CPU.*accelerator_type"):
+    with raises_with(PlacementError, resource, "holds CPU", "accelerator_type"):
         RayWorkerGroup(RayResourcePool([2], use_gpu=False), create_colocated_worker_cls(classes))
     pool = RayResourcePool([2], use_gpu=False, accelerator_type=resource)
     group = RayWorkerGroup(pool, create_colocated_worker_cls(classes))
@@ -369,7 +370,7 @@ def test_roles_share_processes() -> None:
     group.fuse({"other"})
     assert group.other.whoami("y") == ["other 0 y", "other 1 y"]
     assert set(spawned["other"].method_seconds) == {"whoami", "neighbour_factor"}
-    with pytest.raises(ValueError, match="'critic' is no role of these workers; they have doubler, other"):
+    with raises_with(ValueError, "'critic'"):
         group.spawn({"critic"})
     group.kill()
     pool.release()
@@ -440,7 +441,7 @@ def test_attach_by_name_and_by_handle(pair: RayWorkerGroup) -> None:
     assert by_name.double(rows(3)).batch["x"].tolist() == [0, 3, 6] and by_name.world_size == 2
     by_handle = RayWorkerGroup.from_detached(worker_handles=pair.workers, ray_cls_with_init=wrapped)
     assert by_handle.master_port == pair.master_port
-    with pytest.raises(WorkerError, match="no running worker named 'nobody'"):
+    with raises_with(WorkerError, "'nobody'"):
         RayWorkerGroup.from_detached(worker_names=["nobody"], ray_cls_with_init=wrapped)
 
 
@@ -457,11 +458,11 @@ def test_pools_split_merge_and_lend(start: Any) -> None:
     other = RayResourcePool([1], use_gpu=False)
     merged = merge_resource_pool(pool, other)
     assert merged.world_size == 5 and merged.slots() == pool.slots() + other.slots()
-    with pytest.raises(PlacementError, match="use_gpu"):
+    with raises_with(PlacementError, "use_gpu"):
         merge_resource_pool(pool, RayResourcePool([1], use_gpu=True))
     lent = extract_pg_from_exist({"a": pool, "b": other}, ["a", "b"], RayResourcePool([1, 3], use_gpu=False))
     assert [group.bundle_count for group in lent] == [1, 4]
-    with pytest.raises(PlacementError, match=r"\[5\] slots do not fit"):
+    with raises_with(PlacementError, "[5]"):
         extract_pg_from_exist({"a": pool}, ["a"], RayResourcePool([5], use_gpu=False))
     pool.release()
     other.release()

@@ -14,6 +14,7 @@ import call_signatures
 import numpy as np
 import pytest
 import yaml
+from raising import raises_with
 
 import hybridrl
 from hybridrl.config import validate
@@ -226,7 +227,7 @@ def test_a_refused_run_leaves_a_used_folder_as_it_was(here: Path) -> None:
     sizes = {"train_batch_size": 8, "ppo_mini_batch_size": 8}
     grpo(**sizes, experiment_name="mine", data=ROWS)
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"rollout.temperature=0"):
+    with raises_with(ConfigError, "rollout.temperature=0"):
         grpo(**sizes, experiment_name="mine", data=ROWS[::-1], reward=len, temperature=0)
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
@@ -250,7 +251,7 @@ def test_sft_has_no_reward(here: Path) -> None:
         hybridrl.Trainer("sft", model="model", data=ROWS, reward=share_of_digits)
     with pytest.raises(ConfigError, match="reward: dpo has no reward"):
         hybridrl.Trainer("dpo", model="model", data=ROWS, reward=share_of_digits)
-    with pytest.raises(ConfigError, match=r"program='kto'.*one of grpo, ppo, sft, dpo, rm"):
+    with raises_with(ConfigError, "program='kto'"):
         hybridrl.Trainer("kto", model="model", data=ROWS)
 
 
@@ -360,6 +361,7 @@ def test_the_trained_model_is_where_the_row_of_the_policy_says(monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.slow(60)
 def test_runs_follow_each_other_in_one_process(
     micro_model: Path, tmp_path: Path, finish: Callable[..., Any], forked: str
 ) -> None:

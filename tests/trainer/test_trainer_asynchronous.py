@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from raising import raises_with
 from safetensors.torch import load_file
 from trainer_tools import trained
 
@@ -216,7 +217,7 @@ def test_what_learns_from_each_batch_cannot_run_ahead(base, tmp_path) -> None:
     )
     words = [f"data.sampler.class_path={tmp_path / 'curriculum.py'}", "data.sampler.class_name=Curriculum"]
     with (
-        pytest.raises(DataError, match=rf"{MODE}=colocate_async.*Curriculum\.update"),
+        raises_with(DataError, f"{MODE}=colocate_async", "Curriculum.update"),
         trained(*base, *ahead(), *words, f"trainer.default_local_dir={tmp_path / 'run'}"),
     ):
         pass
@@ -229,7 +230,7 @@ def test_a_sampler_whose_batches_are_its_own_cannot_run_ahead(base, tmp_path, mo
 
     monkeypatch.setattr(RayPPOTrainer, "sampler_class", OneByOne)
     with (
-        pytest.raises(UserError, match=rf"{MODE}=colocate_async.*OneByOne\.next"),
+        raises_with(UserError, f"{MODE}=colocate_async", "OneByOne.next"),
         trained(*base, *ahead(), f"trainer.default_local_dir={tmp_path / 'run'}"),
     ):
         pass
@@ -368,3 +369,36 @@ def test_weights_change_while_others_are_generated(base, tiny_model, tmp_path) -
         assert any(
             (trained_weights[name] - before[name]).abs().max() > 1e-3 for name in before if name in trained_weights
         )
+
+
+AGENT = """
+import openai
+
+
+def doubts(base_url, api_key, row):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = list(row["raw_prompt"])
+    answer = client.chat.completions.create(model="any", messages=messages, max_tokens=4)
+    messages += [answer.choices[0].message, {"role": "user", "content": "2 1"}]
+    client.chat.completions.create(model="any", messages=messages, max_tokens=4)
+"""
+
+
+def test_agents_are_trained_ahead_through_the_runs_server(base, tmp_path) -> None:
+    """Each session is trained on once, within the bound."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    rollout, folder = "actor_rollout_ref.rollout", tmp_path / "run"
+    words = [
+        f"{rollout}.server.enable=True",
+        f"{rollout}.server.host=127.0.0.1",
+        f"{rollout}.agent.default_agent_loop=gateway_agent",
+        f"{rollout}.agent.function={tmp_path / 'agent.py'}:doubts",
+        "data.max_response_length=40",
+        "data.gen_batch_size=2",
+    ]
+    with trained(*base, *ahead(), *words, f"trainer.default_local_dir={folder}"):
+        pass
+    check_once_each(folder)
+    steps = steps_of(folder)
+    assert all(step["rollout/staleness/max"] <= 1 for step in steps) and steps[-1]["rollout/staleness/max"] == 1
+    assert all(step["num_turns/mean"] >= 3 for step in steps)

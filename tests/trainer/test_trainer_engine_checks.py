@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises_with
 from test_trainer_sft import configured, conversations  # noqa: F401 (a fixture)
 
 from hybridrl.config import ModelConfig, OptimConfig, load_config
@@ -67,7 +68,7 @@ def test_megatrons_own_optimizer_settings_pass_while_they_are_off(sft) -> None:
 
 
 def test_fsdp_refuses_arguments_that_its_optimizer_does_not_take(sft, model) -> None:
-    with pytest.raises(ModelError, match="AdamW does not accept no_such_argument"):
+    with raises_with(ModelError, "AdamW", "no_such_argument"):
         sft(f"{OVERRIDES}.no_such_argument=1")
     settings, path = actor("fsdp2", model), ModelConfig(path=str(model))
     for optim in (OptimConfig(), OptimConfig(optimizer="Muon", override_optimizer_config={"adamw_eps": 1e-6})):
@@ -91,7 +92,7 @@ def test_weights_of_a_checkpoint_of_megatron_are_enough(sft, model, tmp_path) ->
     where = "engine.dist_checkpointing_path"
     sft("engine=megatron", "engine.use_dist_checkpointing=True", f"{where}={written}", path=bare)
     for words in ([], [f"{where}={tmp_path}"]):
-        with pytest.raises(ModelError, match=r"megatron\.dist_checkpointing_path"):
+        with raises_with(ModelError, "megatron.dist_checkpointing_path"):
             sft("engine=megatron", "engine.use_dist_checkpointing=True", *words, path=bare)
     shutil.copytree(written, bare / "dist_ckpt")
     sft("engine=megatron", path=bare)
@@ -107,7 +108,7 @@ def test_lengths_beyond_those_of_fixed_rotary_frequencies_are_refused(sft, model
     limit = config_of(ModelConfig(path=str(model))).max_position_embeddings
     scaled = f"+model.override_config.rope_parameters={ROPE}"
     sft(scaled, f"data.max_length={limit}")
-    with pytest.raises(ModelError, match=rf"data\.max_length: {limit + 1} tokens.*rope_type=dynamic.*to {limit}, or"):
+    with raises_with(ModelError, "data.max_length", f"{limit + 1} tokens", "rope_type=dynamic", limit):
         sft(scaled, f"data.max_length={limit + 1}")
 
     def policy(response: int, scaled: str) -> Any:
@@ -117,8 +118,8 @@ def test_lengths_beyond_those_of_fixed_rotary_frequencies_are_refused(sft, model
         return load_config("ppo_trainer", words)
 
     assert resolve_rollout(policy(limit - 10, "actor_rollout_ref").actor_rollout_ref, use_gpu=False) == "hf"
-    with pytest.raises(ModelError, match=rf"prompt and response.*{limit + 1} tokens.*rope_type=dynamic"):
+    with raises_with(ModelError, f"{limit + 1} tokens", "rope_type=dynamic"):
         resolve_rollout(policy(limit - 9, "actor_rollout_ref").actor_rollout_ref, use_gpu=False)
     check_engines(policy(limit - 10, "critic"))
-    with pytest.raises(ModelError, match=rf"critic.*{limit + 1} tokens.*rope_type=dynamic"):
+    with raises_with(ModelError, "critic", f"{limit + 1} tokens", "rope_type=dynamic"):
         check_engines(policy(limit - 9, "critic"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.errors import CheckpointError
@@ -127,7 +128,7 @@ def test_another_reward_changes_nothing_and_can_be_accepted(place: Path, steps: 
     assert train() == 0 and train() == 2
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     replace("r.py", "0.5", "0.25")()
-    with pytest.raises(CheckpointError, match=r"content of reward.custom_reward_function.path was") as caught:
+    with raises_with(CheckpointError, "reward.custom_reward_function.path") as caught:
         train(steps=steps)
     for remedy in ("trainer.default_local_dir", "trainer.experiment_name", "resume_mode=disable", "resume_path"):
         assert remedy in str(caught.value)
@@ -162,7 +163,7 @@ def test_another_setting_is_another_experiment(place: Path, word: str, key: str)
     shutil.copy("train.jsonl", "other.jsonl")
     replace("other.jsonl", '"question 7"', '"question seven"')()
     train()
-    with pytest.raises(CheckpointError, match=rf"another experiment: .*{key} was .*, now "):
+    with raises_with(CheckpointError, "another experiment", key, "now"):
         train(word)
 
 
@@ -216,11 +217,11 @@ def test_fine_tuning_compares_data_and_code(place: Path, tree: str) -> None:
     train(tree=tree, first=first)
     assert train(tree=tree, first=first) == 2
     replace("train.jsonl", '"question 0"', '"question O"')()
-    with pytest.raises(CheckpointError, match=r"content of data.train_files"):
+    with raises_with(CheckpointError, "data.train_files"):
         train(tree=tree, first=first)
     replace("train.jsonl", '"question O"', '"question 0"')()
     replace("lib.py", "4", "5")()
-    with pytest.raises(CheckpointError, match=r"content of model.external_lib"):
+    with raises_with(CheckpointError, "model.external_lib"):
         train(tree=tree, first=first)
 
 
@@ -244,7 +245,7 @@ def test_a_checkpoint_without_the_record_is_resumed_with_a_notice(
     settle_folder(load_config("ppo_trainer", words()))
     assert train(steps=3) == 2
     assert "saved by an earlier version" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=r"data.train_files was"):
+    with raises_with(CheckpointError, "data.train_files"):
         train("data.train_files=[other.jsonl]", steps=3)
 
 

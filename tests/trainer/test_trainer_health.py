@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.config import (
     HealthCheckConfig,
@@ -79,7 +80,7 @@ def test_a_check_acts_after_its_patience(name, metric, threshold, bad, good, cap
     resumed.load_state_dict(health.state_dict())
     health.act(4, {metric: bad})
     assert f"trainer.health.{name}" in (said := capsys.readouterr().err) and metric in said
-    with pytest.raises(HealthError, match=rf"step 4 by trainer.health.{name}"):
+    with raises_with(HealthError, "step 4", f"trainer.health.{name}"):
         resumed.act(4, {metric: bad})
     assert health.check({}) == []
 
@@ -89,7 +90,7 @@ def test_a_run_goes_back_only_so_often(tmp_path) -> None:
     health.saved = tmp_path
     assert health.act(1, {"actor/entropy": 0.2}) is False
     assert health.act(2, {"actor/entropy": 0.0}) is True
-    with pytest.raises(HealthError, match="max_rollbacks=1"):
+    with raises_with(HealthError, "max_rollbacks=1"):
         health.act(3, {"actor/entropy": 0.0})
 
 
@@ -128,7 +129,7 @@ def test_what_was_given_up_is_not_gone_back_to(tmp_path) -> None:
 def test_without_a_good_checkpoint_there_is_no_going_back(tmp_path) -> None:
     health = monitor("entropy_collapse", threshold=0.1, patience=1, action="rollback")
     health.saved = tmp_path
-    with pytest.raises(HealthError, match=r"no checkpoint of this run.*save_freq"):
+    with raises_with(HealthError, "save_freq"):
         health.act(1, {"actor/entropy": 0.0})
 
 

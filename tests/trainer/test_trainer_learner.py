@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.errors import WorkerDiedError
@@ -190,7 +191,7 @@ def test_a_jagged_batch_is_learned_from_like_a_padded_one(tmp_path) -> None:
     tensors = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in cut.items()}
     jagged = DataProto.from_dict(tensors=tensors, non_tensors=dict(sampled.batch.non_tensor_batch))
     jagged.meta_info = dict(sampled.batch.meta_info)
-    with pytest.raises(ValueError, match="padded_batch"):
+    with raises_with(ValueError, "padded_batch"):
         spread_over_ranks(jagged, [np.arange(len(jagged))], 2)
     expected = learner_of(groups[0], tmp_path).learn(sampled)
     found = learner_of(groups[1], tmp_path).learn(dataclasses.replace(sampled, batch=jagged))

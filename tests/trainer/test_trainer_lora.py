@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from raising import raises_with
 from test_trainer_sft import configured, conversations, records  # noqa: F401 (a fixture)
 from trainer_tools import trained
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -253,13 +254,13 @@ def test_what_cannot_be_trained_is_refused_by_name(
 def test_settings_that_exclude_each_other(grpo: list[str]) -> None:
     transfer = "actor_rollout_ref.rollout.checkpoint_engine"
     for word in (f"{transfer}.method=planned", f"{transfer}.check_weights=True"):
-        with pytest.raises(ConfigError, match=r"lora_rank.*cannot be sent by a plan"):
+        with raises_with(ConfigError, "lora_rank"):
             check(load_config("ppo_trainer", [*grpo, "actor_rollout_ref.rollout.name=vllm", word]))
     assert not any("with an adapter" in notice for notice in check(load_config("ppo_trainer", grpo)))
     for word in ("fsdp_config.param_offload=True", "fsdp_config.seed=5", "strategy=megatron"):
         notices = check(load_config("ppo_trainer", [*grpo, f"actor_rollout_ref.ref.{word}"]))
         assert any(f"actor_rollout_ref.ref.{word} has no effect" in notice for notice in notices)
-    with pytest.raises(ConfigError, match=r"lora\.dropout"):
+    with raises_with(ConfigError, "lora.dropout"):
         load_config("ppo_trainer", [*grpo, f"{MODEL}.lora.dropout=0.1"])
 
 
@@ -280,9 +281,9 @@ def test_an_adapter_alone_is_sent_to_engines_that_take_one(grpo: list[str]) -> N
 
     engine = f"{rollout}.name={TESTS / 'rollout' / 'plain_engine.py'}:PlainEngine"
     alone = f"{rollout}.lora_transfer=adapter"
-    with pytest.raises(RolloutError, match=r"lora_transfer=adapter: .*plain_engine.*merged; set lora_transfer=merged"):
+    with raises_with(RolloutError, "lora_transfer=adapter", "plain_engine", "lora_transfer=merged"):
         resolved(engine, alone)
-    with pytest.raises(RolloutError, match=r"lora_transfer=adapter without an adapter"):
+    with raises_with(RolloutError, "lora_transfer=adapter"):
         resolved(engine, alone, f"{MODEL}.lora_rank=0")
     assert resolved(alone) == "hf"
 

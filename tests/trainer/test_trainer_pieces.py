@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises_with
 from scored_batches import PAD, generated
 
 from hybridrl.algorithms import AlgorithmError, estimate_advantages
@@ -259,7 +260,7 @@ def test_an_estimator_of_ones_own_gets_old_log_probs_or_is_told_how(estimators_o
     ones = torch.ones(2, 3)
     tensors = {"token_level_rewards": ones, "response_mask": ones}
     for name in ("from_batch", "from_keywords"):
-        with pytest.raises(AlgorithmError, match=rf"{name} reads old_log_probs.*recompute_old_log_prob=always"):
+        with raises_with(AlgorithmError, f"{name} reads", "old_log_probs", "recompute_old_log_prob=always"):
             estimate_advantages(name, tensors, {"uid": np.array(["a", "a"])}, None)
         found, _ = estimate_advantages(name, {**tensors, "old_log_probs": -ones}, {"uid": np.array(["a", "a"])}, None)
         assert torch.equal(found, -ones)
@@ -300,5 +301,5 @@ def test_a_folder_that_cannot_be_written_is_refused_before_models_load(name: str
     words = [f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.{name}=/sys/hybridrl"]
     config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=org/model", *words])
     run = TrainingRun(config, config.trainer, 1, {})
-    with pytest.raises(UserError, match=rf"trainer\.{name}=/sys/hybridrl: the folder cannot be written"):
+    with raises_with(UserError, f"trainer.{name}=/sys/hybridrl"):
         run.look_for_checkpoint()

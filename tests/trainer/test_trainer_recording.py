@@ -1,9 +1,11 @@
 """A run that reads the recorded batches of another: the same weights, whatever generated them, or another learner."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 from trainer_tools import trained
 
 from hybridrl.config import ConfigError, load_config, validate
@@ -96,7 +98,7 @@ def test_recordings_that_cannot_be_read_are_named_at_the_start(base, tmp_path) -
     with trained(*base, "trainer.record=True", "trainer.total_training_steps=1", f"trainer.default_local_dir={first}"):
         pass
     words = [f"trainer.replay={first}", f"trainer.default_local_dir={tmp_path / 'again'}"]
-    with pytest.raises(UserError, match=r"no batch of step 2, .*total_training_steps=1"), trained(*base, *words):
+    with raises_with(UserError, "step 2", "total_training_steps=1"), trained(*base, *words):
         pass
     for word, part in (
         (f"trainer.replay={tmp_path / 'gone'}", "no such folder"),
@@ -105,3 +107,48 @@ def test_recordings_that_cannot_be_read_are_named_at_the_start(base, tmp_path) -
         with pytest.raises(ConfigError) as caught:
             validate(load_config("ppo_trainer", [*base, *words, word]))
         assert "trainer.replay=" in str(caught.value) and part in str(caught.value)
+
+
+def steps_of(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def test_stored_batches_take_the_place_of_generation_until_another_learner_is_right(base, tmp_path) -> None:
+    """A second run reads what the first one stored, and only steps that are not stored are generated."""
+    first, again, repeated = (tmp_path / name for name in ("first", "again", "repeated"))
+    store = ["skip.rollout.enable=True", f"skip.rollout.dump_dir={tmp_path / 'store'}"]
+    with trained(*base, *store, "skip.rollout.steps=[1,2]", f"trainer.default_local_dir={first}"):
+        pass
+    calls = (tmp_path / "calls").read_text()
+    with trained(*base, *store, "skip.rollout.steps=[1,2]", f"trainer.default_local_dir={again}"):
+        pass
+    assert len((tmp_path / "calls").read_text()) == len(calls) + 12, "the third step alone is generated and scored"
+    assert steps_of(again, "critic/score/mean")[:2] == steps_of(first, "critic/score/mean")[:2]
+    calls = (tmp_path / "calls").read_text()
+    words = ["skip.rollout.steps=[1,2]", "skip.rollout.action=repeat", f"trainer.default_local_dir={repeated}"]
+    with trained(*base, *store, *words):
+        pass
+    assert (tmp_path / "calls").read_text() == calls
+    scores = steps_of(repeated, "critic/score/mean")
+    assert scores[0] == scores[2] != scores[1]
+    other = [f"data.train_files={tmp_path / 'other.parquet'}", f"trainer.default_local_dir={tmp_path / 'another'}"]
+    shutil.copy(next(word.partition("=")[2] for word in base if "train_files" in word), tmp_path / "other.parquet")
+    with pytest.raises(UserError) as caught, trained(*base, *store, *other):
+        pass
+    assert "skip.rollout.dump_dir" in str(caught.value) and "data.train_files" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["trainer.record=True"], "trainer.record"),
+        (["skip.rollout.action=repeat"], "skip.rollout.steps"),
+        (["skip.rollout.steps=[0]"], "skip.rollout.steps"),
+        (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode"),
+    ],
+)
+def test_stored_batches_that_cannot_be_used_are_refused(base, tmp_path, words: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config("ppo_trainer", [*base, "skip.rollout.enable=True", *words]))
+    assert "skip.rollout" in str(caught.value) and key in str(caught.value)

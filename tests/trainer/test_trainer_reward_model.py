@@ -15,7 +15,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError, ModelError
 from hybridrl.forecast.ppo_run import forecast_run
-from hybridrl.reward.steps import steps_of
+from hybridrl.reward.response_steps import steps_of
 from hybridrl.trainer.ppo.memory import memory_advice
 
 MODEL = "reward.reward_model"

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from raising import raises_with
 from trainer_tools import trained
 
 from hybridrl.errors import UserError
@@ -91,5 +92,5 @@ def test_a_run_trains_and_generates_with_what_it_trained(base, tmp_path, layout,
 
 def test_settings_that_cannot_work_are_refused_before_a_model_is_loaded(base) -> None:
     words = [*base, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"]
-    with pytest.raises(UserError, match="tensor_model_parallel_size=3 does not divide"), trained(*words):
+    with raises_with(UserError, "tensor_model_parallel_size=3"), trained(*words):
         pass

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.errors import CheckpointError
@@ -99,7 +100,7 @@ def test_another_model_of_a_role_or_teacher_is_refused_by_its_own_key(
     assert find_changes(tmp_path, load_config("ppo_trainer", [*WORDS, *first])) == []
     changes = find_changes(tmp_path, load_config("ppo_trainer", [*WORDS, *now]))
     assert any(change.key.endswith(key) and change.was == was for change in changes)
-    with pytest.raises(CheckpointError, match=rf"{key} was .*, now "):
+    with raises_with(CheckpointError, key, "now"):
         check_same_experiment(tmp_path, changes)
 
 
@@ -154,13 +155,13 @@ def test_each_change_is_recorded_once_next_to_the_first_settings(folder: Path) -
 
 def test_a_run_of_another_program_is_refused(folder: Path) -> None:
     config = load_config("sft_trainer", ["model.path=models/a", "data.train_files=data/one.parquet"])
-    with pytest.raises(CheckpointError, match=r"main_ppo.*main_sft.*default_local_dir"):
+    with raises_with(CheckpointError, "main_ppo", "main_sft", "default_local_dir"):
         find_changes(folder, config)
 
 
 def test_unreadable_settings_are_named(folder: Path) -> None:
     (folder / "config.yaml").write_text("a: [")
-    with pytest.raises(CheckpointError, match=r"config.yaml"):
+    with raises_with(CheckpointError, "config.yaml"):
         changes_of(folder)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,8 +42,8 @@ print("both as they should be")
 
 
 @pytest.mark.slow(25)
-def test_a_run_leaves_the_ray_that_the_program_started(tmp_path: Path) -> None:
+def test_a_run_leaves_the_ray_that_the_program_started(tmp_path: Path, forked: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    done = subprocess.run([forked, program], cwd=tmp_path, text=True, capture_output=True, timeout=300)
     assert "both as they should be" in done.stdout, done.stderr[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.errors import UserError
 from hybridrl.single_controller.base.worker import WorkerSettings, set_up_process
@@ -83,7 +84,7 @@ def test_a_port_in_use_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"rank 0 of 1 could not join .*127\.0\.0\.1:{port}"):
+        with raises_with(RuntimeError, "rank 0", "1 could", f"127.0.0.1:{port}"):
             distributed.init_process_group(0, 1, "127.0.0.1", port, timeout_seconds=5)
     assert not distributed.is_distributed()
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 
 from hybridrl.errors import ConfigError
 from hybridrl.verl_compat import __main__ as command
@@ -146,7 +147,7 @@ def test_a_script_that_runs_sees_its_last_status_and_the_users_bash_env(script: 
 
 def test_a_script_that_does_not_end_is_ended_with_all_it_started(script: Path) -> None:
     script.write_text("bash -c 'echo $$ > \"$PWD/child\"; while :; do read -t 1 < <(:) || :; done' & wait\n")
-    with pytest.raises(ConfigError, match=r"run\.sh"):
+    with raises_with(ConfigError, "run.sh"):
         read_script(script, seconds=2)
     child = int((script.parent / "child").read_text())
     status, deadline = Path(f"/proc/{child}/status"), time.monotonic() + 30
@@ -227,9 +228,9 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_exist_here_is_named(tmp_path: Path) -> None:
-    name = "verl.experimental.fully_async_policy.fully_async_main"
+    name = "verl.experimental.vla.main_ppo"
     (fault,) = examine(ScriptCommand(name, ["a=1"], tmp_path)).faults
-    assert name in fault and "asynchronous" in fault
+    assert name in fault and "vision-language-action" in fault
     assert settings_of(ScriptCommand(name, ["a=1"], tmp_path)) == []
     (fault,) = examine(ScriptCommand("verl.no.such", [], tmp_path)).faults
     assert "verl.no.such" in fault

@@ -120,9 +120,9 @@ print("fused done")
 """
 
 
-def run(finish: Finish, folder: Path, text: str) -> str:
+def run(finish: Finish, folder: Path, text: str, python: str = sys.executable) -> str:
     (folder / "program.py").write_text(text)
-    command = [sys.executable, "-m", "hybridrl.verl_compat", "run", str(folder / "program.py")]
+    command = [python, "-m", "hybridrl.verl_compat", "run", str(folder / "program.py")]
     done = finish(command, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -135,5 +135,5 @@ def test_workers_import_verl_before_the_one_in_their_folder(tmp_path: Path, fini
     assert "dataflow done" in run(finish, tmp_path, DATAFLOW)
 
 
-def test_roles_in_one_process_of_a_class_to_derive_from(tmp_path: Path, finish: Finish) -> None:
-    assert "fused done" in run(finish, tmp_path, FUSED)
+def test_roles_in_one_process_of_a_class_to_derive_from(tmp_path: Path, finish: Finish, forked: str) -> None:
+    assert "fused done" in run(finish, tmp_path, FUSED, forked)

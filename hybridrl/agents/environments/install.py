@@ -50,9 +50,9 @@ def python_of(name: str, packages: Sequence[str] = (), pinned: Path | None = Non
     """
     pinned = pinned or pinned_file(name)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    facts = "\n".join([version, pinned.read_text(encoding="utf-8"), *sorted(packages)])
+    inputs = "\n".join([version, pinned.read_text(encoding="utf-8"), *sorted(packages)])
     root = Path(os.environ.get("HYBRIDRL_ENVIRONMENTS") or Path.home() / ".cache/hybridrl/environments").expanduser()
-    folder = root / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    folder = root / f"{name}-{hashlib.sha256(inputs.encode()).hexdigest()[:12]}"
     python = folder / "bin" / "python"
     root.mkdir(parents=True, exist_ok=True)
     with (root / f"{folder.name}.lock").open("w") as lock:

@@ -79,8 +79,8 @@ class InteractionSession:
         except (UnscoredError, CallTimeoutError):
             raise
         except Exception as error:
-            what = f"calculate_score of {self.name}: {type(error).__name__}: {error}"
-            raise UnscoredError(Reason.GRADING, what) from error
+            problem = f"calculate_score of {self.name}: {type(error).__name__}: {error}"
+            raise UnscoredError(Reason.GRADING, problem) from error
         if not math.isfinite(score):
             raise UnscoredError(Reason.GRADING, f"calculate_score of {self.name} returned {score}")
         return score

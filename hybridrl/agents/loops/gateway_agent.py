@@ -1,4 +1,4 @@
-"""An agent of the user's own, which talks to the run's server."""
+"""The loop `gateway_agent`: an agent of the user's own, which talks to the run's server."""
 
 import asyncio
 import time
@@ -22,24 +22,25 @@ from hybridrl.scored import Unscored, UnscoredError
 class GatewayAgentLoop(AgentLoopBase):
     """Runs `agent.function` or `agent.command` in a session on the run's server, and takes the turns of that session.
 
-    What it returns is the session's score; with None the reward function scores. Each branch of the session is an
-    output, and every token that was generated has a mask of 1 in exactly one of them.
+    The agent returns the session's score; if it returns None, the reward function scores. Each branch of the session
+    is an output. Every generated token has a mask of 1 in exactly one of them.
 
     An agent that raises, or ends with an exit code, when its last request did not fit into `data.max_response_length`
-    counts as cut: its turns are kept, and the reward function scores. One that was killed has no score.
+    counts as truncated: its turns are kept, and the reward function scores them. A session whose agent was killed has
+    no score.
     """
 
     uses_gateway: ClassVar[bool] = True
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-        assert self.gateway is not None  # the class says that it uses it
+        assert self.gateway is not None  # `uses_gateway`
         session, started = self.server_manager, time.perf_counter()
         row = _row_of_agent(kwargs)
         result, closed = await self.gateway.run(session.complete, session.sampling, row)
         session.raise_failure()
         session.log.messages = closed.messages
         await self._write_trace(closed.trace, f"{row.get('uid', '')}-{row.get('sample', 0)}")
-        if closed.messages is None:  # what the agent returned may follow from requests that nobody answered
+        if closed.messages is None:  # the agent's result may follow from unanswered requests
             raise RolloutError("the run's server restarted while the agent's session was open")
         if isinstance(result, AgentFailed):
             if not (closed.cut and result.by_itself and session.generated):
@@ -62,14 +63,14 @@ class GatewayAgentLoop(AgentLoopBase):
             )
             for branch in branches
         ]
-        # the score is that of the session, and stands where the session ended
+        # the session's score stands at the end of its last branch
         outputs[-1].reward_score = result
         generating = min(session.seconds, seconds)
         outputs[-1].metrics = AgentLoopMetrics(generate_sequences=generating, tool_calls=seconds - generating)
         return outputs
 
     async def _write_trace(self, trace: Mapping[str, Any] | None, name: str) -> None:
-        """Keep the session's trace in `agent.trace_dir`; without the server's, that of what was generated."""
+        """Write the session's trace into `agent.trace_dir`. Without one, make it from the generated turns."""
         folder = self.rollout_config.agent.trace_dir
         if folder is None:
             return

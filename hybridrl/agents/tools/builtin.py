@@ -127,8 +127,8 @@ class Calculator(BaseTool):
 
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
-        what = {"type": "string", "description": "an arithmetic expression such as (3 + 4) * 2"}
-        return _schema("calculator", "Compute an arithmetic expression.", expression=what)
+        parameter = {"type": "string", "description": "an arithmetic expression such as (3 + 4) * 2"}
+        return _schema("calculator", "Compute an arithmetic expression.", expression=parameter)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -159,8 +159,8 @@ class Gsm8kAnswer(BaseTool):
 
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
-        what = {"type": "string", "description": "the answer, a number"}
-        return _schema("check_answer", "Check an answer to the question before giving it.", answer=what)
+        parameter = {"type": "string", "description": "the answer, a number"}
+        return _schema("check_answer", "Check an answer to the question before giving it.", answer=parameter)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Keep the row's ground truth."""
@@ -219,8 +219,8 @@ class HttpSearch(BaseTool):
 
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
-        what = {"type": "array", "items": {"type": "string"}, "description": "what to search for, one or more queries"}
-        return _schema("search", "Search for documents.", query_list=what)
+        parameter = {"type": "array", "items": {"type": "string"}, "description": "one or more queries"}
+        return _schema("search", "Search for documents.", query_list=parameter)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

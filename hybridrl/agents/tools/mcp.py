@@ -61,8 +61,8 @@ class McpTool(BaseTool):
         try:
             import mcp  # noqa: F401
         except ImportError as error:
-            what = "tools of MCP servers need the package mcp: bash scripts/install.sh auto mcp"
-            raise RolloutError(what) from error
+            message = "tools of MCP servers need the package mcp: bash scripts/install.sh auto mcp"
+            raise RolloutError(message) from error
         selection, selected_tools = config.get("tool_selected_list"), list[BaseTool]()
         try:
             for name, entry in _servers(config).items():

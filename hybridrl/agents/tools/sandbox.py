@@ -61,8 +61,8 @@ class PythonTool(BaseTool):
 
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
-        what = {"type": "string", "description": "a program; it prints what you want to see"}
-        parameters = {"type": "object", "properties": {"code": what}, "required": ["code"]}
+        parameter = {"type": "string", "description": "a program; it prints what you want to see"}
+        parameters = {"type": "object", "properties": {"code": parameter}, "required": ["code"]}
         function = {"name": "python", "description": "Run a Python program.", "parameters": parameters}
         return {"type": "function", "function": function}
 

@@ -156,8 +156,8 @@ def _read_fields(call: ast.Call, names: Names, settings: ScriptSettings) -> None
 
 def _read_trainer(call: ast.Call, names: Names, settings: ScriptSettings, script: Path) -> None:
     trainer = _called(call)
-    usual = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
-    arguments = dict(zip(_FIRST.get(trainer, usual), call.args, strict=False))
+    positional = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+    arguments = dict(zip(_FIRST.get(trainer, positional), call.args, strict=False))
     arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     for name, node in arguments.items():
         if names.literal(node) in (None, []):

@@ -86,8 +86,8 @@ class TRLTrainer:
     def folder(self) -> Path:
         """The run's folder: `args.output_dir`, or TRL's default."""
         name = self._model if isinstance(self._model, str) else getattr(self._model, "name_or_path", "model")
-        usual = f"{Path(str(name)).name}-{self.program.upper()}"
-        return Path(getattr(self.args, "output_dir", None) or usual)
+        default_name = f"{Path(str(name)).name}-{self.program.upper()}"
+        return Path(getattr(self.args, "output_dir", None) or default_name)
 
     def _compose(self, resume: Any) -> Trainer:
         tree = PROGRAMS[self.program].tree

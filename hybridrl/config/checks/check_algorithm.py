@@ -36,20 +36,20 @@ def check_names(
 
 def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
     name, policy_loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
-    facts = ADV_ESTIMATORS.metadata(name)
+    metadata = ADV_ESTIMATORS.metadata(name)
     for required in POLICY_LOSSES.metadata(policy_loss.loss_mode).requires:
         if policy_loss[required] is None:
             where = f"{_ACTOR}.policy_loss"
             yield f"{where}.loss_mode={policy_loss.loss_mode} without {where}.{required}; set it"
     samples = config.actor_rollout_ref.rollout.n
-    if samples < facts.fewest_samples and not (facts.alone and samples == 1):
-        needed = facts.fewest_samples
+    if samples < metadata.fewest_samples and not (metadata.alone and samples == 1):
+        needed = metadata.fewest_samples
         yield (
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other and has no advantage for "
             f"{'a single one' if needed == 2 else f'less than {needed}'}, and {_ROLLOUT}.n={samples}; set it to "
             f"{needed} or more, 8 is usual"
         )
-    if "values" in facts.needs and not config.use_critic:
+    if "values" in metadata.needs and not config.use_critic:
         yield f"algorithm.adv_estimator={name} needs values, and critic.enable=False; leave it null, or use grpo"
     if config.algorithm.filter_groups.metric == "seq_final_reward":
         yield (

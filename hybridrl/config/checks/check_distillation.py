@@ -93,9 +93,9 @@ def _check_loss(loss: DistillationLossConfig) -> Iterator[str]:
             f"{_LOSS}.loss_mode={name} with use_policy_gradient=False: its gradient does not depend on the teacher; "
             f"set {_LOSS}.use_policy_gradient=True, or loss_mode=k2, k3 or forward_kl_topk"
         )
-    facts = POLICY_LOSSES.metadata(loss.policy_loss_mode)
-    if loss.use_policy_gradient and (facts.needs or facts.requires):
-        missing = ", ".join((*facts.needs, *facts.requires))
+    metadata = POLICY_LOSSES.metadata(loss.policy_loss_mode)
+    if loss.use_policy_gradient and (metadata.needs or metadata.requires):
+        missing = ", ".join((*metadata.needs, *metadata.requires))
         yield f"{_LOSS}.policy_loss_mode={loss.policy_loss_mode} needs {missing}, which it does not get; use vanilla"
 
 

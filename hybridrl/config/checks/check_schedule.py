@@ -15,6 +15,7 @@ def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
     mode, replay = config.trainer.v1, config.trainer.replay
     if replay is not None:
         yield from _check_replay(config, replay)
+    yield from _check_stored(config)
     if not mode.staleness:
         return
     rollout = config.actor_rollout_ref.rollout
@@ -48,6 +49,20 @@ def _check_replay(config: PPOTrainerConfig, replay: str) -> Iterator[str]:
         yield f"trainer.replay={replay}: no such folder (from {Path.cwd()})"
     if config.trainer.record:
         yield f"trainer.replay={replay} with trainer.record=True: the batches are recorded already; set one of the two"
+
+
+def _check_stored(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check that stored batches can take the place of generation (`skip.rollout`)."""
+    skip = config.skip.rollout
+    if not skip.enable:
+        return
+    others = {"trainer.record": config.trainer.record, "trainer.replay": config.trainer.replay is not None}
+    for key in (name for name, is_set in others.items() if is_set):
+        yield f"skip.rollout.enable=True with {key}: both store or read the batch of a step; set one of the two"
+    if skip.action == "repeat" and not skip.steps:
+        yield "skip.rollout.action=repeat: no steps to repeat; set skip.rollout.steps, such as [1,2]"
+    if any(step < 1 for step in skip.steps):
+        yield f"skip.rollout.steps={skip.steps}: steps count from 1"
 
 
 def _check_sizes(config: PPOTrainerConfig, where: str) -> Iterator[str]:

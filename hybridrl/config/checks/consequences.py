@@ -39,6 +39,11 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             "other weights at a step, they are off-policy; algorithm.rollout_correction.rollout_is=token corrects for "
             "that, and rollout_corr/k3_kl measures it"
         )
+    if config.skip.rollout.enable:
+        yield (
+            "skip.rollout.enable=True: responses and scores that an earlier run has stored take the place of new ones. "
+            "The run measures how training gets on, and not what the policy has learnt"
+        )
     yield from distillation_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():
@@ -56,12 +61,14 @@ def _of_staleness(config: PPOTrainerConfig) -> Iterator[str]:
     if not mode.staleness:
         return
     if correction.bypass_mode:
-        what = "bypass_mode=True: the loss compares with the probabilities that tokens were sampled with"
+        effect = "bypass_mode=True: the loss compares with the probabilities that tokens were sampled with"
     elif correction.rollout_is:
-        what = f"rollout_is={correction.rollout_is}: importance weights correct for the weights that have changed since"
+        effect = (
+            f"rollout_is={correction.rollout_is}: importance weights correct for the weights that have changed since"
+        )
     else:
-        what = "neither bypass_mode nor rollout_is: nothing corrects for the weights that have changed since"
+        effect = "neither bypass_mode nor rollout_is: nothing corrects for the weights that have changed since"
     yield (
         f"trainer.v1.trainer_mode={mode.trainer_mode}: responses may be up to {math.ceil(mode.staleness)} updates old "
-        f"when they are trained on. algorithm.rollout_correction.{what}"
+        f"when they are trained on. algorithm.rollout_correction.{effect}"
     )

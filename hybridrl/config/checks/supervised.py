@@ -26,13 +26,13 @@ def check_supervised(config: SupervisedConfig) -> Iterator[str]:
 
 
 def _check_data(config: SupervisedConfig) -> Iterator[str]:
-    data, what = config.data, "pairs" if isinstance(config.data, PairsDataConfig) else "conversations"
+    data, rows = config.data, "pairs" if isinstance(config.data, PairsDataConfig) else "conversations"
     yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     if data.custom_cls.path is None:
         yield from check_files("data.train_files", data.train_files)
         yield from check_files("data.val_files", data.val_files)
     if not data.train_files:
-        yield f"data.train_files is not set; give files with {what} ({KINDS})"
+        yield f"data.train_files is not set; give files with {rows} ({KINDS})"
     if not data.val_files and config.trainer.test_freq not in (-1, 0):
         yield f"trainer.test_freq={config.trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
     if 0 <= data.train_max_samples < data.train_batch_size:
@@ -52,9 +52,9 @@ def _check_sizes(config: SupervisedConfig) -> Iterator[str]:
     """Check that a micro-batch is part of a batch, and that the longest row fits into one."""
     data, pairs = config.data, isinstance(config.data, PairsDataConfig)
     rows, longest = ("pairs", "pair") if pairs else ("sequences", "sequence")
-    usual = next(field for field in dataclasses.fields(data) if field.name == "micro_batch_size_per_gpu")
+    default_field = next(field for field in dataclasses.fields(data) if field.name == "micro_batch_size_per_gpu")
     micro = data.micro_batch_size_per_gpu
-    if micro > data.train_batch_size and micro != default_of(usual):
+    if micro > data.train_batch_size and micro != default_of(default_field):
         yield (
             f"data.micro_batch_size_per_gpu={micro} is more than data.train_batch_size="
             f"{data.train_batch_size}, the {rows} of one step"
@@ -73,15 +73,15 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
     """Check that the objective is of this program, and that it reads what is set."""
     group, settings = config.objective_group, config.objective
     name = settings.loss_type
-    facts, setting = OBJECTIVES.metadata(name), f"{group}.loss_type={name}"
-    tree = OBJECTIVE_KINDS[facts.kind]
+    metadata, setting = OBJECTIVES.metadata(name), f"{group}.loss_type={name}"
+    tree = OBJECTIVE_KINDS[metadata.kind]
     if tree != f"{group}_trainer":
         others = [
             other for other in OBJECTIVES.names() if OBJECTIVE_KINDS[OBJECTIVES.metadata(other).kind][:-8] == group
         ]
         yield f"{setting} is an objective of {_PROGRAMS[tree]}; choose from {', '.join(others)}"
         return
-    if isinstance(settings, DPOConfig) and facts.reference and settings.reference == "adapter":
+    if isinstance(settings, DPOConfig) and metadata.reference and settings.reference == "adapter":
         if not config.model.adapted:
             yield (
                 f"{group}.reference=adapter without an adapter (model.lora_rank={config.model.lora_rank}): set "
@@ -93,7 +93,7 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
                 f"before training has that adapter, so without it the model is another one; set {group}.reference=cache"
             )
     kinds = TRAIN_ENGINES.metadata(config.engine.strategy).model_types
-    if facts.kind == "scores" and "reward_model" not in kinds:
+    if metadata.kind == "scores" and "reward_model" not in kinds:
         able = [
             strategy
             for strategy in TRAIN_ENGINES.names()

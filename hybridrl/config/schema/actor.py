@@ -4,7 +4,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from hybridrl.config.schema import choices
-from hybridrl.config.schema.conditions import AnyNeed, among, any_of, entry, fact, off, on
+from hybridrl.config.schema.conditions import AnyNeed, among, any_of, entry, entry_has, off, on
 from hybridrl.config.schema.engine import (
     CheckpointConfig,
     FSDPConfig,
@@ -181,7 +181,7 @@ class ActorConfig(ConfigNode):
     calculate_sum_pi_squared: bool = key(
         False,
         "compute the sum of squared probabilities of each token; the optimal token baselines need it",
-        needs=fact("algorithm.adv_estimator", ADV_ESTIMATORS, "needs", "sum_pi_squared"),
+        needs=entry_has("algorithm.adv_estimator", ADV_ESTIMATORS, "needs", "sum_pi_squared"),
     )
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss", needs=_OWN_LOSS)

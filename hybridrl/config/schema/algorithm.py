@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.config.schema import choices
-from hybridrl.config.schema.conditions import A_CRITIC, above, among, any_of, entry, fact, is_set, off, on
+from hybridrl.config.schema.conditions import A_CRITIC, above, among, any_of, entry, entry_has, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -160,10 +160,10 @@ class AlgorithmConfig(ConfigNode):
     gdpo_reward_keys: list[str] = key(
         [],
         "gdpo: names of the reward components that the reward function returns",
-        needs=fact(".adv_estimator", ADV_ESTIMATORS, "reads_components"),
+        needs=entry_has(".adv_estimator", ADV_ESTIMATORS, "reads_components"),
     )
     gdpo_reward_weights: list[float] | None = key(
-        None, "gdpo: their weights; null: 1 each", needs=fact(".adv_estimator", ADV_ESTIMATORS, "reads_components")
+        None, "gdpo: their weights; null: 1 each", needs=entry_has(".adv_estimator", ADV_ESTIMATORS, "reads_components")
     )
     sppo_preference_scale: float | None = key(
         None,

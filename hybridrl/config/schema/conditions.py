@@ -70,14 +70,14 @@ class AnyNeed:
 
 
 @dataclass(frozen=True)
-class FactNeed:
-    """A condition on the entry that another setting chooses: a fact about it. A user's own entry may read everything.
+class MetadataNeed:
+    """A condition on the metadata of the entry that another setting chooses. A user's own entry may read everything.
 
     Attributes:
         key: the other setting.
         registry: what it chooses from.
-        name: the fact.
-        values: the values of the fact with which the setting acts; of a fact that is a tuple, it has one of them.
+        name: the field of the metadata.
+        values: the values of the field with which the setting acts; a field that is a tuple has one of them.
     """
 
     key: str
@@ -142,16 +142,18 @@ class Explained:
 
 @dataclass(frozen=True)
 class LoopNeed(Explained):
-    """A loop of sessions with a fact has to run. Rows may choose it, too: what this says is decided with the data.
+    """A loop of sessions that fulfils a condition has to run.
+
+    Rows may choose the loop, too: whether such a need is met is decided with the data.
 
     Attributes:
-        fact: what the loop has.
+        condition: holds for the entry of the loop.
     """
 
-    fact: FactNeed = field(kw_only=True)
+    condition: MetadataNeed = field(kw_only=True)
 
 
-Condition = Need | FactNeed | AnyNeed | PartNeed | Explained
+Condition = Need | MetadataNeed | AnyNeed | PartNeed | Explained
 #: what a setting or a group needs: one condition, or all of several
 Conditions = Condition | tuple[Condition, ...]
 
@@ -200,9 +202,9 @@ def entry(key: str, registry: Registry[Any], *names: str) -> Need:
     return Need(key, reads, "=" + " or ".join(names))
 
 
-def fact(key: str, registry: Registry[Any], name: str, *values: Any) -> FactNeed:
-    """The other setting chooses an entry with one of these values of a fact (true by default), or a user's entry."""
-    return FactNeed(key, registry, name, values or (True,))
+def entry_has(key: str, registry: Registry[Any], name: str, *values: Any) -> MetadataNeed:
+    """The other setting chooses an entry that has one of these values in its metadata (default: true), or a user's."""
+    return MetadataNeed(key, registry, name, values or (True,))
 
 
 def any_of(*needs: Condition, also: tuple[Condition, ...] = ()) -> AnyNeed:

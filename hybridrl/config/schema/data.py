@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import choices
-from hybridrl.config.schema.conditions import above, among, any_of, fact, is_not_set, is_set, off, on
+from hybridrl.config.schema.conditions import above, among, any_of, entry_has, is_not_set, is_set, off, on
 from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
 #: a model of the run generates; an endpoint renders and reads messages itself
-_OWN_MODEL = fact("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
+_OWN_MODEL = entry_has("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
 _FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
 
 
@@ -196,7 +196,7 @@ class PairsDataConfig(SupervisedDataConfig):
     margin_key: str | None = key(
         None,
         "column of numbers by how much the chosen answer is better; null: none",
-        needs=fact("dpo.loss_type|rm.loss_type", OBJECTIVES, "margins"),
+        needs=entry_has("dpo.loss_type|rm.loss_type", OBJECTIVES, "margins"),
     )
     filter_pairs: bool = key(
         False, "leave out pairs with an empty answer, two equal answers or too many tokens; false: refuse or cut them"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import choices
-from hybridrl.config.schema.conditions import PartNeed, above, fact, is_set, on
+from hybridrl.config.schema.conditions import PartNeed, above, entry_has, is_set, on
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import MegatronConfig
@@ -79,7 +79,7 @@ class DistillationLossConfig(ConfigNode):
         32,
         "losses over the teacher's most likely tokens: how many",
         gt=0,
-        needs=fact(".loss_mode", DISTILLATION_LOSSES, "reads", "top"),
+        needs=entry_has(".loss_mode", DISTILLATION_LOSSES, "reads", "top"),
     )
     use_policy_gradient: bool = key(
         False, "the negative loss of a token is its advantage in a policy loss; false: the loss is minimised itself"
@@ -95,7 +95,7 @@ class DistillationLossConfig(ConfigNode):
         None,
         "losses over several tokens: smallest log-probability of both models; null: no limit",
         lt=0,
-        needs=fact(".loss_mode", DISTILLATION_LOSSES, "reads", "top", "vocabulary"),
+        needs=entry_has(".loss_mode", DISTILLATION_LOSSES, "reads", "top", "vocabulary"),
     )
     policy_loss_mode: str = key(
         "vanilla",

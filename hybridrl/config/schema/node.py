@@ -7,6 +7,7 @@ The plain value makes a group built directly in Python (`OptimConfig(lr=1e-4)`) 
 import copy
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Self
@@ -130,11 +131,15 @@ def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[st
 
 def declared(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
     """Every setting below `cls` by its dotted key; sub-groups are traversed, a free-form mapping is one setting."""
+    return {f"{prefix}{name}": field for name, field in _declared(cls).items()}
+
+
+@functools.cache
+def _declared(cls: type) -> dict[str, "dataclasses.Field[Any]"]:
     fields: dict[str, dataclasses.Field[Any]] = {}
     for field in dataclasses.fields(cls):
-        name = f"{prefix}{field.name}"
         if is_group(field):
-            fields.update(declared(field.type, f"{name}."))  # type: ignore[arg-type]
+            fields.update(declared(field.type, f"{field.name}."))  # type: ignore[arg-type]
         else:
-            fields[name] = field
+            fields[field.name] = field
     return fields

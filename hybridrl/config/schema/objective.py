@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.schema.conditions import FactNeed, fact
+from hybridrl.config.schema.conditions import MetadataNeed, entry_has
 from hybridrl.config.schema.node import ConfigNode, key
 from hybridrl.registry import OBJECTIVES
 
 REFERENCES = ("model", "cache", "adapter")
 
 
-def _read(name: str) -> FactNeed:
+def _read(name: str) -> MetadataNeed:
     """The objective reads this setting."""
-    return fact(".loss_type", OBJECTIVES, "reads", name)
+    return entry_has(".loss_type", OBJECTIVES, "reads", name)
 
 
 @dataclass

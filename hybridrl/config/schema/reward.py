@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.conditions import Condition, PartNeed, among, any_of, fact, is_not_set, is_set, off, on
+from hybridrl.config.schema.conditions import Condition, PartNeed, among, any_of, entry_has, is_not_set, is_set, off, on
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import MegatronConfig
@@ -24,7 +24,7 @@ _FUNCTIONS = PartNeed(
 )
 #: the manager asks for scores
 _SCORING_MANAGER = any_of(
-    fact("reward.reward_manager.name", REWARD_MANAGERS, "runs_functions"),
+    entry_has("reward.reward_manager.name", REWARD_MANAGERS, "runs_functions"),
     also=(among("reward.reward_manager.source", "importlib"),),
 )
 #: a language model judges, for settings of its group and of the group `parse` in it
@@ -178,8 +178,8 @@ class RemoteScoresConfig(ConfigNode):
         model = config.reward.reward_model
         if self.url is not None and model.enable and (model.is_judge or model.combine != "sum"):
             judge = "judge.enable" if model.serves_judge else "judge.url"
-            what = f"{judge}: one of them scores" if model.is_judge else f"combine={model.combine}: set it to sum"
-            yield f"reward.reward_kwargs.url={self.url} with reward.reward_model.{what}"
+            reason = f"{judge}: one of them scores" if model.is_judge else f"combine={model.combine}: set it to sum"
+            yield f"reward.reward_kwargs.url={self.url} with reward.reward_model.{reason}"
         if self.url is not None and not is_address(self.url):
             yield f"reward.reward_kwargs.url={self.url}: give an address such as http://HOST:8000/scores"
         if self.url is not None and custom:

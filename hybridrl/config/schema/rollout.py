@@ -10,13 +10,13 @@ from hybridrl.config.schema.conditions import (
     TRAINS,
     Condition,
     Explained,
-    FactNeed,
     LoopNeed,
+    MetadataNeed,
     Need,
     above,
     any_of,
     entry,
-    fact,
+    entry_has,
     is_not_set,
     is_set,
     off,
@@ -30,8 +30,8 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 _LOOP = f"{_AGENT}.default_agent_loop"
 
 
-def _loops(because: str, remedy: str, needs: FactNeed) -> LoopNeed:
-    """A loop of sessions runs for which a fact holds. Rows may choose another than the settings do."""
+def _loops(because: str, remedy: str, needs: MetadataNeed) -> LoopNeed:
+    """A loop of sessions runs for which a condition holds. Rows may choose another than the settings do."""
     by_setting = Explained((is_set(_LOOP), needs), "")
     also: tuple[Condition, ...] = (is_set(f"{_AGENT}.agent_loop_config_path"),)
     if "environments" not in needs.values and "gateway" not in needs.values:
@@ -40,31 +40,33 @@ def _loops(because: str, remedy: str, needs: FactNeed) -> LoopNeed:
         any_of(by_setting, also=also),
         f"{because}, unless rows name one in the column agent_name",
         f"set {_LOOP}={remedy}",
-        fact=needs,
+        condition=needs,
     )
 
 
 _MANY_TURNS = _loops(
-    "no setting chooses a loop of sessions", "tool_agent", fact(_LOOP, AGENT_LOOPS, "only_answers", False)
+    "no setting chooses a loop of sessions", "tool_agent", entry_has(_LOOP, AGENT_LOOPS, "only_answers", False)
 )
-_WITH_TOOLS = _loops("no setting chooses a loop with tools", "tool_agent", fact(_LOOP, AGENT_LOOPS, "reads", "tools"))
+_WITH_TOOLS = _loops(
+    "no setting chooses a loop with tools", "tool_agent", entry_has(_LOOP, AGENT_LOOPS, "reads", "tools")
+)
 _ENVIRONMENT = _loops(
     "no setting chooses a loop that acts on environments",
     "env_agent",
-    fact(_LOOP, AGENT_LOOPS, "reads", "environments"),
+    entry_has(_LOOP, AGENT_LOOPS, "reads", "environments"),
 )
 _GATEWAY = _loops(
     "no setting chooses a loop of agents behind the gateway",
     "gateway_agent",
-    fact(_LOOP, AGENT_LOOPS, "reads", "gateway"),
+    entry_has(_LOOP, AGENT_LOOPS, "reads", "gateway"),
 )
 
 #: an engine with weights of its own generates
-_REPLICAS = fact(".name", INFERENCE_ENGINES, "has_replicas")
+_REPLICAS = entry_has(".name", INFERENCE_ENGINES, "has_replicas")
 #: an endpoint generates, which `auto` never chooses
 _ENDPOINT = Need(".name", is_endpoint, "=openai")
 #: a model of the run generates, and no endpoint
-_OWN_MODEL = fact(".name", INFERENCE_ENGINES, "takes_weights")
+_OWN_MODEL = entry_has(".name", INFERENCE_ENGINES, "takes_weights")
 
 
 @dataclass
@@ -119,7 +121,7 @@ class WeightTransferConfig(ConfigNode):
         2048,
         "maximum size of a bucket of weights in MiB; one parameter is never split, so it may be larger",
         gt=0,
-        needs=fact("..name", INFERENCE_ENGINES, "has_replicas"),
+        needs=entry_has("..name", INFERENCE_ENGINES, "has_replicas"),
     )
 
 
@@ -230,7 +232,7 @@ class MultiTurnConfig(ConfigNode):
         "answer prompts by the loop tool_agent, unless agent.default_agent_loop names another",
         needs=any_of(
             is_not_set("..agent.default_agent_loop"),
-            also=(fact("..agent.default_agent_loop", AGENT_LOOPS, "reads", "tools"),),
+            also=(entry_has("..agent.default_agent_loop", AGENT_LOOPS, "reads", "tools"),),
         ),
     )
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS, needs=_MANY_TURNS)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
-from hybridrl.config.schema.conditions import A_CRITIC, TRAINS, PartNeed, fact, on
+from hybridrl.config.schema.conditions import A_CRITIC, TRAINS, PartNeed, entry_has, on
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import (
     DataConfig,
@@ -26,7 +26,14 @@ from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfi
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
-from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
+from hybridrl.config.schema.trainer import (
+    JobConfig,
+    PlacementConfig,
+    RayConfig,
+    SFTRunConfig,
+    SkipConfig,
+    TrainerConfig,
+)
 from hybridrl.registry import ADV_ESTIMATORS, INFERENCE_ENGINES, OBJECTIVES, POLICY_LOSSES
 
 #: groups of files in `configs/` that choose a training engine for all roles
@@ -49,7 +56,7 @@ _OWN_REFERENCE = PartNeed(
 class ActorRolloutRefConfig(ConfigNode):
     """`actor_rollout_ref`: the policy in training, in generation and as the reference."""
 
-    model: ModelConfig = group(ModelConfig, needs=fact(".rollout.name", INFERENCE_ENGINES, "takes_weights"))
+    model: ModelConfig = group(ModelConfig, needs=entry_has(".rollout.name", INFERENCE_ENGINES, "takes_weights"))
     actor: ActorConfig = group(ActorConfig, needs=TRAINS)
     ref: RefConfig = group(
         RefConfig,
@@ -77,6 +84,7 @@ class PPOTrainerConfig(ConfigNode):
     reward: RewardConfig = group(RewardConfig)
     distillation: DistillationConfig = group(DistillationConfig, needs=on("distillation.enabled"))
     trainer: TrainerConfig = group(TrainerConfig)
+    skip: SkipConfig = group(SkipConfig)
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)
     global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)

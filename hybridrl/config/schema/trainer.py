@@ -288,6 +288,39 @@ class TrainerConfig(RunConfig):
 
 
 @dataclass
+class StoredRolloutConfig(ConfigNode):
+    """`skip.rollout`: stored batches in place of generation and scoring, to work on what comes after them."""
+
+    enable: bool = key(
+        False,
+        "read a step's scored batch from dump_dir; a step without one there is generated, scored and stored. Weights "
+        "that are other than those that generated are off-policy",
+        needs=among("trainer.v1.trainer_mode", "sync"),
+    )
+    dump_dir: str | None = key(
+        None,
+        "folder of these batches, which runs of one project_name, experiment_name, batch size, rollout.n and lengths "
+        "share; null: ~/.hybridrl/rollout_dump",
+        needs=on(".enable"),
+        place="output",
+    )
+    steps: list[int] = key([], "steps that are read and stored; []: all", needs=on(".enable"))
+    action: str = key(
+        "cache",
+        "for steps that are not among `steps`. cache: they generate; repeat: they read the batches of these in turn",
+        choices=("cache", "repeat"),
+        needs=on(".enable"),
+    )
+
+
+@dataclass
+class SkipConfig(ConfigNode):
+    """`skip`: parts of a step that are not computed again."""
+
+    rollout: StoredRolloutConfig = group(StoredRolloutConfig)
+
+
+@dataclass
 class PlacementConfig(ConfigNode):
     """`placement`: pools of processes, and the pool of each role."""
 

@@ -53,6 +53,7 @@ class RewriteResult:
         wrong: a sentence for each assignment that cannot be made, except those of `waiting`.
         waiting: the last value of each key of something that is not supported yet.
         unread: keys that the chosen training engine does not read, by that choice.
+        computed: values of names from several of which keys are computed, with the origin of each.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
@@ -62,6 +63,7 @@ class RewriteResult:
     wrong: list[str] = field(default_factory=list)
     waiting: dict[str, _Waiting] = field(default_factory=dict)
     unread: dict[str, list[str]] = field(default_factory=dict)
+    computed: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def set_aside(self, reader: Callable[[str, str], str | None]) -> None:
         """Move the waiting keys of training engines that were not chosen to `unread`.
@@ -84,6 +86,7 @@ class RewriteResult:
         self.replaced += other.replaced
         self.wrong += other.wrong
         self.waiting |= other.waiting
+        self.computed |= other.computed
         for entry, keys in other.without_effect.items():
             self.without_effect.setdefault(entry, []).extend(keys)
 
@@ -276,6 +279,12 @@ class KeyBook:
         _, alias = match
         if item.value is None and not item.delete:
             return []
+        if alias.computed:
+            if item.delete:
+                out.computed.pop(item.key, None)
+            else:
+                out.computed[item.key] = item.value, item.origin
+            return []
         target = alias.target(item.key)
         try:
             value = item.value if item.delete else alias.translated(item.value)
@@ -301,15 +310,15 @@ class KeyBook:
         elif item.key in self.fields or self.free_parent(item.key):
             out.assignments.append(item)
         elif (other := self._find(self._no_effect, item.key)) is not None:
-            idle, usual = other[1]
-            if not item.delete and not (other[0] == item.key and _same(item.value, usual)):
+            idle, default_values = other[1]
+            if not item.delete and not (other[0] == item.key and _same(item.value, default_values)):
                 out.without_effect.setdefault(idle, []).append(f"{item.key}{item.origin}")
         elif may_be_own(item.key, self.groups, self.fields):
             out.assignments.append(item)  # checked against its group once the chosen entry is known
         elif item.key in self.groups:
             if item.delete or item.value not in ({}, None):  # null: a group without any value set
-                what = "deleted" if item.delete else f"set to {show(item.value)}"
-                out.wrong.append(f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it")
+                fate = "deleted" if item.delete else f"set to {show(item.value)}"
+                out.wrong.append(f"{item.key}{item.origin}: a group of settings cannot be {fate}; name a key inside it")
         else:
             out.wrong.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
 

@@ -19,6 +19,7 @@ class Alias:
     values: Mapping[str, Any] | None = None
     weak: bool = False
     twin: bool = False
+    computed: bool = False
     roots: Sequence[str] = _PPO
 
     def target(self, name: str) -> str | None:
@@ -108,6 +109,7 @@ class VerlProgram:
 
     tree: str | None
     module: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
     instead: str = ""
 

@@ -23,12 +23,12 @@ def check_function(engine: MicroBatchedEngine, function: LogitsFunction) -> None
         check_same_batches(engine, function.other, "a loss over the vocabulary", "distillation.fsdp_config")
 
 
-def check_same_batches(engine: MicroBatchedEngine, other: Engine, what: str, where: str) -> None:
+def check_same_batches(engine: MicroBatchedEngine, other: Engine, function: str, where: str) -> None:
     """Refuse an engine that cannot read the micro-batches of another one.
 
     Args:
         engine: whose micro-batches they are.
-        what: what compares the two models.
+        function: the setting whose function compares the two models, for messages.
         where: the settings of the other one.
 
     Raises:
@@ -41,11 +41,11 @@ def check_same_batches(engine: MicroBatchedEngine, other: Engine, what: str, whe
     )
     if not alike:
         raise ModelError(
-            f"{what} compares both models on the same micro-batches, so both need the same strategy and attention: "
+            f"{function} compares both models on the same micro-batches, so both need the same strategy and attention: "
             f"give {where} the dtype of actor_rollout_ref.actor.fsdp_config"
         )
     if other.geometry.cp_size != engine.geometry.cp_size:
         raise ModelError(
-            f"{what} compares both models token by token, so both need the same ulysses_sequence_parallel_size: "
+            f"{function} compares both models token by token, so both need the same ulysses_sequence_parallel_size: "
             f"{where} has {other.geometry.cp_size} and actor_rollout_ref.actor.fsdp_config {engine.geometry.cp_size}"
         )

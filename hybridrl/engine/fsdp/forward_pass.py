@@ -1,4 +1,4 @@
-"""`ForwardPass`: the outputs of micro-batches, on a rank alone or on ranks that share sequences."""
+"""`ForwardPass` computes outputs of micro-batches, on one rank or on ranks that share sequences."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ForwardPass:
         self.fusing = Fusing(state.module, self._head, self.logits, self._trial, self._most_tokens, self._path)
 
     def fuses(self, functions: Sequence[LogitsFunction]) -> bool:
-        """Whether outputs are computed without logits, with these functions of logits. The first call is collective."""
+        """Return whether outputs, with these functions, are computed without logits. The first call is collective."""
         if not self._fusing_requested or not self.fusing.supported:
             return False
         others = [function.other for function in functions]
@@ -70,7 +70,7 @@ class ForwardPass:
 
     @functools.cached_property
     def follows_paths(self) -> bool:
-        """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; warn if not."""
+        """Whether the model attends along the paths of a prefix tree. It is tried on two rows; warns if not."""
         layout, _ = self._own_part(small_tree())
         with attention.trial() as problems:
             self.response_logits(layout.to(device.current_device()))
@@ -84,7 +84,7 @@ class ForwardPass:
         """Return the outputs of a micro-batch, `[N]`; those of all ranks that share it.
 
         Args:
-            functions: of logits, that are computed besides the statistics of tokens.
+            functions: functions of logits, computed in addition to the statistics of tokens.
         """
         part, owned = self._own_part(layout)
         part = part.to(device.current_device())
@@ -118,7 +118,7 @@ class ForwardPass:
         return hidden
 
     def for_all_ranks(self, layout: MicroBatchLayout) -> MicroBatchLayout:
-        """Return the micro-batch with what every rank has to compute where any does."""
+        """Return the micro-batch, with an image added if it has none: every rank has to run the vision tower."""
         return with_some_image(layout, self._config) if self._images_everywhere else layout
 
     def attention_for(self, layout: MicroBatchLayout) -> contextlib.AbstractContextManager[None]:

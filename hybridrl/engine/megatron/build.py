@@ -299,10 +299,10 @@ def transformer_config(plan: Blueprint, sizes: ParallelSizes, sequence_parallel:
     }
     settings |= plan.model_fields
     _check_decided(plan, settings)
-    for fact, what in (("num_moe_experts", "experts"), ("multi_latent_attention", "multi-latent attention")):
-        if settings.get(fact) and sizes.tp > 1 and not split:
+    for setting, label in (("num_moe_experts", "experts"), ("multi_latent_attention", "multi-latent attention")):
+        if settings.get(setting) and sizes.tp > 1 and not split:
             raise ModelError(
-                f"megatron.sequence_parallel=False with tensor_model_parallel_size={sizes.tp}: a model with {what} "
+                f"megatron.sequence_parallel=False with tensor_model_parallel_size={sizes.tp}: a model with {label} "
                 "needs both or neither; set sequence_parallel=True"
             )
     try:

@@ -244,11 +244,11 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         assert isinstance(reference, MegatronEngine)
         self.reference = reference
 
-    def _check_chunks(self, what: str) -> None:
+    def _check_chunks(self, function: str) -> None:
         outputs = self.schedule.outputs
         if outputs is not None and outputs.why_whole is not None:
             raise ModelError(
-                f"{self.model_config.path}: {what} with strategy=megatron computes logits by chunks of tokens, and "
+                f"{self.model_config.path}: {function} with strategy=megatron computes logits by chunks of tokens, and "
                 f"cannot, because {outputs.why_whole}; use strategy=fsdp2"
             )
 
@@ -339,32 +339,32 @@ class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits,
         return checkpoint.parts(self.model_state, model, self.engine_config.seed)
 
 
-def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: str) -> None:
+def check_same_layout(engine: MegatronEngine, other: Engine, function: str, where: str) -> None:
     """Refuse an engine whose hidden states of a micro-batch are not where this one's are.
 
     Args:
-        what: what compares the two models.
+        function: the setting whose function compares the two models, for messages.
         where: the settings of the other one.
 
     Raises:
         ModelError: it is no engine on Megatron-core, or it has another layout, other packing or another vocabulary.
     """
     if not isinstance(other, MegatronEngine):
-        raise ModelError(f"{what} compares both models on the same micro-batches, so both need strategy=megatron")
+        raise ModelError(f"{function} compares both models on the same micro-batches, so both need strategy=megatron")
     for name in ("tp", "pp", "vpp", "cp"):
         own, theirs = getattr(engine.sizes, name), getattr(other.sizes, name)
         if own != theirs:
             raise ModelError(
-                f"{what} compares both models where the output layer is, so both need the same {KEYS[name]}: {where} "
-                f"has {theirs} and actor_rollout_ref.actor.megatron {own}"
+                f"{function} compares both models where the output layer is, so both need the same {KEYS[name]}: "
+                f"{where} has {theirs} and actor_rollout_ref.actor.megatron {own}"
             )
     if engine.packed != other.packed or engine.vocabulary != other.vocabulary:
         raise ModelError(
-            f"{what} compares both models token by token, so both need the same use_remove_padding and vocabulary: the "
-            f"model of {where} has packed={other.packed} and {other.vocabulary} tokens, the policy {engine.packed} and "
-            f"{engine.vocabulary}"
+            f"{function} compares both models token by token, so both need the same use_remove_padding and vocabulary: "
+            f"the model of {where} has packed={other.packed} and {other.vocabulary} tokens, the policy {engine.packed} "
+            f"and {engine.vocabulary}"
         )
-    other._check_chunks(what)
+    other._check_chunks(function)
 
 
 def _warn_without_effect(model: Any) -> None:

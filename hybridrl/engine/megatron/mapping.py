@@ -400,7 +400,7 @@ class WeightMap:
         self.ranks = Ranks.current() if ranks is None else ranks
         text = text_config(config)
         self.layers = int(text.num_hidden_layers)
-        self._facts = {**family.transformer_kwargs(config), "vocab_size": int(text.vocab_size)}
+        self._model_kwargs = {**family.transformer_kwargs(config), "vocab_size": int(text.vocab_size)}
         self.is_tied = bool(family.model_kwargs(config).get("share_embeddings_and_output_weights"))
         self.embedding_names = frozenset(family.rules[_EMBEDDING].names)
         self.output_names = frozenset(family.rules[_OUTPUT].names)
@@ -440,7 +440,7 @@ class WeightMap:
 
     def _entry(self, chunk: nn.Module, name: str, tensor: torch.Tensor, numbers: Sequence[int]) -> LocalTensor:
         of_whole = _LAYER.sub(lambda match: str(numbers[int(match.group())]), local_layers_name(name))
-        first = self.ranks.expert * int(self._facts.get("num_moe_experts") or 0) // self.ranks.experts
+        first = self.ranks.expert * int(self._model_kwargs.get("num_moe_experts") or 0) // self.ranks.experts
         of_whole, of_expert = _EXPERT.subn(lambda match: str(first + int(match.group())), of_whole)
         matches = ((match, kind) for pattern, kind in self._rules if (match := pattern.match(of_whole)) is not None)
         matched, kind = next(matches, (None, None))
@@ -453,7 +453,7 @@ class WeightMap:
         if of_expert:
             rank, ranks = self.ranks.expert_tensor, self.ranks.expert_tensors
         is_cut = ranks > 1 and bool(getattr(tensor, "tensor_model_parallel", False))
-        local = Local(of_whole, tuple(tensor.shape), rank, ranks, is_cut, self._facts)
+        local = Local(of_whole, tuple(tensor.shape), rank, ranks, is_cut, self._model_kwargs)
         pieces = tuple(kind.pieces(kind.named(matched.groupdict()), local))
         covered = sum(piece.slice.elements for piece in pieces)
         if covered != tensor.numel() and not isinstance(kind, Vocabulary):

@@ -141,9 +141,9 @@ class ParallelSizes:
         with_stages = f" with {KEYS['pp']}={self.pp}" if self.vpp > 1 else ""
         which = "vpp" if self.vpp > 1 else "pp"
         number = total // self.pp if which == "vpp" and total % self.pp == 0 else total
-        what = f"{layers} layers" + "".join(f" and one for {name}" for name in extra_layers)
+        chunked = f"{layers} layers" + "".join(f" and one for {name}" for name in extra_layers)
         raise ModelError(
-            f"{KEYS[which]}={getattr(self, which)}{with_stages}: {what} do not divide into {chunks} chunks; sizes "
+            f"{KEYS[which]}={getattr(self, which)}{with_stages}: {chunked} do not divide into {chunks} chunks; sizes "
             f"that fit: {_listed(number)}"
         )
 
@@ -162,11 +162,11 @@ class ParallelSizes:
                 f"{KEYS['ep']} above 1 only; set it to {self.tp}, or {KEYS['ep']} to 2 or more"
             )
 
-    def _divides(self, name: str, number: int, what: str) -> None:
+    def _divides(self, name: str, number: int, unit: str) -> None:
         size = getattr(self, name)
         if number % size:
             raise ModelError(
-                f"{KEYS[name]}={size} does not divide the model's {number} {what}; sizes that fit: {_listed(number)}"
+                f"{KEYS[name]}={size} does not divide the model's {number} {unit}; sizes that fit: {_listed(number)}"
             )
 
 

@@ -115,13 +115,13 @@ def _orthogonalised(
     ranks, own = process_group.size(), process_group.rank()
     home, where = updates[0].device, device.current_device()
     sent = [update.numel() for update in updates] + [0] * (ranks - len(updates))
-    mine = parameters[own].shape if own < len(parameters) else torch.Size([0, 0])
-    received = [rows * mine[1] for rows in _rows(mine[0], ranks)]
+    shape = parameters[own].shape if own < len(parameters) else torch.Size([0, 0])
+    received = [rows * shape[1] for rows in _rows(shape[0], ranks)]
     shards = torch.cat([update.reshape(-1) for update in updates]).to(where)
-    whole = shards.new_empty(mine.numel())
+    whole = shards.new_empty(shape.numel())
     dist.all_to_all_single(whole, shards, received, sent, group=process_group)
     if whole.numel():
-        whole = _newton_schulz(whole.view(mine), group).reshape(-1)
+        whole = _newton_schulz(whole.view(shape), group).reshape(-1)
     dist.all_to_all_single(shards, whole, sent, received, group=process_group)
     for change, update in zip(shards.to(home).split(sent[: len(updates)]), updates, strict=True):
         yield change.view_as(update)

@@ -66,14 +66,14 @@ def register_trace_backend(name: str, *, packages: tuple[str, ...] = (), install
     return add
 
 
-def trace_of(row: Mapping[str, Any], now: float, token2text: bool, facts: Mapping[str, Any]) -> SampleTrace:
+def trace_of(row: Mapping[str, Any], now: float, token2text: bool, attributes: Mapping[str, Any]) -> SampleTrace:
     """The trace of a sample.
 
     Args:
         row: a sample as a dump has it (docs/observe.md): `input`, `output`, `score`, `uid`, `rollout`.
         now: the time of a sample without times, in seconds since the epoch.
         token2text: add the texts of tokens.
-        facts: further attributes.
+        attributes: further attributes.
     """
     rollout = dict(row.get("rollout") or {})
     tokens, events, messages = (rollout.pop(name, None) for name in ("tokens", "events", "messages"))
@@ -111,7 +111,7 @@ def trace_of(row: Mapping[str, Any], now: float, token2text: bool, facts: Mappin
         parts.append(
             Span(name, event["kind"], begin, took, plain(span_inputs), plain(span_outputs), plain(part), failure or "")
         )
-    attributes = plain({**facts, "uid": row.get("uid"), "data_source": row.get("data_source"), **rollout})
+    attributes = plain({**attributes, "uid": row.get("uid"), "data_source": row.get("data_source"), **rollout})
     return SampleTrace(
         Span("rollout", "session", started, seconds, plain(inputs), plain(outputs), attributes),
         tuple(sorted(parts, key=lambda part: part.started)),

@@ -54,14 +54,14 @@ class Traces:
 
     def send(self, rows: Sequence[Mapping[str, Any]], step: int, validate: bool) -> None:
         """Send samples as dumps have them; returns at once."""
-        now, facts = time.time(), {"step": step, "validate": validate}
+        now, attributes = time.time(), {"step": step, "validate": validate}
         for row in rows:
             size = len(pickle.dumps(row, pickle.HIGHEST_PROTOCOL))
             if not self._take_bytes(size):
                 self._left_out += 1
                 continue
             try:
-                self._queue.put_nowait((row, now, facts, size))
+                self._queue.put_nowait((row, now, attributes, size))
             except queue.Full:
                 self._give_bytes(size)
                 self._left_out += 1
@@ -103,9 +103,9 @@ class Traces:
             if self._failed >= _FAILURES:
                 self._left_out += 1
                 continue
-            row, now, facts, _ = item
+            row, now, attributes, _ = item
             try:
-                self._backend.send(trace_of(row, now, self._settings.token2text, facts))
+                self._backend.send(trace_of(row, now, self._settings.token2text, attributes))
                 self._failed = 0
             except Exception as error:
                 self._fail(error)
@@ -127,13 +127,13 @@ def check_backend(name: str) -> None:
     Raises:
         RolloutError: it is unknown, or its package is not installed.
     """
-    facts = TRACES.metadata(name)
+    metadata = TRACES.metadata(name)
     if not TRACES.knows(name):
         TRACES.get(name)  # raises: it lists the known ones
-    missing = [package for package in facts.packages if not _installed(package)]
+    missing = [package for package in metadata.packages if not _installed(package)]
     if missing:
         raise RolloutError(
-            f"{_KEY}.backend={name} needs the package {', '.join(missing)}, which is not installed: {facts.install}"
+            f"{_KEY}.backend={name} needs the package {', '.join(missing)}, which is not installed: {metadata.install}"
         )
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.reward.manager import RewardManager, RowScore, register_reward_manager
 from hybridrl.reward.positions import response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
+from hybridrl.reward.response_steps import StepPlaces, steps_of
 from hybridrl.reward.signature import Sample
-from hybridrl.reward.steps import StepPlaces, steps_of
 from hybridrl.scored import Reason, Unscored
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.processes.untrusted_results import Result
 from hybridrl.reward.function import RewardFunction
-from hybridrl.reward.processes.handle import RewardJob, RewardProcess
 from hybridrl.reward.processes.messages import Failed, JobResults, Message, Ready
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
+from hybridrl.reward.processes.reward_process import RewardJob, RewardProcess
 from hybridrl.scored import Reason, Unscored
 
 logger = logging.getLogger(__name__)
@@ -321,9 +321,9 @@ class Dispatcher:
                     f"reward.timeout_s={self.timeout_s:g} seconds, the last of them {job.name}: it hangs. Fix it, or "
                     "raise reward.timeout_s if it needs the time."
                 )
-        what = f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds"
-        notify(f"{what}. Raise the limit if the function needs the time.", "warning")
-        return without_score(Unscored(Reason.TIMEOUT, what), seconds, timed_out=True)
+        message = f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds"
+        notify(f"{message}. Raise the limit if the function needs the time.", "warning")
+        return without_score(Unscored(Reason.TIMEOUT, message), seconds, timed_out=True)
 
     # ------------------------------------------------------------------ limits and ends
 
@@ -344,8 +344,8 @@ class Dispatcher:
                 self._finish(hung, self._timed_out(hung, now - since))
             # One that computes a sample that was answered before is an async function that went on at its time limit.
             is_lost = stopped or (hung is None and not process.computes)
-            what = "was stopped by a signal" if stopped else "stopped answering"
-            self._put_back(self._end(process), f"{process.label}: its process {what}" if is_lost else None)
+            end = "was stopped by a signal" if stopped else "stopped answering"
+            self._put_back(self._end(process), f"{process.label}: its process {end}" if is_lost else None)
 
     def _check_dead(self) -> None:
         """A process that ended by itself: killed for memory, crashed in a C extension, `os._exit()` in the function."""
@@ -353,14 +353,14 @@ class Dispatcher:
             if process.ready is None:
                 raise self._never_started(process)
             computed, _ = process.current()
-            what = f"{process.label}: its process {process.death()}"
+            message = f"{process.label}: its process {process.death()}"
             if computed is not None:
                 del process.working_on[computed.number]
                 name = computed.name if computed.count is None else f"{computed.count} responses"
-                self._finish(computed, ScoreError(f"{what} while it scored {name}.", Reason.INFRA))
+                self._finish(computed, ScoreError(f"{message} while it scored {name}.", Reason.INFRA))
                 self._put_back(self._end(process))
             else:
-                self._put_back(self._end(process), what)
+                self._put_back(self._end(process), message)
 
     def _put_back(self, jobs: Sequence[RewardJob], fate: str | None = None) -> None:
         """Have other processes score these.
@@ -375,8 +375,8 @@ class Dispatcher:
                 job.lost_processes += 1
         failed = [job for job in jobs if fate is not None and job.lost_processes >= _LOST_LIMIT]
         for job in failed:
-            what = f"{fate} with {job.name} waiting in it, which happened {job.lost_processes} times."
-            self._finish(job, ScoreError(what, Reason.INFRA))
+            message = f"{fate} with {job.name} waiting in it, which happened {job.lost_processes} times."
+            self._finish(job, ScoreError(message, Reason.INFRA))
         again = [job for job in jobs if job not in failed]
         self._pending.extendleft(sorted(again, key=lambda job: job.number, reverse=True))
 

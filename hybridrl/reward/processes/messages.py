@@ -91,7 +91,7 @@ def _ready(fields: dict[str, Any]) -> Ready:
     how = fields["how"]
     if how["form"] not in ("sample", "batch"):
         raise ValueError(f"form {how['form']!r}")
-    names = ("arguments", "columns", "optional", "positional", "guessed", "truths")
+    names = ("arguments", "columns", "optional", "with_default", "positional", "guessed", "truths")
     lists: dict[str, Any] = {name: tuple(map(str, how[name])) for name in names}
     lists["renamed"] = tuple((str(argument), str(parameter)) for argument, parameter in how["renamed"])
     flags = {name: bool(how[name]) for name in ("all_columns", "may_abstain")}

@@ -13,8 +13,8 @@ from typing import Any
 
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.dispatcher import Dispatcher
-from hybridrl.reward.processes.handle import RewardJob
 from hybridrl.reward.processes.outcome import Outcome
+from hybridrl.reward.processes.reward_process import RewardJob
 from hybridrl.reward.scorers import Calls, SampleScorer
 from hybridrl.reward.signature import Sample
 from hybridrl.scored import Reason

@@ -344,7 +344,8 @@ def _same_words(ours: str, theirs: str) -> bool:
     """Whether two words are the same but for capitals. So are letters of choices; other names of two letters differ."""
     if not ours.isalpha() or ours.lower() != theirs.lower():
         return False
-    return _LETTERS.fullmatch(theirs) is not None or (len(ours) > 2 and not _is_product(ours))
+    is_word = len(ours) > 2 or ours.lower() == "no"
+    return _LETTERS.fullmatch(theirs) is not None or (is_word and not _is_product(ours))
 
 
 def _differ_in_case(ours: str, theirs: str) -> bool:

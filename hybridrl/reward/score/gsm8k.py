@@ -26,6 +26,8 @@ _BEFORE = (
 )
 _MARKED = re.compile(rf"####{_BEFORE}({_NUMBER})(?:{_FACTOR})?({_MORE}[^\n]*)?")
 _ANY = re.compile(rf"({_NUMBER})(?:{_FACTOR})?")
+#: spaces between thousands that no word is separated by
+_THIN = re.compile(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?:\.[0-9]*)?")
 _MIXED = re.compile(r"([-+]?)([0-9]+)\s+([0-9]+)\s?/\s?([0-9]+)")
 
@@ -47,7 +49,7 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """
     if method not in ("strict", "flexible"):
         raise RewardError(f"gsm8k: method={method!r}; allowed are 'strict' and 'flexible'.")
-    numbers = (_MARKED if method == "strict" else _ANY).findall(_signs(solution_str[-_TAIL:]))
+    numbers = (_MARKED if method == "strict" else _ANY).findall(_signs(solution_str.rstrip()[-_TAIL:]))
     return _answer(*numbers[-1]) if numbers else None
 
 
@@ -83,7 +85,7 @@ def check_reference(text: str) -> None:
 
 def _signs(text: str) -> str:
     """`signs`, with powers of numbers; the 2 in m² is no power of a number."""
-    return signs(powers(text, r"(?<=[0-9])"))
+    return signs(powers(_THIN.sub("", text), r"(?<=[0-9])"))
 
 
 def _reference(text: str) -> str:

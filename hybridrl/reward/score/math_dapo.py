@@ -7,7 +7,7 @@ from hybridrl.reward.score.answers import last_boxed, same_answer
 
 _TAIL = 300  # the answer is searched in so many characters at the end of a response
 _BOXED_TAIL = 100  # the same with strict_box_verify
-_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_ANSWER = re.compile(r"(?i)answer\s*[:\uff1a]\s*((?:(?!answer\s*[:\uff1a])[^\n])+)")
 
 
 def compute_score(
@@ -36,7 +36,7 @@ def compute_score(
         answer = last_boxed(solution_str[start:])
         correct = answer is not None and answer == reference
     else:
-        answer = _answer_line(solution_str[-_TAIL:])
+        answer = _answer_line(solution_str.rstrip()[-_TAIL:])
         correct = answer is not None and same_answer(answer, reference)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": "[INVALID]" if answer is None else answer}
 
@@ -47,4 +47,4 @@ def _answer_line(text: str) -> str | None:
         return last_boxed(text)
     line = lines[-1].strip()
     boxed = last_boxed(line)
-    return boxed if boxed is not None else line.strip("*").strip().strip("$").strip()
+    return boxed if boxed is not None else line.strip("*`").strip().strip("$").strip()

@@ -17,7 +17,7 @@ class _WorkExpiry(BaseException):
 
 
 @contextlib.contextmanager
-def limited_work(seconds: float, what: str) -> Iterator[None]:
+def limited_work(seconds: float, work: str) -> Iterator[None]:
     """Within the context, the main thread computes for at most so many seconds of processor time.
 
     Time in which the process is stopped, or waits for a core, does not count, and neither does that of other threads.
@@ -25,7 +25,7 @@ def limited_work(seconds: float, what: str) -> Iterator[None]:
 
     Args:
         seconds: of processor time, of user and system.
-        what: the work, for the message.
+        work: its name, for the message.
 
     Raises:
         UnscoredError: the limit was exceeded.
@@ -53,7 +53,7 @@ def limited_work(seconds: float, what: str) -> Iterator[None]:
             running = False
     except _WorkExpiry:
         raise UnscoredError(
-            Reason.TIMEOUT, f"{what} took more than {seconds:g} s of processor time, so the answer is not judged"
+            Reason.TIMEOUT, f"{work} took more than {seconds:g} s of processor time, so the answer is not judged"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, *outer)

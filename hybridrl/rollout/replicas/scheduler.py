@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.replicas.actor import end_of_log
 from hybridrl.rollout.replicas.balancer import Balancer
-from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaState
+from hybridrl.rollout.replicas.replica_actor import end_of_log
+from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaHandle, ReplicaState
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 
 

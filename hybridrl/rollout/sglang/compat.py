@@ -1,6 +1,6 @@
 """Everything that depends on SGLang's version: the known versions, its arguments, and the calls into it.
 
-The upper half runs in any process; `Server` runs in SGLang's own process (`host.py`).
+The upper half runs in any process; `Server` runs in SGLang's own process (`sglang_child.py`).
 """
 
 import base64

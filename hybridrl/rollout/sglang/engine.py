@@ -1,4 +1,4 @@
-"""SGLang behind `InferenceEngine`, on a GPU and on a CPU. Its engine runs in a separate process; see `host.py`."""
+"""SGLang behind `InferenceEngine`, on a GPU and on a CPU. Its engine runs in its own process (`sglang_child.py`)."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, S
 from hybridrl.models.model_config import config_of
 from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
+from hybridrl.processes.child import Child
 from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.peer import PICKLE, Peer
-from hybridrl.processes.start import Child
 from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
     EngineSpec,
@@ -35,7 +35,7 @@ from hybridrl.rollout.inference_engine import (
     register_inference_engine,
 )
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.sglang import compat, wire
+from hybridrl.rollout.sglang import compat, process_status
 from hybridrl.rollout.sglang.images import NamedImages, check_images
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
@@ -179,7 +179,7 @@ class _HostProcess:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.status = wire.Status(time.monotonic())
+        self.status = process_status.Status(time.monotonic())
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._tasks: list[asyncio.Task[None]] = []
         self._leftovers: list[str] = []
@@ -198,7 +198,7 @@ class _HostProcess:
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))  # of what it starts
         variables = compat.environment(self.spec) | {"PYTHONPATH": path}
-        self._child = Child("hybridrl.rollout.sglang.host", variables=variables, output=subprocess.PIPE)
+        self._child = Child("hybridrl.rollout.sglang.sglang_child", variables=variables, output=subprocess.PIPE)
         stream = await FrameStream.open(self._child.connection)
         stream.send(pickle.dumps(self.spec))
         started: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
@@ -237,7 +237,7 @@ class _HostProcess:
         for task in self._tasks:
             task.cancel()
         self._fail(EngineBrokenError("SGLang was closed"))
-        wire.remove(self._leftovers)
+        process_status.remove(self._leftovers)
 
     async def _listen(self) -> None:
         try:
@@ -250,7 +250,7 @@ class _HostProcess:
         except Exception as error:
             self._fail(EngineBrokenError(f"a message of SGLang's process cannot be read: {error!r}"))
 
-    def _take_status(self, status: wire.Status) -> None:
+    def _take_status(self, status: process_status.Status) -> None:
         self.status = status
 
     def _fail(self, error: EngineBrokenError) -> None:

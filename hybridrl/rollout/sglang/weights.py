@@ -88,8 +88,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
             _shards.load(content)
         elif content is not None:
             # Gemma's loader changes what it gets, and a bucket in shared memory is read by every process of the node.
-            mine = ((name, value.clone()) for name, value in _receiver.tensors(content))
-            _load(model, joined(mine, _waiting))
+            tensors = ((name, value.clone()) for name, value in _receiver.tensors(content))
+            _load(model, joined(tensors, _waiting))
         else:
             _load(model, list(_waiting.items()))
             _waiting.clear()
@@ -129,11 +129,11 @@ def joined(weights: Weights, waiting: dict[str, torch.Tensor]) -> Iterator[tuple
         waiting: tensors held back so far, kept between calls; copies, because buckets are overwritten.
     """
     for name, value in weights:
-        mine = next((part for part in _JOINED if part in name), None)
-        if mine is None or value.is_meta:  # one without memory is not joined, or it would not be without
+        projection = next((part for part in _JOINED if part in name), None)
+        if projection is None or value.is_meta:  # one without memory is not joined, or it would not be without
             yield name, value
             continue
-        other = name.replace(mine, _JOINED[1 - _JOINED.index(mine)])
+        other = name.replace(projection, _JOINED[1 - _JOINED.index(projection)])
         if other in waiting:
             yield other, waiting.pop(other)
             yield name, value

@@ -223,7 +223,7 @@ def _replace_processor(model_type: str) -> None:
     model_class.get_mrope_input_positions = _positions
 
     class Info(factory.info):  # type: ignore[name-defined]
-        """The facts about images that vLLM needs before there are any."""
+        """Sizes and limits of images, which vLLM needs before there are any."""
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {"image": None}

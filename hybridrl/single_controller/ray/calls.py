@@ -116,35 +116,30 @@ class GroupCall:
             return
         timeout_s = self.group.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        pending = list(self.answers)
+        pending = dict(zip(self.answers, self.ranks, strict=True))
         owners = {**_IN_FLIGHT.snapshot(), **self.owners()}
-        others = [answer for answer, call in owners.items() if call is not self]
+        others = {answer: None for answer, call in owners.items() if call is not self}
         broken_others: list[Any] = []
         broken_until = deadline
         spans: dict[int, tuple[float, float]] = {}
         while pending:
-            done, _ = ray.wait(
-                pending + others, num_returns=1, timeout=max(0.0, min(deadline, broken_until) - time.monotonic())
-            )
+            done = _answered([*pending, *others], max(0.0, min(deadline, broken_until) - time.monotonic()))
             if not done and broken_others and broken_until < deadline:
-                _fail(broken_others, pending, owners)
+                _fail(broken_others, [*pending], owners)
             if not done:
-                self._time_out(pending, timeout_s)
-            answered = done[0]
-            if answered in pending:
-                pending.remove(answered)
-                try:
-                    answer = ray.get(answered)
+                self._time_out([*pending], timeout_s)
+            for answered, (answer, failed) in zip(done, _outcomes(done), strict=True):
+                if answered in pending:
+                    rank = pending.pop(answered)
+                    if failed:
+                        _fail([answered, *broken_others], [*pending, *others], owners)
                     if self.method != CONSTRUCTOR:
-                        spans[self.rank_of(answered)] = (answer.started, answer.seconds)
-                except RayError:
-                    _fail([answered, *broken_others], [*pending, *others], owners)
-                continue
-            others.remove(answered)
-            try:
-                ray.get(answered)
-                _IN_FLIGHT.remove([answered])
-            except RayError:
+                        spans[rank] = (answer.started, answer.seconds)
+                    continue
+                del others[answered]
+                if not failed:
+                    _IN_FLIGHT.remove([answered])
+                    continue
                 if not broken_others:
                     broken_until = time.monotonic() + GRACE_FOREIGN_S
                 broken_others.append(answered)
@@ -179,6 +174,29 @@ class GroupCall:
         error.missing = tuple(missing)
         _end_groups(error, self.group)
         raise error
+
+
+def _answered(answers: list[Any], timeout_s: float) -> list[Any]:
+    """Wait for one answer, and return all that are there by then: a wait for each would be quadratic in ranks."""
+    done, others = ray.wait(answers, num_returns=1, timeout=timeout_s)
+    if done and others:
+        done += ray.wait(others, num_returns=len(others), timeout=0)[0]
+    return done
+
+
+def _outcomes(answers: list[Any]) -> list[tuple[Any, bool]]:
+    """Return what each of these answers holds, and whether it is a failure."""
+    try:
+        return [(answer, False) for answer in ray.get(answers)]
+    except RayError:
+        return [_outcome(answer) for answer in answers]
+
+
+def _outcome(answer: Any) -> tuple[Any, bool]:
+    try:
+        return ray.get(answer), False
+    except RayError as error:
+        return error, True
 
 
 def forget(group: RayWorkerGroup) -> None:

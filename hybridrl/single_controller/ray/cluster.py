@@ -26,7 +26,7 @@ from hybridrl.processes.inherited import keep_exit_codes
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
-from hybridrl.single_controller.ray.start import keeping_stop_signals, start_ray
+from hybridrl.single_controller.ray.start_ray import keeping_stop_signals, start_ray
 from hybridrl.single_controller.ray.watch import ClusterWatch
 from hybridrl.utils.cores import available_cores
 

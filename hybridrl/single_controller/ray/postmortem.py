@@ -17,8 +17,8 @@ from hybridrl.errors import WorkerDiedError
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError
 
-    from hybridrl.single_controller.ray.host import WorkerInfo
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
+    from hybridrl.single_controller.ray.worker_host import WorkerInfo
 
 _TAIL_LINES, _TAIL_BYTES = 25, 1 << 18
 #: a process on a busy machine takes a while to handle a signal

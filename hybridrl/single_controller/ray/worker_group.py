@@ -18,10 +18,10 @@ from hybridrl.single_controller.base.decorator import PADDING_KEY, finish_output
 from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSettings
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
-from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
 from hybridrl.single_controller.ray.image_references import with_references
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray.worker_host import WorkerInfo, has_async_methods, hosted
 from hybridrl.utils import work_folder
 from hybridrl.utils.spans import TimedSpan, new_buffer
 

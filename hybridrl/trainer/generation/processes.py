@@ -12,7 +12,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.rollout.openai_endpoint import Endpoint, EndpointResponse
-from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
+from hybridrl.rollout.start_replicas import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.serve import start_rollout
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager

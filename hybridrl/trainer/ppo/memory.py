@@ -92,19 +92,19 @@ class MemoryReport:
         self._total = 0.0
         self.printed = False
 
-    def note(self, what: str) -> float:
+    def note(self, point: str) -> float:
         """Measure now and record the result under this name."""
-        facts = self._group.device_memory()
-        used = max(fact["total_gb"] - fact["free_gb"] for fact in facts)
-        self._total = max(fact["total_gb"] for fact in facts)
-        self._points.append((what, used))
+        devices = self._group.device_memory()
+        used = max(device["total_gb"] - device["free_gb"] for device in devices)
+        self._total = max(device["total_gb"] for device in devices)
+        self._points.append((point, used))
         return used
 
     def print(self) -> None:
         """Print the recorded values."""
         self.printed = True
         where = "device" if getattr(self._group.resource_pool, "use_gpu", False) else "this machine's"
-        points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)
+        points = ", ".join(f"{point} {used:.1f}" for point, used in self._points)
         notify(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
 
     def check_fits(self, models: float, states: float, utilization: float) -> None:

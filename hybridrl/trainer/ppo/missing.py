@@ -84,8 +84,8 @@ class MissingPolicy:
             action = self._reward_on_error if governed else getattr(self.settings, unscored.reason.value)
             if action == REFILL and "sample" not in batch.non_tensor_batch:
                 action = DROP  # the rollout does not tell which sample a row is
-                what = "samples without a reward are left out: the rollout returns no column 'sample'"
-                notify(what, "warning", once=True)
+                message = "samples without a reward are left out: the rollout returns no column 'sample'"
+                notify(message, "warning", once=True)
             samples[name] = UnscoredSample(
                 name.uid,
                 name.sample,
@@ -121,16 +121,16 @@ class MissingPolicy:
         if ending:
             reason = ending[0].unscored.reason.value
             raise _error(ending, f"{len(ending)} samples have no reward (algorithm.missing.{reason}=raise)")
-        what = f"{len(missing)} of {samples} samples have no reward ({_reasons(missing)})"
+        message = f"{len(missing)} of {samples} samples have no reward ({_reasons(missing)})"
         if counting and self._samples >= _FEWEST and self._missing > self.settings.max_share * self._samples:
             of = "" if self._samples == samples else f" ({self._missing} of the last {self._samples})"
-            raise _error(counting, f"{what}, more than algorithm.missing.max_share={self.settings.max_share:g}{of}")
+            raise _error(counting, f"{message}, more than algorithm.missing.max_share={self.settings.max_share:g}{of}")
         self._start_share()
         again = sum(sample.action == REFILL for sample in missing)
         then = [f"{again} are generated again"] * bool(again) + [f"{len(missing) - again} are left out"] * (
             again < len(missing)
         )
-        notify(f"{what}: {', '.join(then)}. The first: {_described(missing[0])}", "warning")
+        notify(f"{message}: {', '.join(then)}. The first: {_described(missing[0])}", "warning")
 
     def _start_share(self) -> None:
         if self._samples >= _FEWEST:
@@ -139,8 +139,8 @@ class MissingPolicy:
 
 def smallest_group(config: PPOTrainerConfig) -> int:
     """Return the fewest samples of a prompt that the run's estimator can use; of a single sample per prompt, one."""
-    facts = ADV_ESTIMATORS.metadata(config.algorithm.adv_estimator)
-    return min(facts.fewest_samples, config.actor_rollout_ref.rollout.n)
+    metadata = ADV_ESTIMATORS.metadata(config.algorithm.adv_estimator)
+    return min(metadata.fewest_samples, config.actor_rollout_ref.rollout.n)
 
 
 def _reasons(missing: Sequence[UnscoredSample]) -> str:
@@ -152,6 +152,6 @@ def _described(sample: UnscoredSample) -> str:
     return f"uid {sample.uid!r}, sample {sample.sample}: {sample.unscored}"
 
 
-def _error(missing: Sequence[UnscoredSample], what: str) -> UserError:
+def _error(missing: Sequence[UnscoredSample], message: str) -> UserError:
     error = RewardError if any(sample.by_reward for sample in missing) else RolloutError
-    return error(f"{what}. The first is {_described(missing[0])}")
+    return error(f"{message}. The first is {_described(missing[0])}")

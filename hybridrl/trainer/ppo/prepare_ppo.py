@@ -20,7 +20,7 @@ from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.reward import RewardManager, create_reward_manager
-from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
+from hybridrl.rollout.start_replicas import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.run_requirements import check_algorithm
 from hybridrl.trainer.ppo.served_judge import check_judge_model
@@ -122,8 +122,8 @@ def check_engines(config: PPOTrainerConfig) -> None:
                 if spec.passes or spec.update is not None:  # others read conversations
                     rollout = config.actor_rollout_ref.rollout
                     tokens = rollout.prompt_length + rollout.response_length
-                    what = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
-                    check_length(config_of(model), tokens, what)
+                    subject = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
+                    check_length(config_of(model), tokens, subject)
 
 
 def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:

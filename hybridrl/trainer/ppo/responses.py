@@ -79,9 +79,9 @@ def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
     dropped = keys(sample.name for sample in answer.meta_info.get(MISSING_SAMPLES, ()) if not sample.again)
     strange, unanswered = set(answered) - set(requested), set(requested) - set(answered) - set(dropped)
     if strange or unanswered:
-        what = "answered rows that were not asked for" if strange else "left rows without an answer"
+        problem = "answered rows that were not asked for" if strange else "left rows without an answer"
         raise RolloutError(
-            f"the rollout {what}: {'uid, sample' if numbered else 'uid'} = "
+            f"the rollout {problem}: {'uid, sample' if numbered else 'uid'} = "
             f"{[tuple(map(str, key)) for key in sorted(strange or unanswered)[:3]]} "
             f"({len(strange or unanswered)} in all, of {len(set(requested))})"
         )

@@ -24,7 +24,7 @@ from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
-from hybridrl.rollout.replicas.handle import ReplicaState
+from hybridrl.rollout.replicas.replica_handle import ReplicaState
 from hybridrl.rollout.rollout import OnFinished
 from hybridrl.scored import Unscored
 from hybridrl.trainer.failed_batches import FailedBatches

@@ -90,11 +90,11 @@ class Samples:
             columns = {name: objects[column] for column, name in _OF_SESSION.items() if column in objects}
             logs = objects.get(SESSION_LOG, [None] * len(batch))
             for row in range(len(batch)):
-                facts = {name: column[row] for name, column in columns.items() if column[row] is not None}
-                facts |= logs[row] or {}
+                record = {name: column[row] for name, column in columns.items() if column[row] is not None}
+                record |= logs[row] or {}
                 if texts is not None and len(records) in detailed:
-                    facts["tokens"] = _tokens(batch, row, texts)
-                records.append(facts)
+                    record["tokens"] = _tokens(batch, row, texts)
+                records.append(record)
         return records
 
     def write(self, folder: Path, step: int) -> Path:

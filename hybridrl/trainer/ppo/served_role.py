@@ -23,8 +23,8 @@ from hybridrl.models.value import HEAD_NAME, head_shapes
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class, missing_packages
-from hybridrl.rollout.replicas.handle import PoolSettings
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_handle import PoolSettings
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import (
     GREEDY_TOKEN,
     Completion,
@@ -33,13 +33,13 @@ from hybridrl.rollout.request import (
     Request,
     request_number,
 )
-from hybridrl.rollout.start import replica_placements
+from hybridrl.rollout.start_replicas import replica_placements
 from hybridrl.single_controller.ray import RayResourcePool
 from hybridrl.utils.cores import available_cores
 from hybridrl.utils.spans import TimedSpan, new_buffer
 
 _KEY = "actor_rollout_ref.rollout"
-#: what an engine has to be able to, by what is asked of a model: its fact, and what it serves
+#: by the task of a model: the field of an engine's metadata that says whether it can do it, and what it serves then
 _ABILITIES = {
     "score": ("scores", "classifiers"),
     "read": ("reads", "log-probabilities of prompts"),
@@ -153,19 +153,19 @@ class ServedRole:
         """
         started = time.time()
         futures: list[Sequence[Future[Completion]]] = []
-        for supervisor, mine in zip(self.supervisors, requests, strict=True):
-            if self.blocking and mine:
+        for supervisor, of_model in zip(self.supervisors, requests, strict=True):
+            if self.blocking and of_model:
                 supervisor.resume()
-            futures.append(supervisor.scheduler.submit(mine))
-            if self.blocking and mine:
+            futures.append(supervisor.scheduler.submit(of_model))
+            if self.blocking and of_model:
                 for future in futures[-1]:
                     future.result()
                 self._give_back(supervisor)
 
         def collect() -> DataProto:
             logprobs = [
-                [_prompt_logprobs(model, future.result()) for future in mine]
-                for model, mine in zip(self.models, futures, strict=True)
+                [_prompt_logprobs(model, future.result()) for future in of_model]
+                for model, of_model in zip(self.models, futures, strict=True)
             ]
             seconds = time.time() - started
             self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
@@ -254,15 +254,15 @@ class ServedTeachers(ServedRole):
             ids = fields["input_ids"][row][attention[row]].tolist()
             return _request(ids, PrefillRequest(first=len(ids) - lengths[row], top=top))
 
-        requests = [[request(row, top) for row in mine] for mine, top in zip(rows, tops, strict=True)]
+        requests = [[request(row, top) for row in teacher_rows] for teacher_rows, top in zip(rows, tops, strict=True)]
 
         def answer(logprobs: Sequence[Sequence[PromptLogprobs]]) -> DataProto:
             trained = fields["response_mask"].bool()
             log_probs = np.zeros(trained.shape, dtype=np.float32)
             top_log_probs = np.zeros((*trained.shape, max(tops)), dtype=np.float32)
             top_ids = np.zeros(top_log_probs.shape, dtype=np.int64)
-            for mine, answers in zip(rows, logprobs, strict=True):
-                for row, text in zip(mine, answers, strict=True):
+            for teacher_rows, answers in zip(rows, logprobs, strict=True):
+                for row, text in zip(teacher_rows, answers, strict=True):
                     length = lengths[row]
                     log_probs[row, :length] = text.log_probs
                     if text.top_log_probs is not None and text.top_ids is not None:
@@ -287,11 +287,11 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
     """
     for model in models:
         metadata, setting = INFERENCE_ENGINES.metadata(model.engine), f"{model.where}.name={model.engine}"
-        ability, what = _ABILITIES[model.task]
+        ability, service = _ABILITIES[model.task]
         otherwise = "" if model.task == "generate" else ", or leave it out, and a training engine computes the model"
         if not getattr(metadata, ability):
             able = [name for name in INFERENCE_ENGINES.names() if getattr(INFERENCE_ENGINES.metadata(name), ability)]
-            raise RolloutError(f"{setting}: this engine serves no {what}; set it to {' or '.join(able)}{otherwise}")
+            raise RolloutError(f"{setting}: this engine serves no {service}; set it to {' or '.join(able)}{otherwise}")
         if missing := missing_packages(model.engine):
             raise RolloutError(
                 f"{setting}: {', '.join(missing)} is not installed. "

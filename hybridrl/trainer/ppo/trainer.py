@@ -33,7 +33,7 @@ from hybridrl.trainer.memory_peaks import as_metrics, check_memory
 from hybridrl.trainer.ppo.health_checks import MISMATCH, HealthMonitor
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
-from hybridrl.trainer.ppo.recording import Recorder, ReplayedSampler, check_recording
+from hybridrl.trainer.ppo.recording import Recorder, check_recording, check_stored_batches, sampler_class_of
 from hybridrl.trainer.ppo.role_groups import POLICY, ROLLOUT, active_roles, spawn_worker_groups
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.run_requirements import total_training_steps
@@ -100,6 +100,8 @@ class RayPPOTrainer:
         steps = total_training_steps(config, prompts_per_epoch)
         if config.trainer.replay is not None:
             check_recording(config.trainer.replay, steps)
+        if config.skip.rollout.enable:
+            check_stored_batches(config)
         self.groups: dict[str, RayWorkerGroup] = {}
         self.run = TrainingRun(
             config,
@@ -160,8 +162,7 @@ class RayPPOTrainer:
             if spec.asked_in:
                 judges = [judge for manager in (self.reward_fn, self.val_reward_fn) for judge in judges_of(manager)]
                 self.groups[spec.name].answer_for(judges, self.config)
-        sampler_class = self.sampler_class if self.config.trainer.replay is None else ReplayedSampler
-        self.sampler = sampler_class(
+        self.sampler = sampler_class_of(self.config, self.sampler_class)(
             self.config,
             self.rollout,
             self.reward_fn,

@@ -99,8 +99,8 @@ class CachedReference(Reference):
                     return None
                 log_probs: dict[str, dict[str, torch.Tensor]] = {}
                 for name in stored.keys():
-                    part, _, what = name.partition(".")
-                    log_probs.setdefault(part, {})[what] = stored.get_tensor(name)
+                    part, _, name_in_part = name.partition(".")
+                    log_probs.setdefault(part, {})[name_in_part] = stored.get_tensor(name)
                 return log_probs
         except (SafetensorError, OSError) as error:
             notify(f"{self._path} cannot be read ({error}), and is computed again", "warning")

@@ -87,8 +87,8 @@ class SupervisedTrainer:
     def sizes(self) -> str:
         """Say how much data there is and how many steps."""
         val = 0 if self.val_loader is None else len(self.val_loader.dataset)
-        what = "conversations" if self.objective.rows_together == 1 else "pairs"
-        return f"{len(self.train_loader.dataset)} {what}, {val} for validation, {self.run.total_steps} steps"
+        rows = "conversations" if self.objective.rows_together == 1 else "pairs"
+        return f"{len(self.train_loader.dataset)} {rows}, {val} for validation, {self.run.total_steps} steps"
 
     def init_workers(self, group: WorkerGroup, forecast: ExpectedMemory | None = None) -> None:
         """Have the started worker processes load the model, and a second copy of it if it is the reference.

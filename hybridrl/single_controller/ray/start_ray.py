@@ -132,9 +132,9 @@ class _Patience:
             for name in added:
                 os.environ.pop(name, None)
 
-    def _ask(self, question: Callable[[], Any], what: str) -> Any:
+    def _ask(self, question: Callable[[], Any], goal: str) -> Any:
         movement = Movement(self._own, lambda: _logs_of(self._own()), chatty=_CHATTY)
-        watch = StartWatch(f"Ray: {what}", movement)
+        watch = StartWatch(f"Ray: {goal}", movement)
         while True:
             try:
                 return question()
@@ -146,7 +146,7 @@ class _Patience:
                     if checks:
                         why += f" by itself: {checks}"
                     raise _GivenUpError(
-                        f"Ray did not start here: after {watch.waited_s:.0f} s of waiting for {what} {why} ({error}). "
+                        f"Ray did not start here: after {watch.waited_s:.0f} s of waiting for {goal} {why} ({error}). "
                         "Join a cluster that runs (`ray start --head`), or try again when the machine is less busy"
                         f"{movement.last_lines(of=ended)}",
                         late_agent=_LATE_AGENT in checks,

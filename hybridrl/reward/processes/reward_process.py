@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.processes.child import Child, ending
 from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import LARGEST, MalformedMessage
-from hybridrl.processes.start import Child, ending
 from hybridrl.reward.function import RewardFunction
-from hybridrl.reward.processes.child import CELL, IDLE, Cell
 from hybridrl.reward.processes.messages import Message, Ready, decode, pickled
+from hybridrl.reward.processes.reward_child import CELL, IDLE, Cell
 from hybridrl.reward.signature import Form
 from hybridrl.utils.movement import watch_of
 
 _GRACE_S = 1.0  # what a process that works on nothing may take beyond the limit to say so
-_MODULE = "hybridrl.reward.processes.child"
+_MODULE = "hybridrl.reward.processes.reward_child"
 #: A process scores a sample at a time, and as many processes as cores run.
 _VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

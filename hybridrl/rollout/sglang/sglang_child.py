@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.processes.child import end_with_run
 from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection
 from hybridrl.processes.peer import PICKLE, Peer
-from hybridrl.processes.start import end_with_run
-from hybridrl.rollout.sglang import wire
+from hybridrl.rollout.sglang import process_status
 
 if TYPE_CHECKING:
     from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
@@ -84,7 +84,7 @@ class HostedEngine:
         while True:
             if self.server.output_mark() != mark:
                 mark, last_output = self.server.output_mark(), time.monotonic()
-            replica.tell("status", wire.Status(last_output, await self.server.gauges()))
+            replica.tell("status", process_status.Status(last_output, await self.server.gauges()))
             await asyncio.sleep(_STATUS_S)
 
     # ------------------------------------------------------------------ requests
@@ -262,7 +262,7 @@ def _completion(request_id: str, output: "PartialOutput", end: int | None, abort
 def main(connection_fd: int, life_fd: int) -> None:
     """Run SGLang until the replica ends."""
     leftovers: list[str] = []
-    end_with_run(life_fd, lambda: wire.remove(leftovers))
+    end_with_run(life_fd, lambda: process_status.remove(leftovers))
     connection = FrameConnection(connection_fd)
     spec: EngineSpec = pickle.loads(connection.receive())
     from hybridrl.rollout.sglang.compat import Server

@@ -18,8 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.notify import notify
-from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
-from hybridrl.rollout.replicas.handle import (
+from hybridrl.rollout.replicas.replica_actor import ReplicaHealth, ReplicaInfo, end_of_log
+from hybridrl.rollout.replicas.replica_handle import (
     PoolSettings,
     ReplicaHandle,
     ReplicaPlacement,
@@ -115,11 +115,11 @@ class Supervisor:
         self.scheduler.fail(RolloutError("the rollout was closed"))
         self._restarting.shutdown(wait=False, cancel_futures=True)
 
-    def _fail(self, what: str, error: Exception) -> None:
+    def _fail(self, problem: str, error: Exception) -> None:
         """End all requests for an error in a thread of this class; the log has its traceback."""
-        logger.error(what, exc_info=error)
-        notify(f"{what}: {error!r}", "error")
-        self.scheduler.fail(RolloutError(f"{what}: {error!r}"))
+        logger.error(problem, exc_info=error)
+        notify(f"{problem}: {error!r}", "error")
+        self.scheduler.fail(RolloutError(f"{problem}: {error!r}"))
 
     # ------------------------------------------------------------------ the watching thread
 

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.rollout.inference_engine import EngineSpec
-from hybridrl.rollout.replicas.actor import Replica, ReplicaInfo, end_of_log
+from hybridrl.rollout.replicas.replica_actor import Replica, ReplicaInfo, end_of_log
 from hybridrl.rollout.request import Request
 from hybridrl.utils import work_folder
 

@@ -18,12 +18,12 @@ from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class
-from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaPlacement
-from hybridrl.rollout.replicas.supervisor import Supervisor
+from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from hybridrl.single_controller.ray.host import assigned_gpus
+from hybridrl.single_controller.ray.worker_host import assigned_gpus
 from hybridrl.utils.cores import available_cores
 
 #: Starts a server for a rollout whose engines start at the same time: gets the rollout, and whether its engines sample

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig
-from hybridrl.config.convert import build
+from hybridrl.config.convert import build, missing_keys
 from hybridrl.config.differences import leaves
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.distillation import TeacherModelConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, declared
+from hybridrl.config.schema.root import PPOTrainerConfig
 
 ROLE_SETTINGS, TEACHERS = "roles", "distillation.teacher_models"
 
@@ -71,7 +71,7 @@ def _settings_of(where: str, name: str, raw: Any) -> Iterator[tuple[str, Any]]:
         return
     keys = set() if schema is None else set(declared(schema))
     own = dict(leaves(raw, keys))
-    if schema is not None and not _must_be_set(schema) - set(raw):
+    if schema is not None and not missing_keys(schema, raw):
         faults: dict[str, str] = {}
         settings = build(schema, raw, faults, {}, prefix)
         values = dict(leaves(dataclasses.asdict(settings), keys))
@@ -80,12 +80,6 @@ def _settings_of(where: str, name: str, raw: Any) -> Iterator[tuple[str, Any]]:
         unfit = {key.removeprefix(prefix) for key in faults}
         own = {**values, **{key: value for key, value in own.items() if key not in values or key in unfit}}
     yield from ((f"{prefix}{key}", value) for key, value in own.items())
-
-
-def _must_be_set(schema: type) -> set[str]:
-    missing = dataclasses.MISSING
-    fields = dataclasses.fields(schema)
-    return {field.name for field in fields if field.default is missing and field.default_factory is missing}
 
 
 def _is_model(kind: Any) -> bool:

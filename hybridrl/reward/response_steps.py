@@ -39,7 +39,7 @@ class StepPlaces:
         """The last generated token of each step; that of an earlier step where it has none."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         length = self._lengths(tokens, text)
-        last = list(accumulate((place if mine else -1 for place, mine in enumerate(own)), max, initial=-1))
+        last = list(accumulate((place if is_own else -1 for place, is_own in enumerate(own)), max, initial=-1))
         ends, end = [], 0
         for step in steps_of(text, self._separator):
             end += len(step)

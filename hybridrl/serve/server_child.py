@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hybridrl.errors import RolloutError
+from hybridrl.processes.child import end_with_run
 from hybridrl.processes.frame_stream import FrameStream
 from hybridrl.processes.frames import FrameConnection
 from hybridrl.processes.peer import JSON, Peer
-from hybridrl.processes.start import end_with_run
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.serve import wire
+from hybridrl.serve import server_messages
 from hybridrl.serve.app import create_app
 from hybridrl.serve.client_images import ClientImage, ShownImages
 from hybridrl.serve.gate import PauseMode
@@ -70,19 +70,19 @@ class RunClient:
         self._run.tell("ready")
 
     async def generate(self, request: Request) -> Completion:
-        plain, images = wire.request_to_plain(request), request.images
+        plain, images = server_messages.request_to_plain(request), request.images
         if isinstance(images, ShownImages):
             for picture in images.pictures:
                 self._send_once(picture)
             plain["images"] = {"numbers": [image.number for image in images.pictures], "places": images.places}
-        return wire.completion_from_plain(await self._run.call("generate", plain))
+        return server_messages.completion_from_plain(await self._run.call("generate", plain))
 
     def _send_once(self, picture: ClientImage) -> None:
         """Send an image to the run, which keeps it until nothing here has it any more."""
         if picture in self._sent:
             return
         self._sent.add(picture)
-        self._run.tell("image", picture.number, wire.image_to_plain(picture.tensors))
+        self._run.tell("image", picture.number, server_messages.image_to_plain(picture.tensors))
         loop, number = asyncio.get_running_loop(), picture.number
         weakref.finalize(picture, _in_loop, loop, self._run.tell, "forget", number)  # it may go in any thread
 
