@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.convert import nearest, put
@@ -18,7 +18,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.call_arguments import adapter_settings, renamed, settings_of_args
-from hybridrl.trainer.callbacks import Callback, calling
+from hybridrl.trainer.callbacks import Callback, EventKind, EventStream, RunEvent, calling
 
 _PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
 
@@ -97,6 +97,7 @@ class Trainer:
         config: the typed configuration.
         folder: the run's folder. It is a new one unless `default_local_dir` or `experiment_name` is set; a run in a
             folder that was named resumes from its checkpoints.
+        result: that of the last run; None before.
 
     Raises:
         ConfigError: lists every unknown name with the nearest valid ones, every wrong value and every contradiction.
@@ -125,6 +126,7 @@ class Trainer:
         if not_callable := [item for item in callbacks if not callable(item)]:
             raise ConfigError(f"callbacks: {type(not_callable[0]).__name__} cannot be called; give functions")
         self.callbacks = list(callbacks)
+        self.result: TrainingResult | None = None
         arguments = renamed(settings, {"model": model, "reward": reward, "data": data, "val_data": val_data})
         model, reward, data, val_data = (arguments[name] for name in ("model", "reward", "data", "val_data"))
         if missing := [name for name in ("model", "data") if arguments[name] is None]:
@@ -201,17 +203,41 @@ class Trainer:
             UserError: something that the user can fix.
             WorkerError: a worker failed or died.
         """
+        return self._train(self.callbacks)
+
+    def steps(self, *kinds: EventKind) -> Iterator[RunEvent]:
+        """Train, and yield an event for each completed step. The run waits while the body of the loop runs.
+
+        A loop that is left (`break`, an error, Ctrl-C) ends the run with a checkpoint. Afterwards `result` is set.
+
+        Args:
+            kinds: of events; steps by default, also `validation` and `checkpoint`.
+
+        Raises:
+            ConfigError: there is no such kind.
+            UserError, WorkerError: as `train`.
+        """
+        kinds = kinds or ("step",)
+        if unknown := [kind for kind in kinds if kind not in get_args(EventKind)]:
+            raise ConfigError(f"steps({unknown[0]!r}): must be one of {', '.join(get_args(EventKind))}")
+        return iter(self._stream(kinds))
+
+    def _stream(self, kinds: Sequence[EventKind]) -> EventStream:
+        stream = EventStream(lambda: self._train([*self.callbacks, stream.emit]), kinds)
+        return stream
+
+    def _train(self, callbacks: Sequence[Callback]) -> TrainingResult:
         from hybridrl.observe import jsonl
         from hybridrl.observe.tracking import METRICS
 
-        with calling(self.callbacks):
+        with calling(callbacks):
             outcome = PROGRAMS[self.program].load()(self.config)
         steps: dict[int, dict[str, float]] = {}
         for record in jsonl.read(outcome.folder / METRICS):
             numbers = {name: jsonl.number(value) for name, value in record.items()}
             steps.setdefault(record["step"], {}).update({k: v for k, v in numbers.items() if v is not None})
         model = None if outcome.checkpoint is None else outcome.checkpoint / trained_part(self.program) / "hf_model"
-        return TrainingResult(
+        self.result = TrainingResult(
             folder=outcome.folder,
             step=outcome.step,
             total_steps=outcome.total_steps,
@@ -219,6 +245,7 @@ class Trainer:
             model_path=model if model is not None and model.is_dir() else None,
             history=[steps[step] for step in sorted(steps)],
         )
+        return self.result
 
 
 def trained_part(program: str) -> str:

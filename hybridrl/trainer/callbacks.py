@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +58,60 @@ def emit(event: RunEvent) -> None:
     """Call every function with an event. What a function raises ends the run."""
     for callback in list(_active):
         callback(event)
+
+
+class EventStream:
+    """The events of a run that trains in a thread of its own, one after another. The run waits while one is looked at.
+
+    Args:
+        train: runs the training to its end.
+        kinds: the kinds of events that are passed on.
+    """
+
+    def __init__(self, train: Callable[[], object], kinds: Sequence[EventKind]) -> None:
+        self._train = train
+        self._kinds = kinds
+        self._events: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
+        self._next = threading.Semaphore(0)
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[RunEvent]:
+        """Start the run and yield its events. A loop that is left, or interrupted, ends it with a checkpoint.
+
+        Raises:
+            Exception: what ended the run.
+        """
+        thread = threading.Thread(target=self._run, name="training", daemon=True)
+        thread.start()
+        try:
+            while (event := self._events.get()) is not None:
+                yield event
+                self._next.release()
+        finally:
+            self._closed = True
+            if thread.is_alive():
+                request_stop("the loop over its events was left")
+            self._next.release()
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def emit(self, event: RunEvent) -> None:
+        """Pass an event on and wait until the loop asks for the next one; called by the run."""
+        if self._closed:
+            event.stop("the loop over its events was left")  # the run was still starting then
+        elif event.kind in self._kinds:
+            self._events.put(event)
+            self._next.acquire()
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._events.put(None)
 
 
 class EarlyStopping:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from hybridrl.notify import listening, notify
 from hybridrl.observe.run_folder import settings_of, write_run_info
 from hybridrl.trainer.api import trained_part
 from hybridrl.trainer.call_settings import PolicySettings
+from hybridrl.trainer.callbacks import EventKind, EventStream, RunEvent
 from hybridrl.utils import termination
 
 ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
@@ -136,6 +139,63 @@ def test_early_stopping_waits_for_a_better_value() -> None:
         assert not stops and callback.best == -1.5
         callback(hybridrl.RunEvent("validation", 6, 9, Path("x"), {"val/loss": 1.5}))
     assert len(stops) == 1 and "val/loss" in stops[0]
+
+
+def events(*kinds: EventKind, steps: int = 3, fails: bool = False) -> tuple[EventStream, list[int]]:
+    """A stream of a run without workers, and the steps that it has completed."""
+    completed: list[int] = []
+
+    def train() -> None:
+        stop = threading.Event()
+        with termination.listening(lambda reason: stop.set()):
+            for step in range(1, steps + 1):
+                completed.append(step)
+                stream.emit(RunEvent("step", step, steps, Path()))
+                stream.emit(RunEvent("validation", step, steps, Path()))
+                if fails:
+                    raise UserError("no luck")
+                if stop.is_set():
+                    return
+
+    stream = EventStream(train, kinds)
+    return stream, completed
+
+
+def test_a_loop_over_steps_sees_each_while_the_run_waits() -> None:
+    stream, completed = events("step", "validation")
+    seen = []
+    for event in stream:
+        seen.append((event.kind, event.step))
+        time.sleep(0.01)
+        assert completed[-1] == event.step
+    assert seen == [(kind, step) for step in (1, 2, 3) for kind in ("step", "validation")]
+    stream, completed = events("validation")
+    assert [event.step for event in stream] == [1, 2, 3] == completed
+
+
+def test_a_loop_that_is_left_ends_the_run_after_its_step() -> None:
+    stream, completed = events("step")
+    for event in stream:
+        if event.step == 2:
+            break
+    assert completed == [1, 2]
+    stream, completed = events("step")
+    with pytest.raises(ZeroDivisionError):
+        for event in stream:
+            event.step / 0
+    assert completed == [1]
+
+
+def test_what_ends_a_run_is_raised_by_the_loop() -> None:
+    stream, _ = events("step", fails=True)
+    with pytest.raises(UserError) as caught:
+        list(stream)
+    assert str(caught.value) == "no luck"
+
+
+def test_kinds_of_events_that_do_not_exist_are_named(here: Path) -> None:
+    with raises_with(ConfigError, "steps('steps')", "validation"):
+        grpo().steps("steps")  # type: ignore[arg-type]
 
 
 def test_a_callback_has_to_be_a_function(here: Path) -> None:
@@ -331,6 +391,12 @@ stopped = hybridrl.grpo(
 assert not stopped.finished and stopped.step == 3 and stopped.checkpoint.name == "global_step_3"
 kinds = [("validation", 0), ("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("checkpoint", 3)]
 assert events == kinds, events
+trainer = hybridrl.Trainer("grpo", "MODEL", digits, rows, max_steps=9, num_generations=2, **SMALL)
+for event in trainer.steps():
+    assert event.kind == "step" and event.metrics["critic/score/mean"] >= 0
+    if event.step == 2:
+        break
+assert trainer.result.step == 2 and not trainer.result.finished and trainer.result.checkpoint.name == "global_step_2"
 try:
     first.curve("critic/scores/mean")
 except KeyError as error:
@@ -360,7 +426,6 @@ def test_the_trained_model_is_where_the_row_of_the_policy_says(monkeypatch: pyte
     assert [trained_part(program) for program in ("grpo", "dpo")] == ["policy", "model"]
 
 
-@pytest.mark.slow
 @pytest.mark.slow(60)
 def test_runs_follow_each_other_in_one_process(
     micro_model: Path, tmp_path: Path, finish: Callable[..., Any], forked: str
