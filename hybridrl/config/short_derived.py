@@ -50,6 +50,14 @@ def derive(
             if betas != list(value_of(key)):
                 assignments.append(Assignment(key, betas, derived[name][1]))
             break
+    repository = derived.get("hub_model_id", (None, ""))[0]
+    pushes = derived.get("push_to_hub", (False, ""))[0]
+    if pushes and repository:
+        assignments.append(Assignment("trainer.hub.model_id", repository, derived["hub_model_id"][1]))
+    elif pushes:
+        faults.append(f"push_to_hub={show(pushes)}: where to? Add hub_model_id=ORG/NAME")
+    elif repository:
+        faults.append(f"hub_model_id={repository} alone uploads nothing: add push_to_hub=true, or leave it away")
     names = [name for name in _BATCH if name in numbers]
     policy = tree == "ppo_trainer"
     updates = 1

@@ -69,8 +69,9 @@ FOREIGN: tuple[ShortName, ...] = (
     *_idle("ignore_data_skip", "a resumed run continues with the next row"),
     *_idle("label_names include_for_metrics prediction_loss_only batch_eval_metrics eval_do_concat_batches "
            "eval_use_gather_object", "validation computes the metrics of docs/metrics.md"),
-    *_idle("hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision trackio_space_id "
-           "trackio_bucket_id trackio_static_space_id log_completions_hub_repo", "nothing is sent to a hub"),
+    *_idle("hub_strategy hub_always_push", "the model is uploaded once, when the run is finished"),
+    *_idle("trackio_space_id trackio_bucket_id trackio_static_space_id log_completions_hub_repo",
+           "only the model is sent to the hub"),
     *_idle("num_generations_eval", "actor_rollout_ref.rollout.val_kwargs.n is the number of validation samples"),
     *_idle("liger_kernel_config", "all kernels of the package that fit the model are used"),
     *_idle("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "there is no VESPO here"),
@@ -89,11 +90,7 @@ FOREIGN: tuple[ShortName, ...] = (
     ),
     # refused
     *_refused("fp16 fp16_full_eval", "training in float16 is not built; bf16=true, or neither", False),
-    *_refused(
-        "push_to_hub",
-        "there is no upload here; afterwards: hf upload ORG/NAME FOLDER, with the folder result.model_path",
-        False,
-    ),
+    *_refused("hub_token", "settings are written to config.yaml; set HF_TOKEN, or log in with hf auth login"),
     *_refused("load_best_model_at_end", "the last checkpoint is the result; report.html shows the best step", False),
     *_refused("auto_find_batch_size", "set use_dynamic_bsz=true, which fills micro-batches by tokens", False),
     *_refused("mask_truncated_completions",

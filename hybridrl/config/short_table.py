@@ -326,6 +326,10 @@ _ACTING: tuple[ShortName, ...] = (
     # the run
     _common("output_dir default_local_dir", "trainer.default_local_dir"),
     _common("run_name experiment_name", "trainer.experiment_name"),
+    _row("push_to_hub", "trainer.hub.model_id", derived=True, meaning="upload the trained model to hub_model_id"),
+    _row("hub_model_id", "trainer.hub.model_id", derived=True, meaning="repository of push_to_hub, ORG/NAME"),
+    _row("hub_private_repo", "trainer.hub.private"),
+    _row("hub_revision", "trainer.hub.revision"),
     _common("project project_name", "trainer.project_name"),
     _common("report_to logger", "trainer.logger", _loggers, default="console"),
     _common("save_steps save_freq", "trainer.save_freq", derived=True, meaning=f"{_SAVES}; -1: none", default="-1"),

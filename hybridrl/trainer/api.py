@@ -61,6 +61,19 @@ class TrainingResult:
         """The last value of each metric."""
         return {name: value for record in self.history for name, value in record.items() if name != "step"}
 
+    def push_to_hub(
+        self, repository: str, *, private: bool | None = None, revision: str | None = None, message: str = ""
+    ) -> str:
+        """Upload the trained model to the Hugging Face Hub, and return the address of the commit.
+
+        Arguments and errors are those of `hybridrl.trainer.hub_upload.upload_model`.
+        """
+        from hybridrl.trainer.hub_upload import upload_model
+
+        if self.model_path is None:
+            raise ConfigError("push_to_hub: there is no trained model; train with save_last=true")
+        return upload_model(self.model_path, repository, private=private, revision=revision, message=message)
+
     def curve(self, name: str) -> list[float]:
         """Return the values of one metric, step by step.
 

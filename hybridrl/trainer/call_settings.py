@@ -101,6 +101,9 @@ class PolicySettings(TypedDict, total=False):
     growth: float
     horizon: int
     host: str | None
+    hub_model_id: Any
+    hub_private_repo: bool | None
+    hub_revision: str | None
     ignore_eos: bool
     image_key: str
     importance_sampling_level: Any
@@ -175,6 +178,7 @@ class PolicySettings(TypedDict, total=False):
     mm_processor_kwargs: dict[str, Any]
     mode: str
     model_engine: str
+    model_id: str | None
     model_init_kwargs: Any
     n: int
     n_gpus_per_node: int
@@ -201,12 +205,14 @@ class PolicySettings(TypedDict, total=False):
     ppo_mini_batch_size: int
     prime_norm: str
     prime_whiten: bool
+    private: bool | None
     probe_threshold: float | None
     progress_bar: bool
     project: str
     project_name: str
     prompt_key: str
     prompt_length: int
+    push_to_hub: Any
     ray_init: dict[str, Any]
     ray_wait_register_center_timeout: int
     recompute_old_log_prob: str
@@ -220,6 +226,7 @@ class PolicySettings(TypedDict, total=False):
     resume_from_path: str | None
     resume_mode: str
     retries: int
+    revision: str | None
     reward_dpo_coef: float
     reward_fn_key: str
     reward_gt_coef: float
@@ -370,6 +377,9 @@ class SupervisedSettings(TypedDict, total=False):
     gradient_accumulation_steps: Any
     gradient_checkpointing: bool
     hf_config_path: str | None
+    hub_model_id: Any
+    hub_private_repo: bool | None
+    hub_revision: str | None
     image_key: str
     learning_rate: float
     load_contents: list[str]
@@ -396,6 +406,7 @@ class SupervisedSettings(TypedDict, total=False):
     min_num_params: int
     mm_processor_kwargs: dict[str, Any]
     model_dtype: str
+    model_id: str | None
     model_init_kwargs: Any
     n_gpus_per_node: int
     name: str | None
@@ -421,9 +432,11 @@ class SupervisedSettings(TypedDict, total=False):
     phase_timeout_s: float
     pipeline_model_parallel_size: int
     pools: dict[str, list[int]]
+    private: bool | None
     progress_bar: bool
     project: str
     project_name: str
+    push_to_hub: Any
     ranks: list[int]
     ray_init: dict[str, Any]
     ray_wait_register_center_timeout: int
@@ -434,6 +447,7 @@ class SupervisedSettings(TypedDict, total=False):
     resume_from_checkpoint: Any
     resume_from_path: str | None
     resume_mode: str
+    revision: str | None
     roles: dict[str, str]
     router_aux_loss_coef: Any
     run_name: str

@@ -145,6 +145,7 @@ def test_an_adapter(here: Path) -> None:
     [
         ({"fp16": True}, {}, "fp16="),
         ({"push_to_hub": True}, {}, "push_to_hub="),
+        ({"push_to_hub": True, "hub_model_id": "sorter"}, {}, "trainer.hub.model_id=sorter"),
         ({"loss_type": "bnpo"}, {}, "loss_type="),
         ({"num_generations": 3}, {}, "per_device_train_batch_size=8"),
         ({}, {"tools": [print]}, "GRPOTrainer(tools=)"),

@@ -165,9 +165,21 @@ class TRLTrainer:
             raise ConfigError("save_model: there is no trained model yet; call train() first")
         shutil.copytree(self.result.model_path, Path(output_dir or self.folder), dirs_exist_ok=True)
 
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Refuse: nothing is uploaded here."""
-        raise ConfigError("push_to_hub: there is no upload here; hf upload ORG/NAME FOLDER sends the saved model")
+    def push_to_hub(self, commit_message: str = "", repo_id: str | None = None, **_: Any) -> str:
+        """Upload the trained model; return the address of the commit.
+
+        Args:
+            repo_id: ORG/NAME; None: that of the config's `hub_model_id`.
+
+        Raises:
+            ConfigError: nothing is trained yet, or no repository is named.
+        """
+        repository = repo_id or getattr(self.args, "hub_model_id", None)
+        if repository is None:
+            raise ConfigError("push_to_hub: where to? Set hub_model_id=ORG/NAME in the config")
+        if self.result is None:
+            raise ConfigError("push_to_hub: there is no trained model yet; call train() first")
+        return self.result.push_to_hub(repository, private=self.args.hub_private_repo, message=commit_message)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Return the last metrics of validation.

@@ -5,6 +5,7 @@ Settings of roles that take no part are checked only for what would be wrong in 
 
 import dataclasses
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,20 @@ def check_contents(where: str, checkpoint: CheckpointConfig, trainer: RunConfig)
             "no run could be resumed from such a checkpoint and no health check could roll back to it; add model, or "
             "set trainer.resume_mode=disable if none is to be"
         )
+
+
+def check_hub(where: str, checkpoint: CheckpointConfig, trainer: RunConfig) -> Iterator[str]:
+    """Check that the last checkpoint has a model to upload, and that the repository has a name."""
+    repository = trainer.hub.model_id
+    if repository is None:
+        return
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is None:
+        yield f"trainer.hub.model_id={repository}: must be ORG/NAME"
+    if "hf_model" not in checkpoint.save_contents:
+        contents = f"{where}.save_contents={checkpoint.save_contents}"
+        yield f"trainer.hub.model_id={repository}: {contents} lacks hf_model; add it"
+    if not trainer.save_last:
+        yield f"trainer.hub.model_id={repository}: the last model is not saved; set trainer.save_last=True"
 
 
 def rollbacks(trainer: TrainerConfig) -> list[str]:

@@ -20,7 +20,14 @@ from hybridrl.config.checks.check_algorithm import (
 from hybridrl.config.checks.check_distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.check_judge import check_judge
 from hybridrl.config.checks.check_mappings import check_mappings
-from hybridrl.config.checks.check_roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
+from hybridrl.config.checks.check_roles import (
+    check_contents,
+    check_hub,
+    check_optimizer,
+    check_placement,
+    check_roles,
+    rollbacks,
+)
 from hybridrl.config.checks.check_schedule import check_schedule
 from hybridrl.config.checks.check_served import check_served
 from hybridrl.config.checks.consequences import consequences
@@ -116,6 +123,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     policy, trainer = config.actor_rollout_ref, config.trainer
     yield check_names("actor_rollout_ref.", policy.model.external_lib, _named_entries(config))  # also registers roles
     yield check_roles(config)
+    yield check_hub("actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint, trainer)
     yield _check_prompts(config)
     yield _check_reward(config)
     yield check_estimator(config)
@@ -161,6 +169,7 @@ def _supervised_checks(config: SupervisedConfig) -> Iterator[Iterable[str]]:
     yield check_names("", config.model.external_lib, choices)
     yield check_supervised(config)
     yield check_contents("checkpoint", config.checkpoint, config.trainer)
+    yield check_hub("checkpoint", config.checkpoint, config.trainer)
     yield check_optimizer("optim", config.optim)
     yield _check_run(config.trainer)
     yield check_placement(config.placement, config.trainer, [("model",)], [("model",)])

@@ -28,6 +28,21 @@ class JobConfig(ConfigNode):
 
 
 @dataclass
+class HubConfig(ConfigNode):
+    """`trainer.hub`: the trained model on the Hugging Face Hub."""
+
+    model_id: str | None = key(
+        None,
+        "repository, ORG/NAME, that the trained model is uploaded to once the run is finished, with the token of "
+        "HF_TOKEN or hf auth login; null: none",
+    )
+    private: bool | None = key(
+        None, "a new repository is private; null: as the account's settings say", needs=is_set(".model_id")
+    )
+    revision: str | None = key(None, "branch that it is uploaded to; null: main", needs=is_set(".model_id"))
+
+
+@dataclass
 class RunConfig(JobConfig):
     """The `trainer` settings that `ppo_trainer` and `sft_trainer` share."""
 
@@ -68,6 +83,7 @@ class RunConfig(JobConfig):
     peak_tflops: float | None = key(
         None, "TFLOPs per second that a device can do, for perf/mfu/*; null: as its name says, in bfloat16", gt=0
     )
+    hub: HubConfig = group(HubConfig)
 
 
 @dataclass

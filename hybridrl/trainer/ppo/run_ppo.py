@@ -5,11 +5,13 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import PPOTrainerConfig, validate
+from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
 from hybridrl.programs import ProgramResult
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
+from hybridrl.trainer.hub_upload import open_repository, upload_result
 from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.ppo.role_groups import resource_pools, spawn_worker_groups
 from hybridrl.trainer.startup import depends_on_model, workers_starting
@@ -27,6 +29,13 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | N
     Raises:
         ConfigError: `validate` finds faults in the configuration.
     """
+    open_repository(config.trainer.hub)
+    result = _fit(config, role_worker_mapping)
+    upload_result(config.trainer.hub, result, str(ROLES[POLICY].saved))
+    return result
+
+
+def _fit(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None) -> ProgramResult:
     while True:
         with started_trainer(config, role_worker_mapping) as trainer:
             try:

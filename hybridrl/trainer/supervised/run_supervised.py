@@ -9,6 +9,7 @@ from hybridrl.errors import WorkerUserError
 from hybridrl.notify import notify
 from hybridrl.programs import ProgramResult
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.hub_upload import open_repository, upload_result
 from hybridrl.trainer.own_folder import settle_folder
 from hybridrl.trainer.startup import USES_GPU, depends_on_model, workers_starting
 
@@ -24,6 +25,15 @@ def run_supervised(config: SupervisedConfig) -> ProgramResult:
     Raises:
         ConfigError: `validate` finds faults in the configuration.
     """
+    open_repository(config.trainer.hub)
+    result = _fit(config)
+    from hybridrl.trainer.supervised.supervised_trainer import MODEL_FOLDER  # takes seconds (torch)
+
+    upload_result(config.trainer.hub, result, MODEL_FOLDER)
+    return result
+
+
+def _fit(config: SupervisedConfig) -> ProgramResult:
     while True:
         with _started_trainer(config) as trainer:
             try:
