@@ -153,14 +153,21 @@ def start(
         defaults: values by key that replace the program's own.
     """
     program = PROGRAMS[name]
+    words = list(sys.argv[1:] if argv is None else argv)
+    own_defaults = {**program.defaults, **(defaults or {})}
 
     def run(config: Any) -> int:
         return getattr(program.load()(config), "exit_code", 0)
 
     try:
+        if not {"-m", "--multirun"}.isdisjoint(words):
+            sweep = importlib.import_module("hybridrl.trainer.sweep").sweep
+            if status := sweep(program.tree, run, words, command=command, defaults=own_defaults):
+                raise SystemExit(status)
+            return
         from hybridrl.config import cli
 
-        cli(program.tree, run, argv, command=command, defaults={**program.defaults, **(defaults or {})})
+        cli(program.tree, run, words, command=command, defaults=own_defaults)
     except ModuleNotFoundError as error:
         _explain_missing(error)
 

@@ -44,7 +44,7 @@ _EXAMPLES = {
     "evaluation": ("main_eval", "data.path=answers.parquet"),
 }
 _REFUSED = {
-    "multirun": "sweeps are not supported; start one run after the other in a shell loop",
+    "multirun": "sweeps are run by the command hybridrl, for programs that train",
     "experimental_rerun": "start again with the same words; trainer.resume_mode=auto continues from the checkpoint",
     "shell_completion": "not supported; --cfg job prints every key",
 }
@@ -199,7 +199,9 @@ def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=("all",), help="print where settings come from")
     parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--multirun", "-m", action="store_true", help="run all combinations of key=value,value,... one after another"
+    )
     parser.add_argument("--experimental-rerun", help=argparse.SUPPRESS)
     parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -134,7 +134,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
                 )
             continue
         if override.is_sweep_override():
-            faults.append(f"{word}: several values are a sweep, which is not supported; a list is written {name}=[a,b]")
+            faults.append(f"{word}: several values are a sweep: add -m to run each, or write a list as {name}=[a,b]")
             continue
         delete = override.type is OverrideType.DEL
         value: Any = None if delete else override.value()
