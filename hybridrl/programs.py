@@ -137,6 +137,9 @@ COMMANDS = {
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),
+    "completion": SubCommand(
+        "print a script that has bash, zsh or fish complete commands and settings", "hybridrl.trainer.completion:main"
+    ),
     "sandbox-server": SubCommand("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
 }
 
