@@ -137,6 +137,9 @@ COMMANDS = {
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
     ),
+    "explain": SubCommand(
+        "say what a setting means, what it is in a run, and whether it acts", "hybridrl.trainer.explain_command:main"
+    ),
     "completion": SubCommand(
         "print a script that has bash, zsh or fish complete commands and settings", "hybridrl.trainer.completion:main"
     ),

@@ -49,11 +49,12 @@ _USER_CONFIG = "hybridrl_user_config"
 
 @dataclass
 class Composed:
-    """A composed configuration: the typed groups, and the unresolved tree that `--cfg job` prints."""
+    """A composed configuration: the typed groups, the tree that `--cfg job` prints, and where keys were set."""
 
     config: ConfigNode
     tree: dict[str, Any]
     notices: list[str]
+    origins: Mapping[str, str]
 
 
 @dataclass
@@ -420,7 +421,7 @@ def compose_config(
     if faults := everything.faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     object.__setattr__(config, "set_keys", frozenset(origins) - taken_back)
-    return Composed(config, tree, everything.notices())
+    return Composed(config, tree, everything.notices(), origins)
 
 
 def _put_derived(
