@@ -162,6 +162,9 @@ class InferenceEngine(ABC):
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         """Take in a part of the weights. When this returns the sender may overwrite the bucket.
 
+        Each process of the engine has to read it (`hybridrl.hybrid_engine.receive.WeightReceiver`), also where it drops
+        the tensors: the sender waits for all of them.
+
         Args:
             bucket: whole tensors, or, where `required_slices` has answered, what each process needs of them.
         """
