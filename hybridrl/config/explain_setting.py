@@ -1,4 +1,4 @@
-"""What a setting means and what it is in a run: meaning, default, value and where it was set, whether it acts."""
+"""The explanation of a setting: meaning, default, value in a run and where it was set, whether it acts."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""`hybridrl explain KEY [PROGRAM] [key=value ...]`: what a setting means, and what it is in such a run."""
+"""`hybridrl explain KEY [PROGRAM] [key=value ...]`: the explanation of a setting in such a run."""
 
 import argparse
 import sys
