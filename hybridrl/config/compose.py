@@ -21,7 +21,7 @@ from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put, show
 from hybridrl.config.entry_settings import add_own_settings
-from hybridrl.config.schema.actor import PolicyLossConfig
+from hybridrl.config.resolvers import register_resolvers
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import (
     ROOTS,
@@ -33,7 +33,6 @@ from hybridrl.config.schema.root import (
     RMTrainerConfig,
     SFTTrainerConfig,
 )
-from hybridrl.config.schema.trainer import staleness_of
 from hybridrl.config.short_derived import acting_seeds, derive
 from hybridrl.config.short_names import TREES, ShortSettings, is_short
 from hybridrl.config.unread import not_read_by, unread_by
@@ -302,39 +301,6 @@ def _store_schema(root: str, tree: dict[str, Any], group: str) -> None:
                 _store_schema(root, value, f"{group}/{name}")
 
 
-def _if_set(value: Any, then: Any, otherwise: Any) -> Any:
-    """Return `then` if `value` is set, `otherwise` if it is null."""
-    return otherwise if value is None else then
-
-
-def _global_pool(processes: Any, nodes: Any) -> list[int]:
-    return [int(processes)] * int(nodes)
-
-
-def _bypass_if_stale(mode: str, colocated: Any, separate: Any, loss_mode: str) -> bool:
-    """Return the default of `rollout_correction.bypass_mode` for responses that may be S updates old.
-
-    Up to S = 1 the ratio of the loss is against the sampler, which needs no further pass and is right for tokens of
-    mixed versions. Beyond it, and for losses that bypass mode would replace, tokens get importance weights.
-    """
-    return 0 < staleness_of(mode, colocated, separate) <= 1 and loss_mode == PolicyLossConfig.loss_mode
-
-
-def _weights_if_stale(mode: str, colocated: Any, separate: Any, loss_mode: str) -> str | None:
-    """Return the default of `rollout_correction.rollout_is`; see `_bypass_if_stale`."""
-    stale = staleness_of(mode, colocated, separate) > 0
-    return "token" if stale and not _bypass_if_stale(mode, colocated, separate, loss_mode) else None
-
-
-def _half_pool(which: str, processes: Any, nodes: Any) -> list[int]:
-    """Return half of the nodes, or of the processes if there is one node; the first half is the larger one."""
-    count = int(nodes) if int(nodes) > 1 else int(processes)
-    half = count - count // 2 if which == "first" else count // 2
-    if int(nodes) > 1:
-        return [int(processes)] * half
-    return [half] if half else []
-
-
 def compose_config(
     root: str,
     overrides: Sequence[str] = (),
@@ -396,22 +362,14 @@ def compose_config(
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
     of_program = {key: (value, "") for key, value in (defaults or {}).items() if key not in book.fields}
-    of_verl = keys_of_fully_async({**of_program, **everything.computed}, functools.partial(_value_at, tree), origins)
-    everything.renamed += of_verl.notices
-    everything.wrong += of_verl.faults
-    for key, value in of_verl.keys.items():
-        put(tree, key, value)
-        origins[key] = of_verl.origin
+    _put_fully_async({**of_program, **everything.computed}, tree, origins, everything)
     config = _typed(root, tree, everything, origins, book.suggest)
     if "seed" in short and not everything.faults:
         for key in acting_seeds(config, origins):
             put(tree, key, short["seed"][0])
         config = _typed(root, tree, everything, origins, book.suggest)
     everything.set_aside(functools.partial(not_read_by, config))
-    for key in origins:
-        choice = unread_by(config, key) if key in book.fields or book.free_parent(key) else None
-        if choice is not None and (key not in book.fields or value_at(config, key) != default_at(config, key)):
-            everything.unread.setdefault(choice, []).append(f"{key}{origins[key]}")
+    _note_unread(book, config, origins, everything)
     for key, value in from_torchrun.items():
         if (configured := functools.reduce(getattr, key.split("."), config)) != value:
             everything.wrong.append(
@@ -446,21 +404,32 @@ def _put_derived(
     return assignments
 
 
+def _put_fully_async(
+    written: Mapping[str, tuple[Any, str]], tree: dict[str, Any], origins: dict[str, str], so_far: RewriteResult
+) -> None:
+    """Set the keys that the settings of verl's fully_async_main stand for, in place of what was set for them."""
+    meaning = keys_of_fully_async(written, functools.partial(_value_at, tree), origins)
+    so_far.renamed += meaning.notices
+    so_far.wrong += meaning.faults
+    for key, value in meaning.keys.items():
+        put(tree, key, value)
+        origins[key] = meaning.origin
+
+
+def _note_unread(book: KeyBook, config: Any, origins: Mapping[str, str], so_far: RewriteResult) -> None:
+    """Note the keys that were set and that belong to a training engine which was not chosen."""
+    for key in origins:
+        choice = unread_by(config, key) if key in book.fields or book.free_parent(key) else None
+        if choice is not None and (key not in book.fields or value_at(config, key) != default_at(config, key)):
+            so_far.unread.setdefault(choice, []).append(f"{key}{origins[key]}")
+
+
 def _set_twins(book: KeyBook, tree: dict[str, Any], origins: Mapping[str, str], notices: list[str]) -> None:
     """Set the present name of each key that was given under its other name only."""
     for old, new in book.twins.items():
         if old in origins and new not in origins:
             put(tree, new, _value_at(tree, old))
             notices.append(f"{old}{origins[old]} sets {new} as well: they are the same thing")
-
-
-def register_resolvers() -> None:
-    """Make the functions known that defaults use in `${NAME:...}`."""
-    OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
-    OmegaConf.register_new_resolver("bypass_if_stale", _bypass_if_stale, replace=True)
-    OmegaConf.register_new_resolver("weights_if_stale", _weights_if_stale, replace=True)
-    OmegaConf.register_new_resolver("half_pool", _half_pool, replace=True)
-    OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
 
 
 def _typed(

@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.compose import register_resolvers
 from hybridrl.config.places import same_place
+from hybridrl.config.resolvers import register_resolvers
 from hybridrl.config.schema.node import declared, default_tree
 from hybridrl.config.schema.root import ROOTS
 

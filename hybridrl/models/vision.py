@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: positions of a token: its number in the sequence, and the temporal, vertical and horizontal one of rotary embeddings
 KINDS_OF_POSITIONS = 4
-_LARGEST_16 = 2**16 - 1
+_LARGEST_8, _LARGEST_16 = 2**8 - 1, 2**16 - 1
 #: files next to a model's weights that say how its images and videos are prepared
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -216,7 +216,10 @@ def as_rgb(image: Image) -> Image:
         values = np.asarray(image)
         if values.size and (values.min() < 0 or values.max() > _LARGEST_16):
             raise ValueError(f"its values are integers of 32 bits from {values.min()} to {values.max()}")
-        image = PIL.Image.fromarray((values.astype(np.uint32) * 255 // _LARGEST_16).astype(np.uint8))
+        # Integers of 32 bits say nothing of their range: those up to 255 are of 8 bits, as they are anywhere else.
+        if image.mode != "I" or (values.size and values.max() > _LARGEST_8):
+            values = values.astype(np.uint32) * _LARGEST_8 // _LARGEST_16
+        image = PIL.Image.fromarray(values.astype(np.uint8))
     return image.convert("RGB")
 
 

@@ -24,8 +24,8 @@ from hybridrl.utils.files import write_text
 #: bytes of the files of a model, or of a file by itself, that are read whole, the smallest files first
 READ_WHOLE = 32 * 2**30
 #: bytes of a file from which on its digest is kept on disk, and how many are
-_KEPT_FROM, _KEPT = 256 * 2**20, 1000
-_TOLD_FROM = 2 * 2**30  # bytes, of which reading takes seconds
+_RECORDED_FROM, _RECORDS = 256 * 2**20, 1000
+_NOTICE_FROM = 2 * 2**30  # bytes, of which reading takes seconds
 _SETTLED_NS = 2 * 10**9  # a file that was written just now may change again without another time
 _writing = threading.Lock()
 _BLOCK = 4096
@@ -106,19 +106,19 @@ def _state_of(path: Path) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _digest_of_state(path: Path, blocks: int, state: tuple[int, ...]) -> str:
     """`_read`, unless that was done before: here, or for a large file by another process of this user."""
-    if blocks or state[1] < _KEPT_FROM:
+    if blocks or state[1] < _RECORDED_FROM:
         return _read(path, blocks, state[1])
     name = f"{path} {' '.join(map(str, state))}"
     if isinstance(digest := _recorded().get(name), str):
         return digest
-    if state[1] >= _TOLD_FROM:
+    if state[1] >= _NOTICE_FROM:
         notify(f"reading {path} ({state[1] / 2**30:.1f} GiB) once, to recognise it when a run is resumed", once=True)
     is_settled = time.time_ns() - max(state[2:]) > _SETTLED_NS
     digest = _read(path, blocks, state[1])
     if is_settled and _state_of(path) == state:
         # A folder that cannot be written, or is full, costs time alone.
         with _writing, contextlib.suppress(OSError, RuntimeError, DiskFullError):
-            record = {**dict(list(_recorded().items())[1 - _KEPT :]), name: digest}
+            record = {**dict(list(_recorded().items())[1 - _RECORDS :]), name: digest}
             _record_file().parent.mkdir(parents=True, exist_ok=True)
             write_text(_record_file(), json.dumps(record))
     return digest

@@ -38,6 +38,9 @@ def test_a_setting_that_cannot_act_says_why(capsys) -> None:
     assert f"without effect: {POLICY}.actor.use_kl_loss is False" in explained(capsys, name)
     assert "without effect" not in explained(capsys, name, "grpo", f"{POLICY}.actor.use_kl_loss=True")
     assert "without a critic" in explained(capsys, "critic.optim.lr")
+    of_megatron = f"{POLICY}.actor.megatron.tensor_model_parallel_size"
+    assert f"{POLICY}.actor.strategy=fsdp2 does not read it" in explained(capsys, of_megatron)
+    assert "does not read it" not in explained(capsys, of_megatron, "grpo", "model_engine=megatron")
     assert "without effect" not in explained(capsys, "critic.optim.lr", "ppo")
 
 

@@ -235,6 +235,9 @@ def test_grey_images_of_16_bits_are_as_bright_as_those_of_8(vision_model: Path, 
     grey = [png(Image.fromarray(shades.astype(np.uint8))), png(Image.fromarray(shades * 257))]
     dataset = dataset_of(saved(tmp_path, *((user("<image>"), [{"bytes": image}]) for image in grey)), vision_model)
     assert digest(dataset[0]["multi_modal_inputs"]) == digest(dataset[1]["multi_modal_inputs"])
+    # Integers of 32 bits hold values of 8 bits, or of 16.
+    for values in (shades.astype(np.int32), shades.astype(np.int32) * 257):
+        assert np.array_equal(np.asarray(as_rgb(Image.fromarray(values)))[..., 0], shades)
     wide = np.full((16, 16), 2**20, dtype=np.int32)
     for image in (Image.fromarray(wide), Image.fromarray(wide.astype(np.float32))):
         with pytest.raises(ValueError, match="its values are"):

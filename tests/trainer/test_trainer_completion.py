@@ -43,6 +43,11 @@ def test_settings_are_those_of_the_program(program: str, prefix: str, expected: 
     assert offered == expected if expected is not None else "critic.optim.lr=" in offered
 
 
+def test_names_without_effect_are_not_offered() -> None:
+    words = set(words_of("grpo"))
+    assert {"hub_model_id=", "lr="} <= words and not {"hub_token=", "hub_strategy=", "logging_steps="} & words
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_script_is_printed_and_is_code_of_its_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([shell]) == 0

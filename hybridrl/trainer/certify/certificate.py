@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.config import load_config
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, WorkerError
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.single_controller.ray import init_ray, shutdown_ray
 from hybridrl.trainer.certify.certified_runs import SAVED_STEP, STEPS, CertifiedRun, Incident
@@ -133,8 +133,10 @@ def certify(
             try:
                 with redirect_stdout(output), redirect_stderr(output):
                     _carry_out(run, folder, path, python)
-            except UserError as fault:
+            except (UserError, WorkerError) as fault:
                 error = str(fault).splitlines()[0]
+            if not error and run.reference is not None and rows[run.reference].error:
+                error = f"there is nothing to compare it with: {run.reference} failed"
             rows[run.name] = _row(run, folder, time.monotonic() - began, error)
             show(rows[run.name])
     return list(rows.values())

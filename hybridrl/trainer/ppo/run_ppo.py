@@ -29,6 +29,7 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | N
     Raises:
         ConfigError: `validate` finds faults in the configuration.
     """
+    validate(config)
     open_repository(config.trainer.hub)
     result = _fit(config, role_worker_mapping)
     upload_result(config.trainer.hub, result, str(ROLES[POLICY].saved))

@@ -25,6 +25,7 @@ def run_supervised(config: SupervisedConfig) -> ProgramResult:
     Raises:
         ConfigError: `validate` finds faults in the configuration.
     """
+    validate(config)
     open_repository(config.trainer.hub)
     result = _fit(config)
     from hybridrl.trainer.supervised.supervised_trainer import MODEL_FOLDER  # takes seconds (torch)
