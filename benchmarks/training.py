@@ -1,17 +1,22 @@
-"""Time of one update: what sharing prefixes and leaving out padding save, and what FSDP2 costs.
+"""Time of one update: what sharing prefixes and leaving out padding save, what FSDP2 costs, and dividing experts.
 
-    python benchmarks/training.py [--case fsdp] [--case group] [--case tail] [--rounds 3] [--threads 1] [--json FILE]
+    python benchmarks/training.py [--case fsdp] [--case group] [--case tail] [--case experts] [--rounds 3] [--threads 1]
+                                  [--json FILE]
 
-Each case compares two ways to take the same step on the same model with random weights, in one process, turn by turn:
+Each case compares two ways to take the same step on the same model with random weights, turn by turn, in one process
+(`experts`: in two):
 
 * `group`: a prompt with 8 responses, each as long as the prompt. `model.share_prefixes=True` against False.
 * `tail`: responses of log-normal length, whose mean is a quarter of the limit. Packed rows against a plain PyTorch loop
   whose micro-batches have the width of the batch, as with `use_remove_padding=False` in verl.
 * `fsdp`: rows of one length under FSDP2 on a mesh of this process alone, against the plain module that one rank uses.
+* `experts`: two ranks that divide the experts of each layer (`expert_parallel_size=2`), against two that gather all of
+  them. The model is a mixture of 32 experts with 20 M parameters; the ranks have the same rows in both ways.
 
-The model is a Qwen2 with 10 M parameters, in float32 on a CPU and in bfloat16 on a GPU. A step is forward, backward,
-clipping and AdamW. The figure of a case is the median over rounds of the ratio of both times of a round. The
-losses of both ways are compared first, so that a ratio is never one of different computations.
+Else the model is a Qwen2 with 10 M parameters. It computes in float32 on a CPU and in bfloat16 on a GPU; `experts`
+takes two GPUs. A step is forward, backward, clipping and AdamW. The figure of a case is the median over rounds of the
+ratio of both times of a round. The losses of both ways are compared first, so that a ratio is never one of different
+computations.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -39,7 +45,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
 
 VOCABULARY = 2048
-LIMITS = {"fsdp": 1.05, "group": 0.65, "tail": 0.4}
+LIMITS = {"experts": 1.0, "fsdp": 1.05, "group": 0.65, "tail": 0.4}
 
 
 def save_model(folder: Path) -> None:
@@ -57,6 +63,23 @@ def save_model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def save_experts(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        moe_intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=2,
+        max_position_embeddings=8192,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 class Sharded(FSDPEngine):
     """Under FSDP2, though there is one rank."""
 
@@ -64,11 +87,11 @@ class Sharded(FSDPEngine):
         return True
 
 
-def make_engine(folder: Path, kind: type[FSDPEngine] = FSDPEngine, **model: Any) -> FSDPEngine:
+def make_engine(folder: Path, kind: type[FSDPEngine] = FSDPEngine, experts: int = 1, **model: Any) -> FSDPEngine:
     engine = kind(
         "language_model",
         model=ModelConfig(path=str(folder), enable_gradient_checkpointing=False, **model),
-        engine=FSDPConfig(),
+        engine=FSDPConfig(expert_parallel_size=experts),
         optim=OptimConfig(lr=1e-6),
     )
     engine.initialize()
@@ -181,11 +204,16 @@ def tail_case(folder: Path) -> tuple[Callable[[], float], Callable[[], float], d
     )
 
 
-def fsdp_case(folder: Path) -> tuple[Callable[[], float], Callable[[], float], dict[str, int]]:
-    """The step under FSDP2 on one rank, and the one of the plain module."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+def fsdp_case(folder: Path) -> tuple[Callable[[], float], Callable[[], float], dict[str, int]]:
+    """The step under FSDP2 on one rank, and the one of the plain module."""
+    port = free_port()
     distributed.init_process_group(0, 1, "127.0.0.1", port, timeout_seconds=120)
     rows, length = 8, 256 if not device.is_gpu() else 2048
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +225,26 @@ def fsdp_case(folder: Path) -> tuple[Callable[[], float], Callable[[], float], d
     return sharded, plain, {"rows": rows, "prompt": length, "response": length}
 
 
+def experts_rank(rank: int, port: int, folder: Path, rounds: int, threads: int) -> None:
+    """One of two ranks; rank 0 writes the figures."""
+    torch.set_num_threads(threads)
+    if device.is_gpu():
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(rank, 2, "127.0.0.1", port, timeout_seconds=300)
+    rows, length = 8, 128 if not device.is_gpu() else 2048
+    generator = torch.Generator().manual_seed(rank)
+    prompts, responses = (torch.randint(VOCABULARY, (rows, length), generator=generator).tolist() for _ in range(2))
+    batch = batch_of(prompts, responses, length)
+    divided, gathered = (
+        step_of(make_engine(folder / "experts", experts=size), batch, MicroBatching(size=2)) for size in (2, 1)
+    )
+    measured = compared("experts", divided, gathered, rounds)
+    if rank == 0:
+        sizes = {"rows": rows, "prompt": length, "response": length}
+        (folder / "experts.json").write_text(json.dumps({**sizes, **measured}), encoding="utf-8")
+    distributed.destroy_process_group()
+
+
 def seconds(step: Callable[[], float]) -> float:
     device.synchronize()
     started = time.perf_counter()
@@ -205,15 +253,23 @@ def seconds(step: Callable[[], float]) -> float:
     return time.perf_counter() - started
 
 
-def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
+def measure(case: str, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
+    if case == "experts":
+        save_experts(folder / "experts")
+        mp.spawn(experts_rank, (free_port(), folder, rounds, threads), nprocs=2)
+        measured: dict[str, Any] = json.loads((folder / "experts.json").read_text(encoding="utf-8"))
+        return measured
     fast, slow, sizes = {"fsdp": fsdp_case, "group": group_case, "tail": tail_case}[case](folder)
+    return {**sizes, **compared(case, fast, slow, rounds)}
+
+
+def compared(case: str, fast: Callable[[], float], slow: Callable[[], float], rounds: int) -> dict[str, Any]:
     first, second = fast(), slow()  # also warms up
     tolerance = 2e-2 if device.is_gpu() else 1e-4
     if abs(first - second) > tolerance * max(1.0, abs(second)):
         raise SystemExit(f"{case}: the losses of both ways differ: {first} and {second}")
     times = [(seconds(fast), seconds(slow)) for _ in range(rounds)]
     return {
-        **sizes,
         "seconds": statistics.median(one for one, _ in times),
         "peer_seconds": statistics.median(other for _, other in times),
         "ratio": statistics.median(one / other for one, other in times),
@@ -223,7 +279,9 @@ def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(LIMITS), help="all if left out")
+    parser.add_argument(
+        "--case", action="append", choices=sorted(LIMITS), help="all that the devices allow if left out"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -232,8 +290,9 @@ def main() -> int:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name))
-        for case in settings.case or sorted(LIMITS):
-            found[case] = one = measure(case, Path(name), settings.rounds)
+        possible = [case for case in sorted(LIMITS) if case != "experts" or torch.cuda.device_count() != 1]
+        for case in settings.case or possible:
+            found[case] = one = measure(case, Path(name), settings.rounds, settings.threads)
             print(
                 f"{case}: {one['seconds']:.2f} s against {one['peer_seconds']:.2f} s, ratio {one['ratio']:.2f} "
                 f"(at most {LIMITS[case]})",

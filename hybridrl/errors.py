@@ -34,6 +34,10 @@ class ConfigError(UserError):
         return f"{len(self.faults)} faults in the configuration:\n" + "\n".join(f"  - {fault}" for fault in self.faults)
 
 
+class MissingFieldError(UserError, ValueError):
+    """A dataflow passes a batch on without a field that the next stage reads; the message names both."""
+
+
 class AlgorithmError(UserError, ValueError):
     """An algorithm was given a setting or data it cannot work with.
 
@@ -82,6 +86,10 @@ class RewardError(UserError):
 
 class RolloutError(UserError):
     """A rollout engine is not available or cannot do what is asked."""
+
+
+class TooFewReplicasError(RolloutError):
+    """Replicas have left a run, and none has joined in time."""
 
 
 class CheckpointError(UserError):

@@ -97,6 +97,10 @@ PROGRAMS = {
 }
 
 
+#: the programs that train
+TRAINING = ("grpo", "ppo", "sft", "dpo", "rm")
+
+
 @dataclass(frozen=True)
 class SubCommand:
     """A command with options of its own in place of settings.
@@ -123,8 +127,12 @@ COMMANDS = {
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),
     "import": SubCommand(
-        "tell what becomes of the settings of a script for TRL, with the command to paste",
+        "tell what becomes of the settings of a script for TRL, OpenRLHF, slime or prime-rl, with the command to paste",
         "hybridrl.compat.import_command:main",
+    ),
+    "check": SubCommand(
+        "say before a run whether its settings, data and reward function work, and start nothing",
+        "hybridrl.check.check_command:main",
     ),
     "plan": SubCommand(
         "predict the fastest placement and layouts of grpo or ppo on devices that you name",
@@ -136,6 +144,10 @@ COMMANDS = {
     ),
     "simulate": SubCommand(
         "compare synchronous and asynchronous schedules, from latencies", "hybridrl.simulation.simulate_command:main"
+    ),
+    "check model": SubCommand(
+        "try a model: files, template, training and generation against transformers",
+        "hybridrl.model_check.check_model_command:main",
     ),
     "explain": SubCommand(
         "say what a setting means, what it is in a run, and whether it acts", "hybridrl.trainer.explain_command:main"
@@ -181,7 +193,7 @@ def start(
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `hybridrl`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parts = 2 if " ".join(words[:2]) in PROGRAMS else 1  # of the command's name
+    parts = 2 if " ".join(words[:2]) in {*PROGRAMS, *COMMANDS} else 1  # of the command's name
     name, rest = " ".join(words[:parts]) or "--help", words[parts:]
     if name in PROGRAMS:
         start(name, f"hybridrl {name}", rest)

@@ -204,6 +204,17 @@ class TraceMetadata(EntryMetadata):
     install: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImportMetadata(EntryMetadata):
+    """A project whose scripts `hybridrl import` reads.
+
+    Attributes:
+        reads: the kinds of its scripts, for `--help`.
+    """
+
+    reads: str = ""
+
+
 #: what an objective of supervised training computes with, and the tree whose runs choose it
 OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "scores": "rm_trainer"}
 
@@ -529,6 +540,15 @@ ENVIRONMENTS = Registry(
     "agents/environments/*.py",
     EntryMetadata,
     RolloutError,
+)
+
+IMPORTED_PROJECTS = Registry(
+    "project",
+    "the project of hybridrl import",
+    ("imported_project",),
+    "compat/*/*.py",
+    ImportMetadata,
+    ConfigError,
 )
 
 MAPPING_READERS = Registry(

@@ -71,6 +71,28 @@ class UnscoredError(Exception):
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
+def reward_number(value: Any, source: str) -> float:
+    """Return the reward that a tool or a simulated user gave, as a number.
+
+    Args:
+        value: a number, a `Scored` or an `Unscored`.
+        source: what gave it, for messages.
+
+    Raises:
+        UnscoredError: it is an `Unscored`; or something else, not finite, or beyond `LARGEST_REWARD` (`grading`).
+    """
+    if isinstance(value, Unscored):
+        raise UnscoredError(value.reason, value.detail)
+    try:
+        number = float(value.reward if isinstance(value, Scored) else value)
+    except Exception as error:
+        problem = f"{source} is a {type(value).__name__}, and must be a number: {error}"
+        raise UnscoredError(Reason.GRADING, problem) from error
+    if not abs(number) <= LARGEST_REWARD:  # nor NaN
+        raise UnscoredError(Reason.GRADING, f"{source} is {number}; {LARGEST_REWARD:.3g} is the largest reward")
+    return number
+
+
 def unscored_by(error: BaseException) -> Unscored:
     """Return the reason that an exception gives: its own, `timeout` for a `TimeoutError`, else `infra`."""
     if isinstance(error, UnscoredError):

@@ -309,7 +309,7 @@ def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def vision_model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
     """One of `vision_models`."""
     return vision_models[request.param]

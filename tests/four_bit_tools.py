@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from hybridrl.models import four_bit
 
 #: how the names of weights end that are in 4 bits
-LAYERS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+LAYERS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down", "out"))
+LAYERS += tuple(f".in_proj_{name}.weight" for name in ("qkv", "z", "a", "b"))
 
 
 def rounded_copy(model: Path, folder: Path) -> Path:

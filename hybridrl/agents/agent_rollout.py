@@ -27,6 +27,7 @@ from hybridrl.rollout.rollout import OnFinished, Rollout
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.scored import Reason
+from hybridrl.utils.background import ended_by
 
 T = TypeVar("T")
 
@@ -136,6 +137,7 @@ class AgentRollout(Rollout):
                 attempt = await asyncio.wrap_future(self._pool.submit(task, batch.client))
             if attempt.unscored is None:
                 return attempt, missing
+            self.inner.check_running()  # no session can have an answer any more
             reason = attempt.unscored.reason
             again = len(missing) < self._config.agent.retries and reason not in (Reason.DROPPED, Reason.TIMEOUT)
             missing.append(UnscoredSample(task.uid, task.sample, attempt.unscored, attempt.tokens, again))
@@ -178,6 +180,9 @@ class AgentRollout(Rollout):
 
     def health(self) -> list[str]:
         return self.inner.health()
+
+    def check_running(self) -> None:
+        self.inner.check_running()
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the rollout, and of the sessions since the previous call.
@@ -266,7 +271,7 @@ def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, in a thread of its own: the caller may be inside of an event loop.
 
-    Where the caller is interrupted meanwhile, the coroutine is cancelled.
+    The coroutine is cancelled where the caller is interrupted meanwhile, or nobody waits for its thread any more.
     """
     result: Future[T] = Future()
     loop = asyncio.new_event_loop()
@@ -282,12 +287,16 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
-    thread = threading.Thread(target=run, name="agents", daemon=True)
-    thread.start()
-    try:
-        return result.result()
-    except BaseException:
+    def cancel() -> None:
         if not result.done():  # else the error is the coroutine's own, and its loop is about to be closed
             with contextlib.suppress(RuntimeError):  # it has come to its end meanwhile
                 loop.call_soon_threadsafe(task.cancel)
+
+    thread = threading.Thread(target=run, name="agents", daemon=True)
+    thread.start()
+    try:
+        with ended_by(cancel):
+            return result.result()
+    except BaseException:
+        cancel()
         raise

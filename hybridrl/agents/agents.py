@@ -17,7 +17,7 @@ from hybridrl.chat.parsers.tool_parser import ToolParser, tool_parser_of
 from hybridrl.chat.session_images import ImageReader, SeenImages
 from hybridrl.chat.turns import Turns
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.config.schema.rollout import AgentConfig
+from hybridrl.config.schema.multi_turn import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import eos_token_ids
 from hybridrl.models.model_config import config_of

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 from hybridrl.chat.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.config.checks.check_agents import check_connections
-from hybridrl.config.schema.rollout import AgentConfig
+from hybridrl.config.schema.multi_turn import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.processes.frames import MalformedMessage
 from hybridrl.processes.template import Template

@@ -47,7 +47,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 
 
 def row_blocks(values: Tensor) -> list[slice]:
-    """Slices of rows of `values [B, ...]` whose temporaries fit a CPU's cache; one slice elsewhere.
+    """Slices of rows of `values [B, ...]` whose temporaries fit a CPU's cache; one slice elsewhere, or without rows.
 
     A chain of elementwise operations over a large array is bound by memory and by the page faults of new temporaries.
     Processed in blocks, the temporaries stay in the cache and are reused.
@@ -55,7 +55,7 @@ def row_blocks(values: Tensor) -> list[slice]:
     rows = len(values)
     width = max(values[0].numel(), 1) if rows else 1
     step = max(1, _BLOCK_ELEMENTS // width) if values.device.type == "cpu" else max(rows, 1)
-    return [slice(start, start + step) for start in range(0, rows, step)]
+    return [slice(start, start + step) for start in range(0, rows, step)] or [slice(0, 0)]
 
 
 def masked_row_sum(values: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -19,7 +19,8 @@ from PIL.Image import Image
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
-from hybridrl.models.vision import ImageProcessor, ImageTensors, as_rgb
+from hybridrl.models.pictures import as_rgb
+from hybridrl.models.vision import ImageProcessor, ImageTensors
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.request_images import PromptImages, join_images
 

@@ -20,7 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config.checks.branches import value_at
 from hybridrl.config.checks.idle import default_at
 from hybridrl.config.convert import build, nearest, put, show
+from hybridrl.config.differences import differences
 from hybridrl.config.entry_settings import add_own_settings
+from hybridrl.config.output import as_dict
 from hybridrl.config.resolvers import register_resolvers
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import (
@@ -380,6 +382,31 @@ def compose_config(
         raise ConfigError(list(dict.fromkeys(faults)))
     object.__setattr__(config, "set_keys", frozenset(origins) - taken_back)
     return Composed(config, tree, everything.notices(), origins)
+
+
+def with_settings(config: ConfigNode, settings: Mapping[str, Any]) -> Any:
+    """Return a whole configuration with other values of some settings, and of those that follow them.
+
+    Args:
+        settings: values by dotted key; they count as set.
+
+    Raises:
+        ConfigError: a value is of a wrong type.
+    """
+    root = next(name for name, cls in ROOTS.items() if cls is type(config))
+    current, tree = as_dict(config), default_tree(ROOTS[root])
+    for item in differences(current):
+        put(tree, item.key, item.value)
+    for key in config.set_keys:
+        put(tree, key, value_at(config, key))
+    for key, value in settings.items():
+        put(tree, key, value)
+    so_far = RewriteResult()
+    changed = _typed(root, tree, so_far, dict.fromkeys(settings, ""), key_book(root).suggest)
+    if so_far.faults:
+        raise ConfigError(so_far.faults)
+    object.__setattr__(changed, "set_keys", config.set_keys | frozenset(settings))
+    return changed
 
 
 def _put_derived(

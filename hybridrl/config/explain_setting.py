@@ -67,7 +67,7 @@ def _keys(tree: str, name: str) -> list[str]:
 
 def _effects(tree: str, key: str, composed: Composed) -> Iterator[str]:
     """Yield whether a key acts, its old names, and the keys whose defaults follow it."""
-    reasons = list(_reasons(key, composed.config))
+    reasons = list(reasons_without_effect(key, composed.config))
     if reasons:
         yield f"without effect: {reasons[0]}"
     others = [alias.old for alias in aliases() if alias.new == key and tree in alias.roots]
@@ -84,7 +84,7 @@ def _effects(tree: str, key: str, composed: Composed) -> Iterator[str]:
         yield f"followed by: {', '.join(followers)}"
 
 
-def _reasons(key: str, config: Any) -> Iterator[str]:
+def reasons_without_effect(key: str, config: Any) -> Iterator[str]:
     """Yield why a key cannot act."""
     for branch in branches(config):
         lookup = functools.partial(branch.lookup, config)

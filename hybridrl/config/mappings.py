@@ -34,6 +34,25 @@ class Entries:
         """Another setting, named from the mapping's group as conditions name it; `...` if there is none."""
         return read(name, self.key.rpartition(".")[0], self.lookup)[1]
 
+    def contradictions(self, settings: Mapping[str, str]) -> list[str]:
+        """A sentence for each entry that is a setting, too, which was set to another value.
+
+        Args:
+            settings: the name of the setting, as conditions name it, for each entry that is one.
+        """
+        faults = []
+        for name, value in self.values.items():
+            if name not in settings:
+                continue
+            key, other = read(settings[name], self.key.rpartition(".")[0], self.lookup)
+            set_keys = self.lookup("set_keys")
+            if set_keys is not ... and key in set_keys and other is not ... and other != value:
+                faults.append(
+                    f"{self.key}.{name}={value} and {key}={other} are the same thing; set the latter alone, or remove "
+                    "one of them"
+                )
+        return faults
+
     def unknown(self, names: Iterable[str], taker: str) -> list[str]:
         """A sentence for each entry whose name is not among `names`, those that `taker` takes."""
         valid = sorted(names)

@@ -15,6 +15,15 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("weights_if_stale", _weights_if_stale, replace=True)
     OmegaConf.register_new_resolver("half_pool", _half_pool, replace=True)
     OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
+    OmegaConf.register_new_resolver("at_most", _at_most, replace=True)
+
+
+def _at_most(limit: int, value: Any) -> int:
+    """Return a number, or the limit if that is smaller, or if it is no number, which its own check names."""
+    try:
+        return min(limit, int(value))
+    except (TypeError, ValueError):
+        return limit
 
 
 def _if_set(value: Any, then: Any, otherwise: Any) -> Any:

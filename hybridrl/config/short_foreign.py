@@ -68,7 +68,7 @@ FOREIGN: tuple[ShortName, ...] = (
            "checkpoints hold the whole state, and the model in Hugging Face format"),
     *_idle("ignore_data_skip", "a resumed run continues with the next row"),
     *_idle("label_names include_for_metrics prediction_loss_only batch_eval_metrics eval_do_concat_batches "
-           "eval_use_gather_object", "validation computes the metrics of docs/metrics.md"),
+           "eval_use_gather_object", "validation computes the metrics of docs/observe.md"),
     *_idle("hub_strategy hub_always_push", "the model is uploaded once, when the run is finished"),
     *_idle("trackio_space_id trackio_bucket_id trackio_static_space_id log_completions_hub_repo",
            "only the model is sent to the hub"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,15 +14,20 @@ from hybridrl.data.data_files import read_table
 from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, render
 from hybridrl.data.row_selection import (
     MEDIA_COLUMNS,
+    check_media_keys,
     choose_rows,
     pad_token_id,
     refuse_media,
     refuse_other_media,
+    report_other_media,
     seed_of,
 )
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError
 from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message, Tokens, encode_with_offsets, without_padding
+from hybridrl.models.rendering import reads_variable
+from hybridrl.notify import notify
+from hybridrl.utils.finite_json import NoNumberError, finite_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,12 +87,18 @@ class ConversationDataset(Dataset):
         self.key = key
         self.table: Table = read_table(data_files, key)
         self._images = None if processor is None else _row_images(processor, config)
+        check_media_keys(config, self.table, key, reads_media=self._images is not None)
         read = () if self._images is None else self._images.columns
         refuse_media(self.table, key, [column for column in MEDIA_COLUMNS if column not in read])
         refuse_other_media(self.table, key, read)
+        report_other_media(self.table, key, read)
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
-        self._fields = FieldNotice(tokenizer, key)
+        columns = [config.get(name) for name in ("prompt_key", "response_key", "messages_key", "chosen_key")]
+        columns = [name for name in columns if name in self.table.columns]
+        self._fields = FieldNotice(
+            tokenizer, key, columns, reads_media=self._images is not None, system_prompt=config.system_prompt
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -166,7 +176,27 @@ class ConversationDataset(Dataset):
                 except ValueError as error:
                     raise DataError(f"{self.table.locate(index)}: column {column!r} (data.{key}) {error}.") from error
             template_columns[name] = values
+            self._report_unread(name, column, [values[index] for index in map(int, self._rows)])
+        default = config.get("enable_thinking_default")
+        if default is not None and not reads_variable(self.tokenizer, "enable_thinking"):
+            raise DataError(
+                f"data.enable_thinking_default={default} has no effect, because the chat template of "
+                f"{self.tokenizer.name_or_path or 'the tokenizer'} does not read enable_thinking. Remove it, or give "
+                "another template with model.custom_chat_template."
+            )
         return template_columns
+
+    def _report_unread(self, variable: str, column: str, values: Sequence[Any]) -> None:
+        """Say that the chat template does not read what some rows have for it."""
+        count = sum(value is not None for value in values)
+        if count and not reads_variable(self.tokenizer, variable):
+            notify(
+                f"{self.key}: {count} of {len(values)} rows have {variable} in column {column!r}, which the chat "
+                f"template of {self.tokenizer.name_or_path or 'the tokenizer'} does not read, so the model does not "
+                "see them; write them into a message of the system, or give another template with "
+                "model.custom_chat_template",
+                "warning",
+            )
 
     def template_arguments(self, item: int) -> dict[str, Any]:
         """Return the variables of the chat template for an item, besides its messages."""
@@ -344,8 +374,8 @@ def _tools_of(value: Any) -> list[Any] | None:
         if not value.strip():
             return None
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = finite_json(value)
+        except (ValueError, RecursionError, NoNumberError) as error:
             raise ValueError(f"is text that is no JSON ({error}); write the list of tools") from error
     if value is None:
         return None

@@ -26,6 +26,8 @@ from hybridrl.config.data_names import (
 )
 from hybridrl.data.table import ArrowPart, RowsPart, Table, check_column_names
 from hybridrl.errors import DataError
+from hybridrl.notify import notify
+from hybridrl.utils.finite_json import NoNumberError, finite_json
 
 if TYPE_CHECKING:
     import datasets
@@ -40,6 +42,7 @@ _REMEDIES = {
     ".arrow": " From Python, give datasets.Dataset.from_file(FILE) as data; a saved data set is named by its folder.",
     ".zip": " Unpack it, and name the files in it.",
 }
+_TEXTS = (".json", ".jsonl", ".csv", ".tsv")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD = 2**31 - 1  # of CSV, in characters; the csv module's own limit is 131,072
 
@@ -125,7 +128,8 @@ def _read(entry: str, key: str) -> list[ArrowPart] | list[RowsPart] | list[Arrow
         )
     dataset = dataset_name(entry)
     if dataset is not None:
-        return [_read_dataset(dataset, entry, key)]
+        texts = _text_files_of(dataset, entry, key)
+        return [_read_file(file, key) for file in texts] if texts else [_read_dataset(dataset, entry, key)]
     files = local_files(entry)
     if not files:
         raise DataError(
@@ -180,10 +184,26 @@ def _unpack_zstd(content: bytes) -> bytes:
     return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
 
 
+def _unpack_streams(decompressor: Callable[[], Any], content: bytes) -> bytes:
+    """Decompress one stream after the other. The standard library stops at one that it cannot read, without a word.
+
+    Raises:
+        OSError, EOFError, lzma.LZMAError: a stream is damaged or incomplete.
+    """
+    parts = []
+    while content:
+        stream = decompressor()
+        parts.append(stream.decompress(content))
+        if not stream.eof:
+            raise EOFError("the compressed data ended before the end-of-stream marker was reached")
+        content = stream.unused_data.lstrip(b"\0")  # padding after a stream
+    return b"".join(parts)
+
+
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress,
-    ".bz2": bz2.decompress,
-    ".xz": lzma.decompress,
+    ".bz2": functools.partial(_unpack_streams, bz2.BZ2Decompressor),
+    ".xz": functools.partial(_unpack_streams, lzma.LZMADecompressor),
     ".zst": _unpack_zstd,
 }
 
@@ -210,19 +230,20 @@ def _text(path: Path, key: str) -> str:
 
 def _read_json(path: Path, key: str) -> RowsPart:
     """Read a JSON file. One that begins with `[` is a list of rows; any other holds one row per line."""
-    text = _text(path, key)
+    text, reader = _text(path, key), _JsonReader()
     if text.lstrip().startswith("["):
         try:
-            rows = json.loads(text, object_pairs_hook=_object)
+            rows = reader.value(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{key}={path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
-        except _RepeatedNameError as error:
+        except (_RepeatedNameError, NoNumberError) as error:
             raise DataError(f"{key}={path}: {error}.") from None
         except (RecursionError, ValueError) as error:
             raise DataError(f"{key}={path}: {_unreadable(error)}.") from None
         lines = None
     else:
-        rows, lines = _read_json_lines(path, text, key)
+        rows, lines = _read_json_lines(path, text, key, reader)
+    reader.report(path, key, is_one_text=lines is None)
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             where = f"item {index}" if lines is None else f"line {lines[index]}"
@@ -230,24 +251,55 @@ def _read_json(path: Path, key: str) -> RowsPart:
     return RowsPart(path, rows, lines)
 
 
-def _read_json_lines(path: Path, text: str, key: str) -> tuple[list[Any], list[int]]:
+def _read_json_lines(path: Path, text: str, key: str, reader: _JsonReader) -> tuple[list[Any], list[int]]:
     rows, lines = [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line, object_pairs_hook=_object))
+            rows.append(reader.value(line, number))
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
                 "one list of them."
             ) from error
-        except _RepeatedNameError as error:
+        except (_RepeatedNameError, NoNumberError) as error:
             raise DataError(f"{key}={path}, line {number}: {error}.") from None
         except (RecursionError, ValueError) as error:
             raise DataError(f"{key}={path}, line {number}: {_unreadable(error)}.") from None
         lines.append(number)
     return rows, lines
+
+
+class _JsonReader:
+    """Reads the JSON texts of a file; NaN, which Python writes for a missing value, becomes null.
+
+    Attributes:
+        lines: the lines with NaN, once for each.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+
+    def value(self, text: str, line: int = 1) -> Any:
+        """Return the value of a JSON text.
+
+        Raises:
+            _RepeatedNameError: an object has a name twice.
+            NoNumberError: a number is infinite.
+            ValueError, RecursionError: it cannot be read for another reason.
+        """
+        return finite_json(text, on_nan=lambda: self.lines.append(line), object_pairs_hook=_object)
+
+    def report(self, path: Path, key: str, is_one_text: bool) -> None:
+        """Say how many NaN there are."""
+        if self.lines:
+            first = "" if is_one_text else f", first in line {self.lines[0]}"
+            notify(
+                f"{key}={path}: NaN stands {len(self.lines)} times in the file{first}, and is read as a missing value "
+                "(null)",
+                "warning",
+            )
 
 
 class _RepeatedNameError(Exception):
@@ -297,6 +349,7 @@ def _read_csv(path: Path, key: str) -> RowsPart:
             if not names:
                 names = _column_names(fields, path, key)
             elif fields:
+                _check_joined(fields, names, f"{key}={path}, line {first}")
                 if len(fields) != len(names):
                     raise DataError(
                         f"{key}={path}, line {first}: {len(fields)} fields, but the first line names {len(names)} "
@@ -307,7 +360,20 @@ def _read_csv(path: Path, key: str) -> RowsPart:
             first = reader.line_num + 1
     except csv.Error as error:
         raise DataError(f"{key}={path}, line {first}: not valid CSV ({error}).") from error
-    return RowsPart(path, rows, lines)
+    return RowsPart(path, rows, lines, text_is_number=True)
+
+
+def _check_joined(fields: list[str], names: list[str], where: str) -> None:
+    """Refuse a line that begins another file, which was joined to this one: its names would be read as a row.
+
+    Raises:
+        DataError: the line has the byte order mark of a file, or names the columns again.
+    """
+    if fields[0].startswith("\ufeff") or (len(names) > 1 and [field.strip() for field in fields] == names):
+        raise DataError(
+            f"{where}: another file seems to begin here ({', '.join(map(repr, fields))[:80]}), joined to the first "
+            "one. Remove the line, or name the files one by one."
+        )
 
 
 def _column_names(fields: list[str], path: Path, key: str) -> list[str]:
@@ -324,6 +390,36 @@ _READERS: dict[str, Callable[[Path, str], ArrowPart | RowsPart]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
 }
+
+
+def _text_files_of(dataset: DatasetName, entry: str, key: str) -> list[str]:
+    """Return the files of a split of a local folder of JSON or CSV; empty: it is something else.
+
+    The `datasets` library finds them, and would read them by other rules: 007 as 7, and of a name that an object has
+    twice one value.
+
+    Raises:
+        DataError: a slice of them, or a split that the folder does not have.
+    """
+    folder = Path(dataset.name)
+    if not folder.is_dir() or is_saved_dataset(folder):
+        return []
+    import datasets
+
+    try:
+        data_files = datasets.load_dataset_builder(dataset.name, dataset.config).config.data_files or {}
+    except Exception:  # `_read_dataset` says what is wrong
+        return []
+    files = {str(split): [str(file) for file in files] for split, files in data_files.items()}
+    if not all(format_of(Path(file)) in _TEXTS for of_split in files.values() for file in of_split):
+        return []
+    split = dataset.split or (next(iter(files)) if len(files) == 1 else None)
+    if split not in files:
+        raise DataError(
+            f"{key}={entry}: of a folder of JSON or CSV one whole split can be read: {', '.join(files)}. Name it, or "
+            f"the files: {key}=[A,B]."
+        )
+    return sorted(files[split])
 
 
 def _read_dataset(dataset: DatasetName, entry: str, key: str) -> ArrowPart:

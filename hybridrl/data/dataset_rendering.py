@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.data.written_turns import written_form
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
 from hybridrl.models.rendering import LostTextError, rendered, unknown_roles, unread_fields
@@ -14,6 +15,10 @@ from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: what a text has where an image, a video or a sound belongs
+_PLACES = re.compile(r"<(?:image|video|audio)>|<\|(?:image_pad|video_pad|audio_pad|image|image_1)\|>")
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -99,6 +104,12 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [part["text"] for part in parts if isinstance(part.get("text"), str)]
+
+
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """Return a pattern of the tokenizer's special tokens, without the places of images in a text."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -110,12 +121,32 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | Non
 class FieldNotice:
     """Counts rows whose messages hold what has no effect or another one, to say it once.
 
-    That are fields that the chat template does not read, roles that it does not name, and texts that the tokenizer
-    takes for special tokens.
+    That are fields that the chat template does not read, roles that it does not name, texts that the tokenizer takes
+    for special tokens, texts with turns of their own (`hybridrl.data.written_turns`), and places of media that a model
+    of text does not see.
+
+    Args:
+        key: the configuration key that named the files.
+        columns: the columns that messages come from.
+        reads_media: whether the model reads images and videos.
+        system_prompt: `data.system_prompt`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-        self._tokenizer, self._key = tokenizer, key
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        key: str,
+        columns: Sequence[str],
+        *,
+        reads_media: bool,
+        system_prompt: str | None,
+    ) -> None:
+        self._system_prompt, self._with_prompt = system_prompt, 0
+        self._places: collections.Counter[str] = collections.Counter()
+        self._reads_media, self._with_places = reads_media, 0
+        self._tokenizer, self._key, self._columns = tokenizer, key, columns
+        self._forms: collections.Counter[str] = collections.Counter()
+        self._with_turns = 0
         self._rows: dict[str, int] = {}
         self._unread: dict[tuple[str, str], bool] = {}
         self._special = _special_tokens(tokenizer)
@@ -127,10 +158,19 @@ class FieldNotice:
     def add(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Count a row."""
         names = set()
-        tokens = {token for message in messages for token in self._tokens_in(message.get("content"))}
+        texts = [text for message in messages for text in _texts(message.get("content"))]
+        forms = {form for form in map(written_form, texts) if form is not None}
+        self._forms.update(forms)
+        self._with_turns += bool(forms)
+        # The marks of turns that were rendered before may be special tokens: they are reported with the turns.
+        tokens = {token for text in texts for token in self._tokens_in(text)} if not forms else set()
         self._tokens.update(tokens)
         self._with_tokens += bool(tokens)
+        places = set() if self._reads_media else {place for text in texts for place in _PLACES.findall(text)}
+        self._places.update(places)
+        self._with_places += bool(places)
         self._count += 1
+        self._with_prompt += bool(messages) and messages[0].get("content") == self._system_prompt
         for role in {str(message.get("role")) for message in messages}:
             if role not in self._is_unknown:
                 self._is_unknown[role] = bool(unknown_roles(self._tokenizer, [{"role": role}]))
@@ -147,20 +187,42 @@ class FieldNotice:
         for name in names:
             self._rows[name] = self._rows.get(name, 0) + 1
 
-    def _tokens_in(self, content: Any) -> list[str]:
-        """The special tokens that stand in the text of a message."""
-        parts = content if isinstance(content, list) else [{"text": content}]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        return [token for text in texts for token in self._special.findall(text)] if self._special else []
+    def _tokens_in(self, text: str) -> list[str]:
+        """The special tokens that stand in a text."""
+        return self._special.findall(text) if self._special else []
 
     def warn(self, reason: str = "") -> None:
-        """Report special tokens, and which fields have no effect, and in how many rows."""
+        """Report turns in texts, special tokens, and which fields have no effect, and in how many rows."""
+        if self._with_turns:
+            columns = " or ".join(map(repr, dict.fromkeys(self._columns)))
+            forms = ", ".join(f"{form} ({count} rows)" for form, count in self._forms.most_common(5))
+            notify(
+                f"{self._key}: texts of {self._with_turns} of {self._count} rows in the column {columns} have turns "
+                f"of their own, and the chat template writes each as one turn: {forms}. Make messages of the turns, "
+                '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...], without the marks '
+                "between them",
+                "warning",
+            )
+        if self._with_places:
+            places = ", ".join(f"{place} ({count} rows)" for place, count in self._places.most_common())
+            notify(
+                f"{self._key}: texts of {self._with_places} of {self._count} rows have places of media, which a model "
+                f"that reads text alone sees as these words: {places}. Use a vision-language model, or leave such rows "
+                "out",
+                "warning",
+            )
         if self._with_tokens:
             tokens = ", ".join(map(repr, sorted(self._tokens)[:5]))
             notify(
                 f"{self._key}: the messages of {self._with_tokens} of {self._count} rows have special tokens in their "
                 f"text ({tokens}), which the tokenizer reads as tokens, and not as text. If the texts were rendered "
                 "before, remove what the chat template writes itself: the end of an answer would be learnt twice",
+                "warning",
+            )
+        if self._system_prompt and self._count and not self._with_prompt:
+            notify(
+                f"{self._key}: data.system_prompt has no effect, because every row has a system message of its own; "
+                "remove the setting, or these messages",
                 "warning",
             )
         if roles := [f"{role!r} ({count} rows)" for role, count in sorted(self._roles.items()) if count]:

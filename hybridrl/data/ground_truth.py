@@ -8,8 +8,8 @@ from hybridrl.data.table import REWARD_MODEL
 from hybridrl.notify import notify
 from hybridrl.reward.column_checks import ground_truths
 
-#: missing values of Python, NumPy and pandas as text
-_NO_VALUES = ("None", "nan", "NaN", "NaT", "<NA>")
+#: missing values of Python, NumPy, pandas, JSON and spreadsheets as text
+_NO_VALUES = ("None", "nan", "NaN", "NaT", "<NA>", "NA", "N/A", "#N/A", "null", "NULL")
 
 
 def report_missing(dataset: Any, key: str) -> None:
@@ -50,6 +50,13 @@ def report_missing(dataset: Any, key: str) -> None:
         notify(
             f"{key}: {len(unreadable)} of {len(values)} rows have {texts[unreadable[0]]!r} as ground truth, a missing "
             f"value that was written as text. The first is {dataset.locate(unreadable[0])}",
+            "warning",
+        )
+    if stored := [item for item, value in enumerate(values) if isinstance(value, bytes)]:
+        notify(
+            f"{key}: {len(stored)} of {len(values)} rows have bytes as ground truth ({values[stored[0]][:20]!r}), "
+            "which equal no text of a response. If they are text, write the column as text (a string of Parquet). The "
+            f"first is {dataset.locate(stored[0])}",
             "warning",
         )
     others = dataset.column("ground_truth") if "ground_truth" in dataset.table.columns else [None] * len(values)

@@ -26,6 +26,11 @@ def split_last_turn(messages: Sequence[Message], setting: str, where: str) -> tu
         DataError: the setting does not allow the last message.
     """
     last = messages[-1]
+    if last["role"] in ("system", "developer") and _answers(messages):
+        raise DataError(
+            f"{where}: the last message is of the role {last['role']!r} and follows a turn of the assistant, which "
+            "would be part of what the model reads. Write it before the messages of the user, or leave the row out."
+        )
     if last["role"] != "assistant":
         if setting == GROUND_TRUTH:
             raise DataError(
@@ -51,7 +56,20 @@ def split_last_turn(messages: Sequence[Message], setting: str, where: str) -> tu
             f"{where}: data.last_assistant_turn={setting}, but no message of the user comes before the answer, "
             "so nothing is left of the prompt. Leave the row out."
         )
-    return (list(messages), None) if setting == CONTINUE else (list(messages[:-1]), content)
+    if setting == CONTINUE:
+        return list(messages), None
+    if messages[-2]["role"] == "assistant":
+        raise DataError(
+            f"{where}: data.last_assistant_turn={setting}, and the message before the last is the assistant's, too, so "
+            "a part of the answer would stay in the prompt. Join both, or leave the row out."
+        )
+    return list(messages[:-1]), content
+
+
+def _answers(messages: Sequence[Message]) -> bool:
+    """Whether the last message that is no instruction is an answer of the assistant."""
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    return bool(others) and others[-1]["role"] == "assistant"
 
 
 def table_with_answers(table: Table, config: PromptConfig) -> Table:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hybridrl.data.conversation_dataset import ConversationDataset
-from hybridrl.data.row_selection import report_unread_texts
+from hybridrl.data.row_selection import LONG_ENOUGH, report_unread_texts
 from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
+from hybridrl.data.written_turns import written_form
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
     Message,
@@ -44,7 +45,6 @@ _SCORES = (
 )
 _CHUNK = 512
 _NAMED_ROWS = 5
-_LONG_ENOUGH = 8  # characters of a prompt, with which answers do not begin by chance
 
 Conversation = list[Message]
 
@@ -274,7 +274,7 @@ class PreferenceDataset(ConversationDataset):
         begins = [side[-1].get("content") for side in (chosen, rejected)]
         if (
             isinstance(prompt, str)
-            and len(prompt.strip()) >= _LONG_ENOUGH
+            and len(prompt.strip()) >= LONG_ENOUGH
             and all(isinstance(text, str) for text in begins)
         ):
             self._repeating += all(str(text).strip().startswith(prompt.strip()) for text in begins)
@@ -339,12 +339,16 @@ class PreferenceDataset(ConversationDataset):
                 "answer is one message, and the conversation before it belongs into the prompt."
             )
         name = self.config.prompt_key
-        self.table.require(
-            name,
-            "data.prompt_key",
+        hint = (
             f"Column {column!r} holds answers alone, so their prompt is needed: name its column with data.prompt_key, "
-            f"or write whole conversations into {column!r}.",
+            f"or write whole conversations into {column!r}."
         )
+        if isinstance(value, str) and (form := written_form(value)) is not None:
+            hint = (
+                f"Column {column!r} holds conversations written as one text ({form}): make a list of messages of "
+                'each, [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...].'
+            )
+        self.table.require(name, "data.prompt_key", hint)
         prompt = self._columns[name][index]
         try:
             check_prompt(prompt, self.kinds)

@@ -18,10 +18,12 @@ from hybridrl.data.dataset_rendering import FieldNotice, check_chat_template, re
 from hybridrl.data.last_turn import GROUND_TRUTH, prompt_hint, split_last_turn, table_with_answers
 from hybridrl.data.row_selection import (
     MEDIA_COLUMNS,
+    check_media_keys,
     choose_rows,
     pad_token_id,
     refuse_media,
     refuse_other_media,
+    report_other_media,
     report_unread_texts,
     seed_of,
 )
@@ -140,16 +142,11 @@ class RLHFDataset(Dataset):
                 f"{key}: {', '.join(self._dropped_columns)}: a batch has columns of these names itself, so it does not "
                 "carry those of the data; rename them if the reward function or an agent reads them"
             )
-        read = (self.image_key, self.video_key)
-        others = [column for column in MEDIA_COLUMNS if column not in read]
-        refuse_media(self.table, key, others if self._images is not None else [*read, *others])
+        self._check_media()
         if not self._builds_messages():
-            refuse_other_media(self.table, key, read if self._images is not None else ())
             report_unread_texts(self.table, key, [settings.prompt_key, settings.ground_truth_key or ""])
         self._check_extra_info()
         self.table.check_ground_truths()
-        if self._images is not None:  # what the model reads of the images travels, not the files
-            self._dropped_columns += [column for column in read if column in self.table.columns]
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
         if self.prompt_key in self.table.columns:
@@ -158,7 +155,13 @@ class RLHFDataset(Dataset):
                 # messages are in raw_prompt; text stays, for reward functions
                 self._dropped_columns.append(self.prompt_key)
         self._tokens: TokenCache | None = None
-        self._fields: FieldNotice | None = FieldNotice(tokenizer, key)
+        self._fields: FieldNotice | None = FieldNotice(
+            tokenizer,
+            key,
+            [self.prompt_key],
+            reads_media=self._images is not None,
+            system_prompt=settings.system_prompt,
+        )
         if settings.filter_overlong_prompts or settings.truncation == "error" or self._images is not None:
             self._tokenize(prompts)
         else:
@@ -171,6 +174,19 @@ class RLHFDataset(Dataset):
                 f"{settings.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with "
                 "data.truncation=left."
             )
+
+    def _check_media(self) -> None:
+        """Refuse media that nobody reads. Of those that are read, what the model reads travels, and not the columns."""
+        reads, named = self._images is not None, (self.image_key, self.video_key)
+        has_columns = not self._builds_messages()
+        check_media_keys(self.config, self.table, self.key, reads_media=reads, has_columns=has_columns)
+        others = [column for column in MEDIA_COLUMNS if column not in named]
+        refuse_media(self.table, self.key, others if reads else [*named, *others])
+        if has_columns:
+            refuse_other_media(self.table, self.key, named if reads else ())
+            report_other_media(self.table, self.key, named if reads else ())
+        if reads:
+            self._dropped_columns += [column for column in named if column in self.table.columns]
 
     # Methods that a subclass may override
 

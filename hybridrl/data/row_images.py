@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
+from hybridrl.models.pictures import as_rgb
 from hybridrl.models.videos import Clip
-from hybridrl.models.vision import ImageProcessor, as_rgb
+from hybridrl.models.vision import ImageProcessor
 from hybridrl.protocol.names import IMAGE_FILES
 
 if TYPE_CHECKING:

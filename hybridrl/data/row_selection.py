@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hybridrl.config import PromptConfig, SupervisedDataConfig
     from hybridrl.data.table import Table
 
+#: characters of a prompt, with which answers do not begin by chance
+LONG_ENOUGH = 8
 MEDIA_COLUMNS = ("images", "videos", "audios")
 #: columns that hold media in some data sets, and a word or number in others
 _POSSIBLE_MEDIA_COLUMNS = ("image", "video", "audio")
@@ -90,6 +92,49 @@ def refuse_other_media(table: Table, key: str, read: Sequence[str] = ()) -> None
         raise DataError(
             f"{key}: column {media!r} holds media that the model would not see. Use a text-only data set, or {advice}; "
             "docs/vision.md says which models and programs read images."
+        )
+
+
+def check_media_keys(config: Any, table: Table, key: str, *, reads_media: bool, has_columns: bool = True) -> None:
+    """Refuse `data.image_key` and `data.video_key` that were set and name nothing that is read, or no column.
+
+    Args:
+        config: the settings `data`.
+        key: the configuration key that named the files, for messages.
+        reads_media: whether the model reads images and videos.
+        has_columns: whether media are in columns of the files; otherwise a dataset class adds them.
+
+    Raises:
+        DataError: names the setting.
+    """
+    for name, usual in (("image_key", MEDIA_COLUMNS[0]), ("video_key", MEDIA_COLUMNS[1])):
+        column = config.get(name, usual)
+        if column == usual:
+            continue
+        if not reads_media:
+            raise DataError(
+                f"data.{name}={column} has no effect, because the model reads text alone. Use a vision-language model, "
+                "or remove the setting; docs/vision.md says which models read images."
+            )
+        if has_columns and column not in table.columns:
+            raise DataError(
+                f"data.{name}={column}: {key} has no column {column!r} (columns found: {', '.join(table.columns)}). "
+                "Name the column of the media, or remove the setting."
+            )
+
+
+def report_other_media(table: Table, key: str, read: Sequence[str] = ()) -> None:
+    """Name columns with files of media that the model does not see, whatever they are called.
+
+    Args:
+        key: the configuration key that named the files, for messages.
+        read: columns that the model reads.
+    """
+    if names := [name for name in table.media_columns() if name not in read]:
+        notify(
+            f"{key}: columns {', '.join(map(repr, names))} hold media, which the model does not see. A vision-language "
+            f"model reads those of one column with data.image_key={names[0]} (or data.video_key)",
+            "warning",
         )
 
 

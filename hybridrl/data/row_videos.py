@@ -11,6 +11,7 @@ import numpy as np
 
 from hybridrl.data.row_images import open_image
 from hybridrl.errors import DataError
+from hybridrl.models.pictures import as_rgb, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,11 +33,11 @@ class Frames:
 
     def __init__(self, images: Sequence[Image], fps: float) -> None:
         self._images = list(images)
-        self.count, self.fps, self.size = len(self._images), fps, self._images[0].size
+        self.count, self.fps, self.size = len(self._images), fps, upright_size(self._images[0])
 
     def frames(self, indices: Sequence[int]) -> list[Image]:
         """See `FrameSource.frames`."""
-        return [self._images[index] for index in indices]
+        return [as_rgb(self._images[index]) for index in indices]
 
 
 class VideoFile:
@@ -130,6 +131,7 @@ def _frames(source: Any, where: str) -> list[Image]:
         kind = "missing" if source is None else type(source).__name__
         raise DataError(f"{where}: it is {kind}; give {_FORMS}.")
     images = [open_image(frame, f"{where}, frame {number}") for number, frame in enumerate(source)]
-    if sizes := {frame.size for frame in images} - {images[0].size}:
-        raise DataError(f"{where}: its frames are of different sizes, {images[0].size} and {min(sizes)}.")
+    first = upright_size(images[0])
+    if sizes := {upright_size(frame) for frame in images} - {first}:
+        raise DataError(f"{where}: its frames are of different sizes, {first} and {min(sizes)}.")
     return images

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.data.conversation_dataset import ConversationDataset
-from hybridrl.data.row_selection import report_unread_texts
-from hybridrl.data.turn_weights import MASK_COLUMNS, TURN_FIELDS, may_be_mask, turn_weight
+from hybridrl.data.row_selection import LONG_ENOUGH, report_unread_texts
+from hybridrl.data.turn_weights import TURN_FIELDS, is_mask, may_be_mask, turn_weight
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
     Message,
@@ -66,7 +66,7 @@ class SFTDataset(ConversationDataset):
         processor: ImageProcessor | None = None,
     ) -> None:
         super().__init__(data_files, tokenizer, config, max_samples, key, processor)
-        self._cut, self._empty = 0, 0
+        self._cut, self._empty, self._repeating = 0, 0, 0
         self._ids: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         self._columns: dict[str, list[Any]] = self._checked_columns()
@@ -84,6 +84,13 @@ class SFTDataset(ConversationDataset):
             notify(
                 f"{key}: {self._empty} of {len(self)} rows have an empty turn of the assistant, of which nothing but "
                 "the end is learnt; leave these rows out if answers are missing",
+                "warning",
+            )
+        if self._repeating:
+            notify(
+                f"{key}: in {self._repeating} of {len(self)} rows the response begins with the prompt, as in files "
+                "whose answers hold the whole text; if that is so here, leave the prompt out of the responses: it "
+                "would be part of what is learnt",
                 "warning",
             )
         self._check_end_of_turn()
@@ -107,6 +114,13 @@ class SFTDataset(ConversationDataset):
                 f"data.prompt_key={prompt_key} and data.response_key={response_key}: set both for rows of prompt and "
                 "response, or neither for rows of messages (data.messages_key)."
             )
+        if prompt_key is not None and prompt_key == response_key:
+            inner = self.config.prompt_dict_keys, self.config.response_dict_keys
+            if inner[0] == inner[1]:
+                raise DataError(
+                    f"data.prompt_key={prompt_key} and data.response_key={response_key} name one column, so the model "
+                    "would learn to repeat its prompt. Name the column of the answers with data.response_key."
+                )
         if prompt_key is not None and response_key is not None:
             self.table.require(prompt_key, "data.prompt_key")
             self.table.require(response_key, "data.response_key")
@@ -167,6 +181,9 @@ class SFTDataset(ConversationDataset):
             ) from None
         padded = self.table.has_padding(index)
         messages = as_messages(prompt, self.config.system_prompt, has_padding=padded)
+        question = messages[-1].get("content")
+        if isinstance(question, str) and len(question.strip()) >= LONG_ENOUGH:
+            self._repeating += response.strip().startswith(question.strip())
         return [*(_read_only(message) for message in messages), answer]
 
     def _inside(self, index: int, value: Any, column: str, key: str) -> Any:
@@ -229,7 +246,7 @@ class SFTDataset(ConversationDataset):
         read = self._read_columns()
         columns = [name for name in self.table.columns if name not in read]
         for name in columns:
-            if name in MASK_COLUMNS and any(value is not None for value in self.table.column(name)):
+            if may_be_mask(name) and is_mask(name, self.table.column(name)):
                 raise DataError(
                     f"{self.key}: column {name!r} is not read, and it looks like a mask or weight of what is learnt. "
                     "Give each message a field train or weight instead, or remove the column."

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.data.whole_numbers import report_whole_numbers, whole_columns, whole_rows
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def _empty_fields(array: pyarrow.Array, path: FieldPath = ()) -> set[FieldPath]:
 def _as_written(table: pyarrow.Table) -> pyarrow.Table:
     """Return a table whose numbers of 16 and 32 bits are the shortest decimals for them, with 64 bits.
 
-    Python would read 0.1 of 32 bits as 0.10000000149011612, which equals no answer. Lists, such as pixels, stay, but
-    for those of ground truths.
+    Python would read 0.1 of 32 bits as 0.10000000149011612, which equals no answer. Lists of numbers, such as pixels,
+    stay, but for those of ground truths, and those in lists of objects, such as messages.
     """
     for index, field in enumerate(table.schema):
         if _has_few_bits(field.type, in_lists=field.name in _WITH_TRUTHS):
@@ -59,8 +60,11 @@ def _has_few_bits(kind: pyarrow.DataType, in_lists: bool) -> bool:
 
     if pyarrow.types.is_struct(kind):
         return any(_has_few_bits(field.type, in_lists) for field in kind)
-    if in_lists and _is_list(kind):
-        return _has_few_bits(kind.value_type, in_lists)
+    if pyarrow.types.is_map(kind):
+        return _has_few_bits(kind.key_type, in_lists) or _has_few_bits(kind.item_type, in_lists)
+    if _is_list(kind):
+        in_lists = in_lists or _holds_objects(kind)
+        return in_lists and _has_few_bits(kind.value_type, in_lists)
     return bool(pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind))
 
 
@@ -68,7 +72,15 @@ def _is_list(kind: pyarrow.DataType) -> bool:
     import pyarrow
 
     types = pyarrow.types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+    plain = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(plain or types.is_list_view(kind) or types.is_large_list_view(kind))
+
+
+def _holds_objects(kind: pyarrow.DataType) -> bool:
+    """Whether the items of a list are objects, and no files of media."""
+    import pyarrow
+
+    return bool(pyarrow.types.is_struct(kind.value_type)) and not _is_media_type(kind.value_type)
 
 
 def _shortest_decimals(array: pyarrow.Array, in_lists: bool) -> pyarrow.Array:
@@ -79,23 +91,83 @@ def _shortest_decimals(array: pyarrow.Array, in_lists: bool) -> pyarrow.Array:
     if pyarrow.types.is_struct(array.type):
         fields = [_shortest_decimals(array.field(index), in_lists) for index in range(array.type.num_fields)]
         return pyarrow.StructArray.from_arrays(fields, [field.name for field in array.type], mask=array.is_null())
+    if pyarrow.types.is_map(array.type):
+        pair = pyarrow.struct([("key", array.type.key_type), ("value", array.type.item_type)])
+        pairs = array.cast(pyarrow.list_(pair)).flatten()
+        keys, values = (_shortest_decimals(pairs.field(number), in_lists) for number in range(2))
+        ends = _ends_of(array.cast(pyarrow.list_(pair))).cast(pyarrow.int32())
+        return pyarrow.MapArray.from_arrays(ends, keys, values, mask=array.is_null())
     if _is_list(array.type):
-        lengths = [0 if length is None else length for length in array.value_lengths().to_pylist()]
-        items = _shortest_decimals(array.flatten(), in_lists)
-        ends = pyarrow.array([0, *itertools.accumulate(lengths)], pyarrow.int64())
-        return pyarrow.LargeListArray.from_arrays(ends, items, mask=array.is_null())
+        items = _shortest_decimals(array.flatten(), in_lists or _holds_objects(array.type))
+        return pyarrow.LargeListArray.from_arrays(_ends_of(array), items, mask=array.is_null())
     kind = array.type.to_pandas_dtype()
     return pyarrow.array(
         [None if value is None else float(str(kind(value))) for value in array.to_pylist()], pyarrow.float64()
     )
 
 
+def _ends_of(array: pyarrow.Array) -> pyarrow.Array:
+    """Where the lists of an array begin among all their items, and where the last one ends."""
+    import pyarrow
+
+    lengths = [0 if length is None else length for length in array.value_lengths().to_pylist()]
+    return pyarrow.array([0, *itertools.accumulate(lengths)], pyarrow.int64())
+
+
+#: the fields of a file of media, as `datasets` stores images, videos and sounds
+_MEDIA_FIELDS = ({"bytes", "path"}, {"array", "sampling_rate"})
+
+
+def _is_media_type(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    if _is_list(kind):
+        return _is_media_type(kind.value_type)
+    names = {field.name for field in kind} if pyarrow.types.is_struct(kind) else set()
+    return any(fields <= names for fields in _MEDIA_FIELDS)
+
+
+def _is_media_value(value: Any) -> bool:
+    """Whether a value is a file of media, a picture of Pillow, or a list of such."""
+    if isinstance(value, list):
+        return bool(value) and _is_media_value(value[0])
+    if isinstance(value, Mapping):
+        return any(fields <= value.keys() for fields in _MEDIA_FIELDS)
+    return hasattr(value, "convert") and hasattr(value, "getexif")
+
+
+def _repeated_field(kind: pyarrow.DataType) -> str | None:
+    """The first name that an object has twice, of which a row could hold one value alone."""
+    import pyarrow
+
+    if pyarrow.types.is_map(kind):
+        return _repeated_field(kind.item_type)
+    if _is_list(kind):
+        return _repeated_field(kind.value_type)
+    if not pyarrow.types.is_struct(kind):
+        return None
+    names = [field.name for field in kind]
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    return twice or next(filter(None, (_repeated_field(field.type) for field in kind)), None)
+
+
 class ArrowPart:
-    """Rows in Arrow memory, which `path` describes: a parquet file, a data set of the hub. They are counted from 0."""
+    """Rows in Arrow memory, which `path` describes: a parquet file, a data set of the hub. They are counted from 0.
+
+    Raises:
+        DataError: objects of a column have a field twice.
+    """
 
     def __init__(self, path: Path | str, table: pyarrow.Table) -> None:
         self.path = path
-        self.table = _as_written(table)
+        for column in table.schema:
+            if twice := _repeated_field(column.type):
+                raise DataError(
+                    f"{path}: the objects in column {column.name!r} have the field {twice!r} more than once, and only "
+                    "one value could be read. Rename or remove the others."
+                )
+        self.table, whole = whole_columns(_as_written(table))
+        report_whole_numbers(path, whole)
         self.columns = list(table.column_names)
 
     def __len__(self) -> int:
@@ -109,6 +181,13 @@ class ArrowPart:
 
     def arrow(self) -> pyarrow.Table:
         return self.table
+
+    def media_columns(self) -> list[str]:
+        return [
+            field.name
+            for field in self.table.schema
+            if _is_media_type(field.type) and self.table.column(field.name).null_count < len(self)
+        ]
 
     def with_ground_truth(self, name: str) -> ArrowPart:
         return self._with_truth(self.table.column(name).combine_chunks())
@@ -131,11 +210,21 @@ class ArrowPart:
 
 
 class RowsPart:
-    """Rows as Python objects, which `path` describes. They are named by their line, or by their position in a list."""
+    """Rows as Python objects. They are named by their line, or by their position in a list.
 
-    def __init__(self, path: Path | str, rows: list[dict[str, Any]], lines: list[int] | None) -> None:
+    Args:
+        path: the file, or words for where the rows come from.
+        rows: a dictionary per row.
+        lines: the line of each row; None: they are items of a list.
+        text_is_number: numbers are written as text, as in CSV files.
+    """
+
+    def __init__(
+        self, path: Path | str, rows: list[dict[str, Any]], lines: list[int] | None, text_is_number: bool = False
+    ) -> None:
         self.path = path
-        self.rows = rows
+        self.rows, whole = whole_rows(rows, text_is_number)
+        report_whole_numbers(path, whole)
         self.lines = lines
         self.columns = list(dict.fromkeys(key for row in rows for key in row))
 
@@ -153,6 +242,9 @@ class RowsPart:
         import pyarrow
 
         return pyarrow.Table.from_pydict({name: self.column(name) for name in self.columns})
+
+    def media_columns(self) -> list[str]:
+        return [name for name in self.columns if any(map(_is_media_value, self.column(name)))]
 
     def with_ground_truth(self, name: str) -> RowsPart:
         return self.with_answers([row.get(name) for row in self.rows])
@@ -227,6 +319,10 @@ class Table:
         for part in self.parts:
             values.extend(part.column(name) if name in part.columns else [None] * len(part))
         return values
+
+    def media_columns(self) -> list[str]:
+        """Return the names of columns with files of media, by the form of their values."""
+        return list(dict.fromkeys(name for part in self.parts for name in part.media_columns()))
 
     def locate(self, index: int) -> str:
         """Return the file and row of `index`, for messages."""

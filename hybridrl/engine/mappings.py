@@ -24,6 +24,7 @@ def check_optimizer_arguments(entries: Entries) -> Iterator[str]:
     module = optim.optimizer_impl.removeprefix("pkg://")
     if not names_file(module) and importlib.util.find_spec(module.split(".")[0]) is None:
         return  # another check reports it
+    yield from entries.contradictions({name: f".{name}" for name in ("lr", "betas", "weight_decay")})
     if not TRAIN_ENGINES.is_builtin(strategy):
         return  # a user's own engine may have optimizers of its own
     try:

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from hybridrl.engine.capabilities import ReplaysRouting
 from hybridrl.engine.logits_functions import LogitsFunction
+from hybridrl.engine.loss_scale import LossScale
 from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
@@ -71,12 +72,14 @@ class MicroBatchedEngine(Engine):
         work: what a sequence costs this model, for micro-batches that take about the same time.
         shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches
             is a `TreeLayout` then. None: in the calls in which it pays.
+        loss_scale: what `forward_backward` multiplies the loss by, and divides the gradients by; None: nothing.
     """
 
     model_type: str
     packed: bool = False
     work: Work = Work()
     shares_prefixes: bool | None = False
+    loss_scale: LossScale | None = None
     _function: LogitsFunction | None = None  # within `computing` of an engine with `ComputesFromLogits`
     _pass_metrics: Mapping[str, Metric] = MappingProxyType({})
 
@@ -194,8 +197,8 @@ class MicroBatchedEngine(Engine):
             return shares
 
         tree = self._may_be_tree(batch, micro, request)
-        plan, shares = self._within_memory("train_batch", batch, micro, add_gradients, tree)
-        norm, problem = self._check_step(shares.losses, plan.groups)
+        compute = functools.partial(self._within_memory, "train_batch", batch, micro, add_gradients, tree)
+        shares, norm, problem = self._at_a_fitting_scale(compute)
         if problem is None:
             self.apply_gradients(norm)
         else:
@@ -207,9 +210,33 @@ class MicroBatchedEngine(Engine):
             "grad_norm": Metric(norm),
             "lr": Metric(lr),
             "skipped_steps": Metric(float(problem is not None), kind="max"),
+            **({} if self.loss_scale is None else {"loss_scale": Metric(self.loss_scale.value)}),
             **self.update_metrics(),
         }
         return merge_metrics([*shares.metrics, own])
+
+    def _at_a_fitting_scale(
+        self, compute: Callable[[], tuple[BatchPlan, _LossShares]]
+    ) -> tuple[_LossShares, torch.Tensor, NonFiniteError | None]:
+        """Compute the gradients of a step; if they overflow in float16, again with half the scale of the loss.
+
+        Returns:
+            The losses, the norm of the gradients, and the error if it or a loss is not finite. If no scale makes the
+            gradients finite, the scale stays as it was.
+        """
+        scale = self.loss_scale
+        before = None if scale is None else scale.state()
+        while True:
+            plan, shares = compute()
+            norm, problem = self._check_step(shares.losses, plan.groups)
+            if scale is None or before is None:
+                return shares, norm, problem
+            if problem is None:
+                scale.count()
+                return shares, norm, None
+            if problem.quantity == "loss" or not scale.halve():
+                scale.load(before)
+                return shares, norm, problem
 
     def _within_memory(
         self, call: str, batch: DataProto, micro: MicroBatching, compute: Callable[[BatchPlan], Computed], tree: bool

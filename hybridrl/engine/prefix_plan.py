@@ -93,6 +93,7 @@ class PrefixPlan(BatchPlan):
         self._together = micro.rows_together
         self._cut_order = self._order if self._together == 1 else self._order.in_units(self._together)
         self.work, self._size = work or Work(), micro.size or len(rows)
+        self._costs: dict[int, float] = {}  # by the length of a row
         kind = device.get_device_name()
         self._set_groups(
             partition(
@@ -114,7 +115,9 @@ class PrefixPlan(BatchPlan):
 
     def _cost(self, length: int) -> float:
         """Return the cost of a row with `length` tokens, in tokens without attention."""
-        return self.work.of(length) / self.work.per_token
+        if length not in self._costs:
+            self._costs[length] = self.work.of(length) / self.work.per_token
+        return self._costs[length]
 
     def _cost_of(self, rows: Sequence[int]) -> float:
         """Return the cost of the tree of these rows, in tokens without attention."""

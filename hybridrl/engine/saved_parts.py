@@ -23,6 +23,7 @@ import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.config.schema.choices import CHECKPOINT_CONTENTS
+from hybridrl.engine.loss_scale import LossScale
 from hybridrl.engine.optim.optimizer import set_rate
 from hybridrl.engine.saved_slices import SavedSlice, SavedSlices, copied, write_slices
 from hybridrl.errors import ModelError
@@ -117,6 +118,7 @@ class Parts:
         load_optimizer: reads it.
         schedule: of the optimizer.
         seed: that new random states are made from.
+        loss_scale: of float16 training.
         hf_writer: called with whether the state is copied; returns what writes the part `hf_model` into a folder, None
             on ranks that write none of it. All ranks call it together.
         notes: files of the part `model` that say what it is, by name.
@@ -132,6 +134,7 @@ class Parts:
     hf_writer: Callable[[bool], Callable[[Path], None] | None]
     notes: Mapping[str, str] = field(default_factory=dict)
     check_notes: Callable[[Path], None] | None = None
+    loss_scale: LossScale | None = None
 
     def state(self, contents: Sequence[str], copy: bool) -> State:
         """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
@@ -148,7 +151,7 @@ class Parts:
         if "model" in contents and distributed.get_rank() == 0:
             state.notes = self.notes
         if "extra" in contents:
-            state.texts = _extra(self.schedule)
+            state.texts = _extra(self.schedule, self.loss_scale)
         if "hf_model" in contents:
             state.write_hf = self.hf_writer(copy)
         return state
@@ -169,14 +172,15 @@ class Parts:
             with SavedSlices(_part(folder, "optimizer")) as saved:
                 self.load_optimizer(saved)
         if "extra" in contents:
-            _load_extra(self.schedule, self.seed, _part(folder, "extra"))
+            _load_extra(self.schedule, self.loss_scale, self.seed, _part(folder, "extra"))
 
 
-def _extra(schedule: LambdaLR | None) -> dict[str, str]:
-    """Return the files of `extra`: this rank's random states, and the step of the schedule."""
+def _extra(schedule: LambdaLR | None, loss_scale: LossScale | None) -> dict[str, str]:
+    """Return the files of `extra`: this rank's random states, the step of the schedule, and the scale of the loss."""
     files = {f"rng_{distributed.get_rank()}.json": json.dumps(rng_state())}
     if distributed.get_rank() == 0 and schedule is not None:
-        files["schedule.json"] = json.dumps({"step": schedule.last_epoch})
+        scale = {} if loss_scale is None else {"loss_scale": loss_scale.state()}
+        files["schedule.json"] = json.dumps({"step": schedule.last_epoch, **scale})
     return files
 
 
@@ -209,11 +213,12 @@ def check_same_model(
         )
 
 
-def _load_extra(schedule: LambdaLR | None, run_seed: int, folder: Path) -> None:
+def _load_extra(schedule: LambdaLR | None, loss_scale: LossScale | None, run_seed: int, folder: Path) -> None:
     """Read what `_extra` made. A rank that has no random states there gets new ones.
 
     Args:
         schedule: of the optimizer; None for an engine that only computes.
+        loss_scale: of float16 training. A checkpoint of a run in another dtype has none: it stays as it is.
         run_seed: the seed that new random states are made from.
         folder: the part of the checkpoint.
 
@@ -223,7 +228,10 @@ def _load_extra(schedule: LambdaLR | None, run_seed: int, folder: Path) -> None:
     schedule_file = folder / "schedule.json"
     if schedule is not None:
         try:
-            step = int(json.loads(schedule_file.read_text(encoding="utf-8"))["step"])
+            saved_schedule = json.loads(schedule_file.read_text(encoding="utf-8"))
+            step = int(saved_schedule["step"])
+            if loss_scale is not None and "loss_scale" in saved_schedule:
+                loss_scale.load(saved_schedule["loss_scale"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{schedule_file} cannot be read: {error}") from error
         # The rate depends on the step alone, so settings that were changed since then take effect.

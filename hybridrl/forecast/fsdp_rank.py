@@ -25,6 +25,7 @@ from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.forecast.meta_tensors import fused_attention, layer_rows, logits_rows, peak_of
 from hybridrl.forecast.sizes import Forecast, Workload
 from hybridrl.models import attention, four_bit, loading, lora
+from hybridrl.models.experts import fused_experts
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.model_config import config_of
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
@@ -33,6 +34,7 @@ from hybridrl.utils import device
 
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
 _ATTENTION = "hybridrl_forecast"
+_EVEN_ROUTING = "routing is assumed to give every rank's experts the same number of tokens"
 _WITHOUT_LIGER = "activations are those without model.use_liger, which takes less"  # its kernels need values
 # Activations and logits of an update, and the peak of a pass, of what this process has computed: which settings make a
 # run fit is found by trying many, and most of them change none of these.
@@ -85,7 +87,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         states = _states(module, stored, optim) // shards
         gradients = whole // shards
     where = device.get_device_name(), device.runs_triton(), passes.sharers, passes.most_tokens
-    key = repr((model_type, config.to_dict(), model, compute, packed, optim is None, work, where))
+    key = repr((model_type, config.to_dict(), model, compute, packed, optim is None, work, where, passes.exchanged))
     if key not in _PEAKS:
         update = _of_update(module, passes, model, work.update) if optim is not None else (0, 0)
         _PEAKS[key] = *update, 0 if work.infer is None else passes.peak(work.infer, training=False)
@@ -105,7 +107,10 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
         pass_activations=pass_activations,
         kept_weights=0 if engine.param_offload else weights + masters,
         kept_states=0 if engine.optimizer_offload else states,
-        notes=(_WITHOUT_LIGER,) if model.use_liger and device.runs_triton() else (),
+        notes=(
+            *((_WITHOUT_LIGER,) if model.use_liger and device.runs_triton() else ()),
+            *((_EVEN_ROUTING,) if engine.expert_parallel_size > 1 else ()),
+        ),
     )
 
 
@@ -142,6 +147,12 @@ class _Passes:
     def __init__(self, module: Any, fused: bool, packed: bool, shares: bool, work: Workload, engine: Any) -> None:
         self.module, self.packed, self.shares, self.work = module, packed, shares, work
         self.sharers, self.most_tokens = engine.ulysses_sequence_parallel_size, engine.most_tokens
+        # Bytes per token of the rows that are sent and received, next to those that experts compute with.
+        self.exchanged = 0
+        if engine.expert_parallel_size > 1:
+            text = module.config.get_text_config()
+            width = text.num_experts_per_tok * text.hidden_size
+            self.exchanged = 2 * width * next(module.parameters()).element_size()
         self.head = SelectingHead(module)
         self.fused = fused and self.head.is_linear
 
@@ -174,7 +185,8 @@ class _Passes:
                 loss.backward()
 
         with torch.set_grad_enabled(training), _GroupedProducts():
-            return peak_of(run, *self.module.parameters(), *self.module.buffers()) // self.sharers
+            peak = peak_of(run, *self.module.parameters(), *self.module.buffers())
+        return (peak + self.exchanged * layout.input_ids.numel()) // self.sharers
 
     def _layout(self, micro: MicroBatching, response: int) -> MicroBatchLayout:
         length = self.work.prompt + self.work.response
@@ -262,12 +274,19 @@ class _GroupedProducts(TorchDispatchMode):
         return first.new_empty((*experts, first.shape[-2], second.shape[-1]))
 
 
+def _unsharded(part: nn.Module, engine: Any) -> int:
+    """Bytes of a part of the model on a rank that holds it unsharded: of experts, those of its group."""
+    experts = fused_experts(part) if engine.expert_parallel_size > 1 else []
+    of_experts = sum(four_bit.stored_bytes(group) for group in experts)
+    return four_bit.stored_bytes(part) - of_experts + of_experts // engine.expert_parallel_size
+
+
 def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool) -> int:
     """Whole parameters that a rank of several holds at once, and the buffers that they are gathered and reduced in."""
     classes = loading.decoder_layer_classes(module, getattr(engine.wrap_policy, "transformer_layer_cls_to_wrap", None))
-    layers = [four_bit.stored_bytes(part) for part in module.modules() if type(part).__name__ in classes]
+    layers = [_unsharded(part, engine) for part in module.modules() if type(part).__name__ in classes]
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
-    total = four_bit.stored_bytes(module)
+    total = _unsharded(module, engine)
     tied = getattr(head, "weight", None) is embedding.weight
     # Each is a unit, as each layer is, unless they are tied: then they belong to the rest, which stays gathered.
     ends = [] if tied else [four_bit.stored_bytes(embedding), four_bit.stored_bytes(head)]

@@ -18,6 +18,7 @@ from hybridrl.forecast.run_forecast import MemoryForecast, on_first_worker
 from hybridrl.forecast.sizes import Forecast
 from hybridrl.registry import INFERENCE_ENGINES, TRAIN_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.planning import with_plan
 from hybridrl.trainer.ppo.role_groups import resource_pools
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
@@ -355,6 +356,7 @@ def print_forecast(config: PPOTrainerConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
+    config = with_plan(config)
     run_forecast.print_expected(
         lambda total: forecast_run(config, total),
         lambda expected, total: run_forecast.refuse_if_too_large(

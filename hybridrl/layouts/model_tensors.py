@@ -33,6 +33,16 @@ def _fused_query_key_value(config: Any, shape: tuple[int, ...]) -> Cut:
     return Cut(dim=0, sections=(shape[0] // 3,) * 3)
 
 
+def _linear_attention(config: Any, shape: tuple[int, ...]) -> Cut:
+    """The queries, keys and values of a layer with a state, one after the other."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return Cut(dim=0, sections=(keys, keys, shape[0] - 2 * keys))
+
+
+def _key_heads(config: Any, shape: tuple[int, ...]) -> Cut:
+    return Cut(dim=0, heads=config.linear_num_key_heads)
+
+
 def _always(cut: Cut) -> Callable[[Any, tuple[int, ...]], Cut]:
     return lambda config, shape: cut
 
@@ -52,6 +62,12 @@ _RULES: tuple[tuple[str, Callable[[Any, tuple[int, ...]], Cut]], ...] = (
     (r"(q_a_proj|kv_a_proj_with_mqa|shared_expert_gate|mlp\.gate)\.(weight|bias)", _WHOLE),
     (r"e_score_correction_bias", _WHOLE),
     (r"norm\.weight", _WHOLE),
+    # layers with a state (gated delta rule), as vLLM cuts them; Qwen3-Next has its projections by head of keys
+    (r"linear_attn\.(in_proj_qkv|conv1d)\.weight", _linear_attention),
+    (r"linear_attn\.(in_proj_qkvz|in_proj_ba)\.weight", _key_heads),
+    (r"linear_attn\.(in_proj_z|in_proj_a|in_proj_b)\.weight", _ROWS),
+    (r"linear_attn\.(A_log|dt_bias)", _ROWS),
+    (r"linear_attn\.out_proj\.weight", _COLUMNS),
     # vision towers, as vLLM cuts them
     (r"visual\..*attn\.qkv\.(weight|bias)", _fused_query_key_value),
     (r"visual\..*(linear_fc1|merger\.mlp\.0)\.(weight|bias)", _ROWS),

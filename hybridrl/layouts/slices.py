@@ -168,6 +168,22 @@ def _chunk(shape: tuple[int, ...], shards: int, index: int) -> TensorSlices:
     return (TensorSlice((begin, *(0 for _ in shape[1:])), (end, *shape[1:])),) if begin < end else ()
 
 
+@lru_cache(maxsize=1 << 16)
+def _expert_shard(shape: tuple[int, ...], expert_dim: int, layout: ShardedLayout, index: int) -> TensorSlices:
+    """The part of experts that FSDP2 with expert parallelism gives a device; groups of experts are neighbours."""
+    devices, start, stop = layout.shard // layout.expert, [0] * len(shape), list(shape)
+    own = shape[expert_dim] // layout.expert
+    cut = expert_dim if own % devices == 0 else expert_dim + 1
+    parts = ((expert_dim, layout.expert, index % layout.expert), (cut, devices, index // layout.expert))
+    for dimension, count_of_parts, part in parts:
+        extent = stop[dimension] - start[dimension]
+        if extent % count_of_parts:
+            raise ConfigError(f"{shape} does not divide into {layout.describe()} along dimension {dimension}")
+        start[dimension] += part * (extent // count_of_parts)
+        stop[dimension] = start[dimension] + extent // count_of_parts
+    return (TensorSlice(tuple(start), tuple(stop)),)
+
+
 def slices_of(spec: TensorSpec, layout: Layout, at: Coordinates, layers: int) -> TensorSlices:
     """Return the slices of a tensor that the devices with given coordinates hold.
 
@@ -181,6 +197,8 @@ def slices_of(spec: TensorSpec, layout: Layout, at: Coordinates, layers: int) ->
         ConfigError: the tensor cannot be cut so; the error names the sizes that fit.
     """
     if isinstance(layout, ShardedLayout):
+        if layout.expert > 1 and spec.cut.expert_dim is not None:
+            return _expert_shard(spec.shape, spec.cut.expert_dim, layout, at.tensor)
         return _chunk(spec.shape, layout.shard, at.tensor)
     if not isinstance(layout, ParallelLayout):
         raise TypeError(f"{type(layout).__name__} is neither a ShardedLayout nor a ParallelLayout")

@@ -66,13 +66,20 @@ class ShardedLayout(Layout):
     """FSDP2 (`replicate=1`) or HSDP: each tensor is cut into `shard` parts of equal size along its first dimension.
 
     The last parts are smaller, or empty, if the dimension does not divide (as `torch.chunk` cuts it).
+
+    With `expert` above 1, tensors of experts are cut into so many groups of experts first. Each group is cut again for
+    the devices that hold it: along the dimension of the experts if it divides, otherwise along the next one.
     """
 
     shard: int = 1
     replicate: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         _check_positive(self)
+        if self.shard % self.expert:
+            fit = [size for size in range(1, self.shard + 1) if self.shard % size == 0]
+            raise ConfigError(f"FSDP2: expert={self.expert} does not divide shard={self.shard}; it can be one of {fit}")
 
     @property
     def devices(self) -> int:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.utils.finite_json import NoNumberError, finite_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +31,10 @@ _USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bo
 _USUAL_ROLES |= {"ai": "assistant", "model": "assistant"}
 #: the beginning of messages that were written as text, in JSON or in Python
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
-_LIST_AS_TEXT = re.compile(r"\s*\[\s*\{")
+#: the beginning of a list of objects, of an object, and of either that was written as text twice
+_JSON_AS_TEXT = re.compile(r"""\s*"?\s*(?:\[\s*\{|\{\s*\\?['"])""")
+#: names under which an object holds a list of messages
+_NAMES_OF_MESSAGES = {"messages", "conversations", "conversation"}
 #: fields of a message, as different libraries call them
 _MESSAGE_FIELDS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 #: what data sets call the arguments of a call
@@ -172,24 +177,44 @@ def check_prompt(value: Any, kinds: Sequence[str] = TEXT) -> None:
 
 
 def check_no_conversation(text: str) -> None:
-    """Refuse a text that is a list of messages, of which the model would read the braces and quotes.
+    """Refuse a text that is messages, of which the model would read the braces and quotes.
+
+    That is a list of messages, one message, or an object with a list of them, also if it was written as text twice.
 
     Raises:
         ValueError: it is one; the text is a clause about the value.
     """
-    if not _LIST_AS_TEXT.match(text):
-        return
-    value = None
+    value: Any = text
+    for _ in range(2):
+        if not isinstance(value, str) or not _JSON_AS_TEXT.match(value):
+            break
+        value = _parsed(value)
+    if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _NAMES_OF_MESSAGES:
+        (value,) = value.values()
+    if _is_single_message(value) or (isinstance(value, list) and value and all(map(_is_message, value))):
+        raise ValueError(_as_text_fault(text))
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON or of a literal of Python; None if it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
-            value = parse(text.strip())
-            break
+            return parse(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-    if isinstance(value, list) and all(
-        isinstance(message, Mapping) and any(pair <= message.keys() for pair in _MESSAGE_FIELDS) for message in value
-    ):
-        raise ValueError(_as_text_fault(text))
+    return None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(pair <= value.keys() for pair in _MESSAGE_FIELDS)
+
+
+def _is_single_message(value: Any) -> bool:
+    """Whether an object is a message, and no other record with such fields."""
+    if not _is_message(value):
+        return False
+    role = value.get("role", value.get("from"))
+    return isinstance(role, str) and role.lower() in (*ROLES, *_USUAL_ROLES)
 
 
 def _as_text_fault(text: str) -> str:
@@ -230,7 +255,7 @@ def _check_content(content: Any, kinds: Sequence[str]) -> None:
     if isinstance(content, str):
         _check_text(content)
         return
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(f"'content' is {type(content).__name__}; it must be text or a list of parts")
     for part in content:
         if not isinstance(part, Mapping) or "type" not in part:
@@ -311,15 +336,18 @@ def _normal_call(call: Mapping[str, Any], has_padding: bool) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """The arguments of a call as an object, also where they were encoded twice; text that is none stays text."""
+    """The arguments of a call as an object, also where they were encoded twice; text that is none stays text.
+
+    A text with NaN, or a number that is too large to be read, is none.
+    """
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments, strict=False)
-        value = json.loads(value, strict=False) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        value = finite_json(arguments, strict=False)
+        value = finite_json(value, strict=False) if isinstance(value, str) else value
+    except (ValueError, RecursionError, NoNumberError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

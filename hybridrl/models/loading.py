@@ -45,13 +45,13 @@ DTYPES = {
 
 
 def resolve_dtype(name: str, key: str) -> torch.dtype:
-    """Return the torch dtype of a configured name. `auto` is bfloat16 on a GPU and float32 on a CPU.
+    """Return the torch dtype of a configured name. `auto` is the half precision of a GPU and float32 on a CPU.
 
     Raises:
         ModelError: the name is unknown; the error names the configuration key.
     """
     if name == "auto":
-        return torch.bfloat16 if device.is_gpu() else torch.float32
+        return device.half_precision() if device.is_gpu() else torch.float32
     if name not in DTYPES:
         raise ModelError(f"{key}={name!r} is no dtype; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]

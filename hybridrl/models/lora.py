@@ -239,9 +239,15 @@ def check(model: ModelConfig, optim: Any = None) -> None:
 
 
 def linear_layers(module: nn.Module) -> list[str]:
-    """The names of the layers that may have an adapter: linear ones without output layer and routers."""
+    """The names of the layers that may have an adapter: linear ones without output layer and routers.
+
+    The output projections of Mamba's mixers are left out: their kernels read the weight alone, so that an adapter next
+    to it would have no effect (PEFT refuses it).
+    """
     head = module.get_output_embeddings()  # type: ignore[operator]
-    apart = {id(head), *map(id, router_layers(module))}
+    mixers = [part for part in module.modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+    projections = [getattr(mixer, "out_proj", None) for mixer in mixers]
+    apart = {id(head), *map(id, router_layers(module)), *map(id, projections)}
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, _conv1d())
     return [name for name, part in module.named_modules() if isinstance(part, kinds) and id(part) not in apart]
 

@@ -107,12 +107,27 @@ def unknown_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     """Return the roles of messages that are none of the usual ones, and that the chat template does not name."""
     source = _source(tokenizer, {})
     roles = {str(message.get("role")) for message in messages}
-    return {role for role in roles - set(ROLES) if not reads(source, role)}
+    return {role for role in roles - set(ROLES) if not _names_role(source, role)}
+
+
+def _names_role(source: str, role: str) -> bool:
+    """Whether a template has a role as a text: beside the word `role` where it is the name of a field, too.
+
+    "function" stands in each template with calls.
+    """
+    if role != "function":
+        return reads(source, role)
+    return re.search(r"role\b[^}%]*?['\"]function['\"]", source) is not None
 
 
 def reads(source: str, field: str) -> bool:
     """Whether a template mentions a field of messages."""
     return field in _mentioned(source)
+
+
+def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template mentions a variable, such as `tools`."""
+    return re.search(rf"\b{re.escape(name)}\b", _source(tokenizer, {})) is not None
 
 
 @lru_cache(maxsize=64)

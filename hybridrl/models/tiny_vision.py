@@ -97,7 +97,7 @@ def build_tiny_vision_model(
     config = AutoConfig.for_model(
         family,
         text_config=_text(family, tokenizer, hidden, layers, heads, kv_heads),
-        vision_config=_vision(vision_hidden, vision_layers, hidden, patch),
+        vision_config=_vision(family, vision_hidden, vision_layers, hidden, patch),
         tie_word_embeddings=False,
         **{
             f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
@@ -123,6 +123,7 @@ def _text(
     family: str, tokenizer: PreTrainedTokenizerBase, hidden: int, layers: int, heads: int, kv_heads: int
 ) -> dict[str, Any]:
     size = hidden // heads
+    pairs = size // 2 if "_vl" in family else size // 4  # that rotate
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
@@ -139,15 +140,22 @@ def _text(
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000.0,
-            "mrope_section": [size // 8, 3 * size // 16, size // 2 - size // 8 - 3 * size // 16],
+            "partial_rotary_factor": 2 * pairs / size,
+            "mrope_section": [pairs // 4, 3 * pairs // 8, pairs - pairs // 4 - 3 * pairs // 8],
             # as in the files of released models; vLLM reads it, transformers knows it by the model's type
-            **({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
+            **({"mrope_interleaved": True} if FAMILIES[family].interleaves else {}),
         },
+        # experts, and layers that carry a state; each family ignores what is not its own
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2, "decoder_sparse_step": 1},
+        **{"shared_expert_intermediate_size": hidden, "norm_topk_prob": True},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16},
+        **{"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+        **({} if "_vl" in family else {"layer_types": (["linear_attention", "full_attention"] * layers)[:layers]}),
     }
 
 
-def _vision(hidden: int, layers: int, text_hidden: int, patch: int) -> dict[str, Any]:
-    """Settings of both families; each ignores those of the other."""
+def _vision(family: str, hidden: int, layers: int, text_hidden: int, patch: int) -> dict[str, Any]:
+    """Settings of all families; each ignores those of the other."""
     return {
         "depth": layers,
         "hidden_size": hidden,
@@ -161,7 +169,7 @@ def _vision(hidden: int, layers: int, text_hidden: int, patch: int) -> dict[str,
         "window_size": 4 * patch,
         "fullatt_block_indexes": [layers - 1],
         "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
+        **({"deepstack_visual_indexes": [0]} if "_vl" in family else {}),
     }
 
 
@@ -180,9 +188,9 @@ def _write_video_processor(folder: Path, family: str, patch: int, smallest: int)
     """The settings alone: transformers' video processors need torchvision."""
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     settings |= {
-        "video_processor_type": "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor",
-        "do_sample_frames": family == "qwen3_vl",
-        # Qwen3-VL counts the pixels of all frames together
+        "video_processor_type": "Qwen3VLVideoProcessor" if FAMILIES[family].writes_times else "Qwen2VLVideoProcessor",
+        "do_sample_frames": FAMILIES[family].writes_times,
+        # Qwen3's count the pixels of all frames together
         "size": {"shortest_edge": smallest, "longest_edge": LARGEST * (patch * MERGE) ** 2},
     }
     del settings["image_processor_type"]

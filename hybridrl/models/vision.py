@@ -17,13 +17,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import PIL.Image
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
+from hybridrl.models.pictures import as_rgb, upright_size
 from hybridrl.models.videos import OWN_SETTINGS, Clip, VideoProcessor
 from hybridrl.models.vision_families import FAMILIES
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 #: positions of a token: its number in the sequence, and the temporal, vertical and horizontal one of rotary embeddings
 KINDS_OF_POSITIONS = 4
-_LARGEST_8, _LARGEST_16 = 2**8 - 1, 2**16 - 1
 #: files next to a model's weights that say how its images and videos are prepared
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -111,7 +109,7 @@ class ImageProcessor:
         if isinstance(image, Clip):
             patches = math.prod(image.grid)
         else:
-            width, height = image.size
+            width, height = upright_size(image)
             patches = int(self._processor.get_number_of_image_patches(height, width, {}))
         return patches // int(self.config.vision_config.spatial_merge_size) ** 2
 
@@ -200,27 +198,6 @@ class RotaryPositions:
             }
         rotary, _ = self._model.get_rope_index(row, mm_token_type_ids=kinds, **named)
         return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
-
-
-def as_rgb(image: Image) -> Image:
-    """An image with 8 bits of red, green and blue.
-
-    Pillow would cut grey values of 16 bits at 255, so that nearly every image of them were white: they are scaled.
-
-    Raises:
-        ValueError: its values have no range.
-    """
-    if image.mode == "F":
-        raise ValueError("its values are floats, of no known range; write it with 8 or 16 bits")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        values = np.asarray(image)
-        if values.size and (values.min() < 0 or values.max() > _LARGEST_16):
-            raise ValueError(f"its values are integers of 32 bits from {values.min()} to {values.max()}")
-        # Integers of 32 bits say nothing of their range: those up to 255 are of 8 bits, as they are anywhere else.
-        if image.mode != "I" or (values.size and values.max() > _LARGEST_8):
-            values = values.astype(np.uint32) * _LARGEST_8 // _LARGEST_16
-        image = PIL.Image.fromarray(values.astype(np.uint8))
-    return image.convert("RGB")
 
 
 def offset_after(rotary: torch.Tensor) -> int:

@@ -99,6 +99,8 @@ def advise(
         if name.startswith("timing_s/") and name.count("/") == 1
     }
     phases = {name: seconds for name, seconds in times.items() if name not in _NOT_A_PHASE}
+    if "testing_wait" in phases:  # validations run next to steps, which wait only for what is left of them
+        phases.pop("testing", None)
     total = times["step"] + sum(phases.get(name, 0.0) for name in _OUTSIDE)
     if not phases or total <= 0:
         return None
@@ -304,6 +306,7 @@ _RULES: dict[str, _Rule] = {
     "data": _data,
     "save_checkpoint": _saving,
     "testing": _testing,
+    "testing_wait": _testing,
 }
 
 

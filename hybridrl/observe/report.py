@@ -4,6 +4,8 @@
 """
 
 import argparse
+import importlib
+import importlib.util
 import io
 import json
 import shlex
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from hybridrl.observe.figures import Chart
 
 REPORT, PICTURE = "report.html", "report.png"
+#: `module:function` that is called with a run's folder and returns its phases with measured and predicted seconds
+PREDICTION = "hybridrl.plan.calibration:compare"
 _MAX_TEXT = 4000
 
 _TEMPLATE = "report.html.jinja"
@@ -87,6 +91,7 @@ def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
         starts=[_start(history, start, last=start is starts[-1]) for start in starts],
         notices=[event for event in history.events if event["kind"] not in (START, RESUME, END)],
         advice=_advice(history),
+        predicted=_predicted(history),
         pictures=_pictures(history),
         settings=differences(history.config),
         earlier=_earlier(history),
@@ -102,6 +107,16 @@ def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
 
 def _advice(history: RunHistory) -> Advice | None:
     return advise(history.steps(), read_timeline(history.folder), history.config)
+
+
+def _predicted(history: RunHistory) -> list[tuple[str, float, float]]:
+    """Return the phases of a run with measured and predicted seconds; nothing where there is no prediction."""
+    package, _, name = PREDICTION.partition(":")
+    on_device = (history.versions.get("device") or {}).get("names")
+    if not on_device or importlib.util.find_spec(package.rpartition(".")[0]) is None:
+        return []
+    rows: list[tuple[str, float, float]] = getattr(importlib.import_module(package), name)(history.folder)
+    return rows
 
 
 def _pictures(history: RunHistory) -> list[TimelinePicture]:
@@ -246,6 +261,9 @@ def summarize(folder: str | Path, *, width: int = 88, ascii_only: bool = False, 
     advice = _advice(history)
     if advice is not None:
         parts.append(Text(f"speed: {advice}", overflow="fold"))
+    if predicted := _predicted(history):
+        phases = ", ".join(f"{phase} {seconds:.1f} ({expected:.1f})" for phase, seconds, expected in predicted)
+        parts.append(Text(f"seconds measured (predicted by hybridrl plan): {phases}", overflow="fold"))
     report = history.folder / REPORT
     if report.exists():
         parts.append(Text(f"report: {report}", overflow="fold"))

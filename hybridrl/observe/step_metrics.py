@@ -160,7 +160,8 @@ def compute_data_metrics(
 
     mask = fields["response_mask"].bool()
     token_fields = ["advantages", "returns", "values"] if use_critic else ["advantages", "returns"]
-    tokens = {name: fields[name][mask] for name in token_fields if name in fields.keys()}
+    places = mask.flatten().nonzero().squeeze(1)
+    tokens = {name: fields[name].flatten().index_select(0, places) for name in token_fields if name in fields.keys()}
     for name, values in tokens.items():
         metrics |= _summary(f"critic/{name}", values)
     if "values" in tokens and "returns" in tokens:

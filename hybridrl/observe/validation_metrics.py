@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from hybridrl.notify import notify
+
 # Elements of one block of draws (prompts x draws x samples): bounds memory at about 100 MB.
 _BLOCK = 4_000_000
 _VOTE_KEY = "pred"
@@ -223,10 +225,22 @@ def process_validation_metrics(
     for source, prompts in _group(data_sources, sample_uids, infos_dict, expected_acc_counts).items():
         names = dict.fromkeys(name for prompt in prompts.values() for name in prompt)
         for name in names:
+            _report_mixed(source, name, [value for prompt in prompts.values() for value in prompt.get(name, ())])
             metrics = _variable_metrics([p for p in prompts.values() if name in p], name, seed)
             if metrics:
                 table.setdefault(source, {})[name] = metrics
     return table
+
+
+def _report_mixed(source: str, name: str, values: Sequence[Any]) -> None:
+    """Say that a variable is no number in some samples: its means are those of other prompts alone."""
+    if 0 < sum(map(_is_number, values)) < len(values) and name != _VOTE_KEY:
+        notify(
+            f"validation: {name!r} is no number for some samples of {source!r}, and its means leave out all prompts of "
+            "these. Have the reward function return a number in each case",
+            "warning",
+            once=True,
+        )
 
 
 def _variable_metrics(prompts: list[dict[str, list[Any]]], name: str, seed: int) -> dict[str, float]:

@@ -112,6 +112,28 @@ def device_named(name: str) -> DeviceSheet:
     return sheet
 
 
+def device_called(name: str) -> DeviceSheet | None:
+    """Return the data sheet of a device by the name that its driver reports, such as `NVIDIA H100 80GB HBM3`.
+
+    None if there is none: a PCIe variant has other rates than the sheet's.
+    """
+    words = re.findall(r"[A-Za-z]+\d+[A-Za-z]?", name)
+    if "PCIe" in name or " NVL" in name:
+        return None
+    return next((DEVICES[word] for word in words if word in DEVICES), None)
+
+
+def devices_here() -> Cluster | None:
+    """Return this machine's GPUs; None if there are none, or if their kind has no data sheet here."""
+    from hybridrl.utils import device
+
+    if not device.is_gpu():
+        return None
+    names = device.device_names()
+    sheet = device_called(names[0]) if names else None
+    return None if sheet is None else Cluster(sheet, len(names), len(names))
+
+
 def read_devices(text: str, machine: int | None = None) -> Cluster:
     """Read `64xH100`.
 

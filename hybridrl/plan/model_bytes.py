@@ -85,12 +85,13 @@ def _sharded(model: ModelShape, n: int, layout: TrainingLayout, trains: bool) ->
         return (6 if trains else 2) * size, 8 * size * trains, 4 * size * trains, 0
     shards = np.asarray(layout.shards)
     ends = model.embedding * (1 if model.tied else 2)
-    layer = (size - ends) / model.layers
-    largest = max(layer, 0 if model.tied else model.embedding)
+    elsewhere = model.expert_parameters * (1 - 1 / np.asarray(layout.expert))  # experts of other ranks
+    layer = (size - ends - elsewhere) / model.layers
+    largest = np.maximum(layer, 0 if model.tied else model.embedding)
     rest = model.embedding if model.tied else 0
     unsharded = rest + (0 if model.tied else model.embedding) + 2 * largest
-    buffer = max(largest, rest)
-    gathered = 2 * (min(unsharded, size) + buffer) + (buffer * _REDUCED_BYTES if trains else 0)
+    buffer = np.maximum(largest, rest)
+    gathered = 2 * (np.minimum(unsharded, size - elsewhere) + buffer) + (buffer * _REDUCED_BYTES if trains else 0)
     return (4 if trains else 2) * size / shards, 8 * size * trains / shards, 4 * size * trains / shards, gathered
 
 

@@ -79,6 +79,8 @@ def _role(request: PlanRequest, plan: RunPlan, role: str, layout: TrainingLayout
         sizes = {SHARDED_FIELDS["context"]: layout.context}
         if layout.shards != plan.devices_of(role):
             sizes[SHARDED_FIELDS["shards"]] = layout.shards
+        if layout.expert != 1:
+            sizes[SHARDED_FIELDS["expert"]] = layout.expert
     else:
         sizes = {
             "tensor_model_parallel_size": layout.tensor,

@@ -2,23 +2,23 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from hybridrl.config.compose import compose_config, print_notices
-from hybridrl.errors import ConfigError, PlacementError, UserError
+from hybridrl.errors import PlacementError, UserError
+from hybridrl.plan.calibration import CalibrationRun, calibrated, read_run, settings_of
 from hybridrl.plan.devices import DEVICES, Cluster, read_devices
-from hybridrl.plan.factors import STEP_ERROR
+from hybridrl.plan.factors import FITTED, STEP_ERROR
 from hybridrl.plan.overrides import overrides
-from hybridrl.plan.run_plan import ROLLOUT, PlanRequest, RunPlan, is_tie, plans, request_for
+from hybridrl.plan.run_plan import ROLLOUT, PlanRequest, RunPlan, is_tie, plans, request_for, why_none_fits
+from hybridrl.plan.seconds import CostFactors
 from hybridrl.programs import PROGRAMS
 
 _GIB = 1024**3
 _PROGRAMS = ("grpo", "ppo")
-_OWN_WORDS = ("devices", "machine", "response", "prompt")
 _HEADERS = ("", "placement", "training", "generation", "s/step", "gen", "prepare", "update", "GiB", "fullest phase")
 WARNING = (
     "Seconds and bytes are predictions. Factors are fitted to step times that other projects have published; no run of "
@@ -34,67 +34,68 @@ def main(argv: Sequence[str] | None = None, command: str = "python -m hybridrl.p
     """
     args = _arguments(argv, command)
     try:
-        request = read_request(args.program, args.words)
-        proposals = plans(request)
+        run = None if args.run is None else read_run(args.run)
+        factors = FITTED if run is None else calibrated(run)
+        request = read_request(args.program, args.words, run)
+        proposals = plans(request, factors)
         if not proposals:
-            raise PlacementError(_too_small(request))
+            raise PlacementError(why_none_fits(request))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    more = _with_more(request)
+    more = _with_more(request, factors)
     if args.json:
-        print(json.dumps(as_data(request, proposals, more), indent=2))
+        data = as_data(request, proposals, more)
+        print(json.dumps(data if run is None else {**data, "run": _run_data(run)}, indent=2))
     else:
-        print("\n".join(as_lines(request, proposals[: args.rows], more)))
+        lines = [] if run is None else [*run_lines(run), ""]
+        print("\n".join([*lines, *as_lines(request, proposals[: args.rows], more)]))
     return 0
 
 
-def read_request(program: str, words: Sequence[str]) -> PlanRequest:
+def run_lines(run: CalibrationRun) -> list[str]:
+    """Return the seconds of a run's phases next to the predicted ones."""
+    cluster = run.request.cluster
+    heading = f"{run.folder}, {run.steps} steps on {cluster.count} x {cluster.device.name}: seconds (predicted)"
+    rows = [f"  {phase}: {seconds:.1f} ({predicted:.1f})" for phase, seconds, predicted in run.rows()]
+    return [heading, *rows, "The factors of the plans below are calibrated by it."]
+
+
+def _run_data(run: CalibrationRun) -> dict[str, Any]:
+    rows = {phase: {"measured": seconds, "predicted": predicted} for phase, seconds, predicted in run.rows()}
+    return {"folder": str(run.folder), "steps": run.steps, "seconds": rows, "factors": asdict(calibrated(run))}
+
+
+def read_request(program: str, words: Sequence[str], run: CalibrationRun | None = None) -> PlanRequest:
     """Return what the words of a command line ask for: `devices`, `machine`, `response`, `prompt`, and settings.
+
+    Args:
+        run: its devices, mean lengths and experiment are the defaults of what the words do not say.
 
     Raises:
         UserError: a word, a setting or a model is wrong.
     """
-    own = {name: value for name, _, value in (word.partition("=") for word in words) if name in _OWN_WORDS}
-    settings = [word for word in words if word.partition("=")[0] not in _OWN_WORDS]
-    if "devices" not in own:
-        raise PlacementError(f"devices is not set; write for example devices=64xH100, of {', '.join(DEVICES)}")
-    machine = _number("machine", own["machine"]) if "machine" in own else None
-    cluster = read_devices(own["devices"], None if machine is None else int(machine))
-    composed = compose_config(PROGRAMS[program].tree, settings, defaults=PROGRAMS[program].defaults)
-    print_notices(composed.notices)
-    means = {name: _number(name, own[name]) for name in ("response", "prompt") if name in own}
+    defaults = dict(PROGRAMS[program].defaults)
+    if run is not None:
+        step = run.request.step
+        defaults |= {**settings_of(run), "placement.response": step.response, "placement.prompt": step.prompt}
+    composed = compose_config(PROGRAMS[program].tree, words, defaults=defaults)
     config: Any = composed.config
-    return request_for(config, cluster, **means)
+    placement = config.placement
+    if placement.devices is not None:
+        cluster = read_devices(placement.devices, placement.machine)
+    elif run is not None:
+        cluster = run.request.cluster
+    else:
+        raise PlacementError(f"devices is not set; write for example devices=64xH100, of {', '.join(DEVICES)}")
+    print_notices(composed.notices)
+    return request_for(config, cluster)
 
 
-def _number(name: str, text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise ConfigError(f"{name}={text}: must be a number above 0")
-    return float(text)
-
-
-def _too_small(request: PlanRequest) -> str:
-    cluster = request.cluster
-    least = next(
-        (
-            larger.count
-            for factor in (2, 4, 8, 16, 32)
-            if plans(replace(request, cluster=(larger := replace(cluster, count=cluster.count * factor))))
-        ),
-        None,
-    )
-    remedy = f"devices={least}x{cluster.device.name} is enough" if least else "more devices alone are not enough"
-    return (
-        f"devices={cluster.count}x{cluster.device.name}: no layout of {', '.join(request.roles)} fits, with the "
-        f"settings that are given; {remedy}. Shorter data.max_response_length, or fewer given settings, need less"
-    )
-
-
-def _with_more(request: PlanRequest) -> tuple[Cluster, RunPlan] | None:
+def _with_more(request: PlanRequest, factors: CostFactors) -> tuple[Cluster, RunPlan] | None:
     """The first plan with one machine more."""
     larger = replace(request.cluster, count=request.cluster.count + request.cluster.machine)
-    proposals = plans(replace(request, cluster=larger))
+    proposals = plans(replace(request, cluster=larger), factors)
     return (larger, proposals[0]) if proposals else None
 
 
@@ -104,6 +105,7 @@ def training_words(plan: RunPlan) -> str:
     if plan.sharded:
         parts = ["fsdp2" if layout.shards == plan.devices_of("actor") else f"fsdp2 x{layout.shards}"]
         parts += [f"ulysses {layout.context}"] * (layout.context > 1)
+        parts += [f"ep {layout.expert}"] * (layout.expert > 1)
     else:
         sizes = {"tp": layout.tensor, "pp": layout.pipeline, "cp": layout.context, "ep": layout.expert}
         parts = ["megatron", *(f"{name}{size}" for name, size in sizes.items() if size > 1)]
@@ -218,17 +220,29 @@ def as_data(request: PlanRequest, proposals: Sequence[RunPlan], more: tuple[Clus
 def _arguments(argv: Sequence[str] | None, command: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=command,
-        usage="%(prog)s {grpo,ppo} [options] devices=NxDEVICE key=value ...",
+        usage="%(prog)s {grpo,ppo} [options] devices=NxDEVICE key=value ...\n"
+        "       %(prog)s --from RUN [key=value ...]",
         description="Predict which placement and layouts are the fastest for a run, in the run's own settings.",
         epilog=f"devices: {', '.join(DEVICES)}. machine=N: devices per machine. response=MEAN, prompt=MEAN: mean "
         "tokens. A setting that is given is kept; the others are chosen.",
         allow_abbrev=False,
     )
-    parser.add_argument("program", choices=_PROGRAMS, help="the program that the settings are for")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="devices=, and settings of the run")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="the program, devices=, and settings of the run")
+    parser.add_argument(
+        "--from",
+        dest="run",
+        metavar="RUN",
+        help="folder of a run of grpo or ppo, whose seconds calibrate the predictions; what it trains is planned for",
+    )
     parser.add_argument("--rows", type=int, default=8, help="rows of the table")
     parser.add_argument("--json", action="store_true", help="print plans as JSON, with their settings")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    named = [word for word in args.words if word in _PROGRAMS]
+    if len(named) != 1 and (named or args.run is None):
+        parser.error(f"name one program of {', '.join(_PROGRAMS)}")
+    args.program = named[0] if named else _PROGRAMS[-1]  # with --from: the run says which estimator
+    args.words = [word for word in args.words if word not in _PROGRAMS]
+    return args
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
@@ -38,7 +38,11 @@ _MEGATRON_FIELDS = {
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
 }
-SHARDED_FIELDS = {"context": "ulysses_sequence_parallel_size", "shards": "fsdp_size"}
+SHARDED_FIELDS = {
+    "context": "ulysses_sequence_parallel_size",
+    "shards": "fsdp_size",
+    "expert": "expert_parallel_size",
+}
 _SLACK = 0.03
 _HALF = 0.5  # of the longest prompt and response: the mean lengths, where the user gives none
 _EXACT = 40  # devices up to which options that are nearly the same are kept
@@ -103,18 +107,32 @@ class RunPlan:
         return next(size for roles, size in self.sets if role in roles)
 
 
-def request_for(
-    config: PPOTrainerConfig, cluster: Cluster, response: float | None = None, prompt: float | None = None
-) -> PlanRequest:
+def request_for(config: PPOTrainerConfig, cluster: Cluster) -> PlanRequest:
     """Return what a run with these settings asks for.
 
-    Args:
-        response, prompt: mean tokens; None: half of the longest, which is said in `assumed`.
+    Mean lengths are `placement.response` and `placement.prompt`, or half of the longest, which is said in `assumed`.
 
     Raises:
         ModelError: a model's config.json cannot be read.
         PlacementError: settings name devices that are not those of the cluster.
         ConfigError: the run has something that no plan is made for.
+    """
+    request = described_run(config, cluster)
+    reward = config.reward.reward_model
+    if REWARD in request.roles and reward.own_pool:
+        raise ConfigError(
+            "reward.reward_model.enable_resource_pool=True: a plan places the reward model itself; leave it out"
+        )
+    _check_devices(request)
+    return request
+
+
+def described_run(config: PPOTrainerConfig, cluster: Cluster) -> PlanRequest:
+    """Return the models and the batch of a run, whatever its devices are.
+
+    Raises:
+        ModelError: a model's config.json cannot be read.
+        ConfigError: the run has something that is not predicted.
     """
     policy = config.actor_rollout_ref
     if INFERENCE_ENGINES.knows(policy.rollout.name) and not has_replicas(policy.rollout.name):
@@ -130,19 +148,7 @@ def request_for(
     if policy.model.adapted or config.distillation.enabled:
         key = "distillation.enabled=True" if config.distillation.enabled else "actor_rollout_ref.model.lora_rank"
         raise ConfigError(f"{key}: a plan knows neither adapters nor teachers yet; leave it out, or use forecast")
-    rollout, data = policy.rollout, config.data
-    longest = data.max_prompt_length + data.max_response_length
-    means = {"response": (response, data.max_response_length), "prompt": (prompt, data.max_prompt_length)}
-    assumed = []
-    for name, (mean, most) in means.items():
-        if mean is None:
-            assumed.append(f"a mean {name} of {most * _HALF:g} tokens, half of the longest ({name}=MEAN states it)")
-        elif not 0 < mean <= most:
-            raise ConfigError(f"{name}={mean:g}: the mean is more than 0 and at most data.max_{name}_length={most}")
-    mean_response, mean_prompt = (most * _HALF if mean is None else mean for mean, most in means.values())
-    updates = max(1, data.train_batch_size // policy.actor.ppo_mini_batch_size) * policy.actor.ppo_epochs
-    samples = data.train_batch_size * rollout.n
-    step = StepSize(samples, rollout.n, mean_prompt, mean_response, data.max_response_length, updates, longest)
+    step, assumed = _step_of(config)
     own = read_shape(policy.model.path)
     models = {ACTOR: own, ROLLOUT: own}
     if config.has_reference_model:
@@ -151,14 +157,29 @@ def request_for(
         models[CRITIC] = read_shape(config.critic.model.path or policy.model.path)
     reward = config.reward.reward_model
     if reward.enable and not reward.is_judge:
-        if reward.own_pool:
-            raise ConfigError(
-                "reward.reward_model.enable_resource_pool=True: a plan places the reward model itself; leave it out"
-            )
         models[REWARD] = read_shape(reward.model.path)
-    request = PlanRequest(config, cluster, step, models, tuple(assumed))
-    _check_devices(request)
-    return request
+    return PlanRequest(config, cluster, step, models, assumed)
+
+
+def _step_of(config: PPOTrainerConfig) -> tuple[StepSize, tuple[str, ...]]:
+    """The batch of a step, and what is assumed of its lengths."""
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    means = {
+        "response": (config.placement.response, data.max_response_length),
+        "prompt": (config.placement.prompt, data.max_prompt_length),
+    }
+    assumed = []
+    for name, (mean, most) in means.items():
+        if mean is None:
+            assumed.append(f"a mean {name} of {most * _HALF:g} tokens, half of the longest ({name}=MEAN states it)")
+        elif not 0 < mean <= most:
+            raise ConfigError(f"{name}={mean:g}: the mean is more than 0 and at most data.max_{name}_length={most}")
+    mean_response, mean_prompt = (most * _HALF if mean is None else mean for mean, most in means.values())
+    updates = max(1, data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    samples = data.train_batch_size * rollout.n
+    step = StepSize(samples, rollout.n, mean_prompt, mean_response, data.max_response_length, updates, longest)
+    return step, tuple(assumed)
 
 
 def _check_devices(request: PlanRequest) -> None:
@@ -186,7 +207,7 @@ def plans(request: PlanRequest, factors: CostFactors = FITTED, within: float = 1
         within: plans that take more than (1 + within) times the fastest are left out.
     """
     results = [
-        _described(request, factors, sharded, placement)
+        _plan_of(request, factors, sharded, placement)
         for sharded in _engines(request)
         for placement in search(_problem(request, factors, sharded), within)
     ]
@@ -202,9 +223,38 @@ def plans(request: PlanRequest, factors: CostFactors = FITTED, within: float = 1
     return sorted(results, key=rank)
 
 
+def why_none_fits(request: PlanRequest) -> str:
+    """Return why there is no plan, with the number of devices for which there is one."""
+    cluster = request.cluster
+    least = next(
+        (
+            larger.count
+            for factor in (2, 4, 8, 16, 32)
+            if plans(replace(request, cluster=(larger := replace(cluster, count=cluster.count * factor))))
+        ),
+        None,
+    )
+    remedy = f"devices={least}x{cluster.device.name} is enough" if least else "more devices alone are not enough"
+    return (
+        f"devices={cluster.count}x{cluster.device.name}: no layout of {', '.join(request.roles)} fits, with the "
+        f"settings that are given; {remedy}. Shorter data.max_response_length, or fewer given settings, need less"
+    )
+
+
 def is_tie(plan: RunPlan, fastest: float) -> bool:
     """Whether a plan takes no more than the fastest one, as far as the published error tells."""
     return plan.step_s <= (1 + STEP_ERROR) * fastest
+
+
+def is_sharded(key: str, strategy: str) -> bool:
+    """Whether a training engine is FSDP2 and not Megatron-core.
+
+    Raises:
+        ConfigError: it is neither, and nothing is predicted for it.
+    """
+    if strategy not in ("fsdp2", "megatron"):
+        raise ConfigError(f"{key}={strategy}: plans and predictions are made for fsdp2 and megatron")
+    return strategy == "fsdp2"
 
 
 def _engines(request: PlanRequest) -> list[bool]:
@@ -214,9 +264,7 @@ def _engines(request: PlanRequest) -> list[bool]:
     families = {model.family for model in request.models.values()}
     strategy = config.actor_rollout_ref.actor.strategy
     if keys:
-        if strategy not in ("fsdp2", "megatron"):
-            raise ConfigError(f"actor_rollout_ref.actor.strategy={strategy}: plans are made for fsdp2 and megatron")
-        return [strategy == "fsdp2"]
+        return [is_sharded("actor_rollout_ref.actor.strategy", strategy)]
     sharded.append(True)
     if all(map(MEGATRON_FAMILIES.knows, families)):
         sharded.append(False)
@@ -299,32 +347,46 @@ def _generating_role(request: PlanRequest) -> GeneratingRole:
     return GeneratingRole(request.models[ROLLOUT], request.step, **limits)
 
 
-def _described(request: PlanRequest, factors: CostFactors, sharded: bool, placement: Placement) -> RunPlan:
+def _plan_of(request: PlanRequest, factors: CostFactors, sharded: bool, placement: Placement) -> RunPlan:
     """The plan of a placement, with its seconds without the search's preference for defaults."""
-    device, step = request.cluster.device, request.step
-    options = {role: option for _, _, used in placement.sets for role, option in used.how}
-    sizes = {role: size for roles, size, _ in placement.sets for role in roles}
-    replicas: Replicas = options[ROLLOUT].how
-    policy = request.models[ROLLOUT]
-    n, t = sizes[ROLLOUT], replicas.tensor
-    phases = {"gen": generation(policy, device, factors, n, t, step, replicas.share, replicas.capacity)}
+    options = {role: option.how for _, _, used in placement.sets for role, option in used.how}
+    replicas: Replicas = options.pop(ROLLOUT)
+    sets = tuple((roles, size) for roles, size, _ in placement.sets)
+    return predicted(request, factors, sharded, sets, options, replicas)
+
+
+def predicted(
+    request: PlanRequest,
+    factors: CostFactors,
+    sharded: bool,
+    sets: tuple[tuple[tuple[str, ...], int], ...],
+    layouts: Mapping[str, TrainingLayout],
+    replicas: Replicas,
+) -> RunPlan:
+    """Return a plan with its seconds and bytes; the arguments are the fields of `RunPlan`."""
+    device, step, policy = request.cluster.device, request.step, request.models[ROLLOUT]
+    sizes = {role: size for roles, size in sets for role in roles}
+    n = sizes[ROLLOUT]
+    works = {role: trained_role(request, role, sharded) for role in layouts}
+    terms = {
+        role: model_memory(work.model, sizes[role], layouts[role], step, work.trains) for role, work in works.items()
+    }
+    phases = {"gen": generation(policy, device, factors, n, replicas.tensor, step, replicas.share, replicas.capacity)}
     phases["weights"] = refit(policy, factors)
-    residents = {role: option.resident for role, option in options.items()}
     memory: dict[str, float] = {}
 
     def others(role: str) -> float:
-        roles = next(roles for roles, _, _ in placement.sets if role in roles)
-        return sum(residents[other] for other in roles if other != role)
+        neighbours = next(roles for roles, _ in sets if role in roles)
+        return sum(float(terms[other].resident) for other in neighbours if other not in (role, ROLLOUT))
 
     memory["gen"] = others(ROLLOUT) + replicas.share * device.memory_gb * 1e9
     of_set: list[dict[str, float]] = []
-    for roles, _, _ in placement.sets:
+    for roles, _ in sets:
         stages = {"preparation": 0.0, "update": 0.0}
         for role in roles:
             if role == ROLLOUT:
                 continue
-            layout, work = options[role].how, trained_role(request, role, sharded)
-            terms = model_memory(work.model, sizes[role], layout, step, work.trains)
+            layout, work = layouts[role], works[role]
             values = {
                 _pass_name(role): work.passes
                 * float(training(work.model, device, factors, sizes[role], layout, step, False))
@@ -334,16 +396,14 @@ def _described(request: PlanRequest, factors: CostFactors, sharded: bool, placem
                 phase = f"update_{role}"
                 values[phase] = float(training(work.model, device, factors, sizes[role], layout, step, True))
                 stages["update"] += values[phase]
-                memory[phase] = float(terms.update) + others(role)
+                memory[phase] = float(terms[role].update) + others(role)
             if values[_pass_name(role)]:
-                memory[_pass_name(role)] = float(terms.pass_peak) + others(role)
+                memory[_pass_name(role)] = float(terms[role].pass_peak) + others(role)
             phases |= {name: value for name, value in values.items() if value}
         of_set.append(stages)
     slowest = sum(max(stages[name] for stages in of_set) for name in ("preparation", "update"))
     phases["rest"] = factors.fixed_s
     phases["step"] = phases["gen"] + phases["weights"] + slowest + factors.fixed_s
-    layouts = {role: option.how for role, option in options.items() if role != ROLLOUT}
-    sets = tuple((roles, size) for roles, size, _ in placement.sets)
     return RunPlan(sharded, sets, layouts, replicas, phases, memory)
 
 

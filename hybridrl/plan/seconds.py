@@ -257,7 +257,8 @@ def training(
         seconds = seconds + exchanged / (_link(device, expert) * factors.all_to_all)
     seconds = np.where(pipeline > 1, seconds * (1 + (pipeline - 1) / (micros / updates)), seconds)
     if layout.sharded:
-        gathers = micros * (2 if backward else 1) * 2 * model.parameters * (1 - 1 / np.asarray(layout.shards))
+        gathered = model.parameters - model.expert_parameters * (1 - 1 / expert)
+        gathers = micros * (2 if backward else 1) * 2 * gathered * (1 - 1 / np.asarray(layout.shards))
         seconds = np.maximum(seconds, gathers / (_link(device, layout.shards) * _LINK))
     if backward:
         split = tensor * pipeline * (expert if model.experts else 1)

@@ -77,7 +77,9 @@ class FrameConnection:
 
     def arrives_within(self, seconds: float) -> bool:
         """Whether a message, or the end of the connection, arrives within this time."""
-        return bool(select.select([self.socket], [], [], seconds)[0])
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def _exactly(self, count: int) -> bytearray:
         data = bytearray(count)

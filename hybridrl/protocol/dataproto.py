@@ -313,8 +313,8 @@ class DataProto(ColumnCache):
         for part in data:
             part.check_consistency()
         parts = [rows.fields_of(d.batch) for d in data]
-        _check_same_keys([set(part) for part in parts], "batch")
-        _check_same_keys([set(d.non_tensor_batch) for d in data], "non_tensor_batch")
+        union.check_same_keys([set(part) for part in parts], "batch")
+        union.check_same_keys([set(d.non_tensor_batch) for d in data], "non_tensor_batch")
         first, batch, memo = data[0], None, rows.Memo()
         if first.batch is not None:
             fields = {key: rows.cat_fields(key, [part[key] for part in parts], memo) for key in parts[0]}
@@ -589,12 +589,3 @@ class DataProto(ColumnCache):
 
 def _load_row(kind: type, stream: Any, buffers: list[Any], foreign: list[Any]) -> Any:
     return kind(*transport.loads(stream, buffers, foreign))
-
-
-def _check_same_keys(keys: list[set[str]], part: str) -> None:
-    for position, other in enumerate(keys[1:], start=1):
-        if other != keys[0]:
-            raise ValueError(
-                f"concat: {part} differs between the parts: part 0 has {sorted(keys[0] - other)} that part {position} "
-                f"lacks, part {position} has {sorted(other - keys[0])} that part 0 lacks"
-            )

@@ -23,11 +23,13 @@ The length of a response comes from `attention_mask`. `response_mask` may have h
 the tokens of a tool's answer but is not trained on them. Its sum is the number of trained tokens and not a length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+
+from hybridrl.errors import MissingFieldError
 
 Axis = Literal["row", "prompt", "response", "sequence"]
 PAD_TOKEN: Literal["pad_token"] = "pad_token"  # the tokenizer's padding token, as a fill value
@@ -120,6 +122,64 @@ def register_field(name: str, axis: Axis, fill: float | Literal["pad_token"] = 0
     registered = FIELDS.setdefault(name, field)
     if registered != field:
         raise ValueError(f"register_field({name!r}): {field} contradicts {registered}, which is registered already")
+
+
+#: the stages of a dataflow that write a field, by the field
+_STAGES: dict[str, list[str]] = {}
+
+
+def declare_stage(stage: str, writes: Iterable[str]) -> None:
+    """Declare the fields that a stage of a dataflow writes, so that an error can name the stage where one is missing.
+
+    Args:
+        stage: its name, such as that of a worker method.
+        writes: all fields that it may write.
+    """
+    for name in writes:
+        stages = _STAGES.setdefault(name, [])
+        if stage not in stages:
+            stages.append(stage)
+
+
+declare_stage(
+    "generation (Rollout.generate)",
+    ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "rollout_log_probs"),
+)
+declare_stage("the policy's compute_log_prob", ("old_log_probs", "entropys", "ref_kl", "sum_pi_squared"))
+declare_stage("the policy's or the reference's compute_ref_log_prob", ("ref_log_prob",))
+declare_stage("the critic's compute_values", ("values",))
+declare_stage("the reward manager (Sampler.score)", ("token_level_scores",))
+declare_stage("the reward model's compute_rm_score", ("rm_scores",))
+declare_stage("advantage estimation (compute_advantage)", ("token_level_rewards", "advantages", "returns"))
+declare_stage("compute_teacher", ("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs"))
+declare_stage("compute_process_rewards", ("process_rewards", "prime_ref_log_prob"))
+
+
+def stages_by_field() -> Mapping[str, Sequence[str]]:
+    """Return the stages that write each field."""
+    return _STAGES
+
+
+def check_fields(stage: str, reads: Iterable[str], fields: Collection[str]) -> None:
+    """Refuse a batch without a field that a stage reads.
+
+    Args:
+        stage: what is about to read it.
+        reads: the fields that it needs.
+        fields: those of the batch.
+
+    Raises:
+        MissingFieldError: names the fields, and the stages that should have written them.
+    """
+    missing = [name for name in reads if name not in fields]
+    if not missing:
+        return
+    sources = [f"{name}, which {' or '.join(_STAGES[name])} gives" for name in missing if name in _STAGES]
+    sources += [f"{name}, which no known stage gives" for name in missing if name not in _STAGES]
+    raise MissingFieldError(
+        f"{stage} reads {'; '.join(sources)}; the batch has {', '.join(sorted(map(str, fields))) or 'no fields'}. Call "
+        "that stage before, and join its result to the batch with batch.union(result)"
+    )
 
 
 def declared() -> frozenset[str]:

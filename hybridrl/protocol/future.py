@@ -38,11 +38,13 @@ class DataProtoFuture:
         collect_fn: joins the list of the futures' values into one DataProto.
         futures: the object references of the workers that return a part.
         dispatch_fn: takes this future's share of the joined batch; None takes the whole.
+        fields: all fields that the batch may have, as its worker method declares; None: it declares none.
     """
 
     collect_fn: Callable[[list[Any]], Any]
     futures: list[ray.ObjectRef]
     dispatch_fn: Callable[[Any], Any] | None = None
+    fields: frozenset[str] | None = None
 
     @staticmethod
     def concat(data: list[ray.ObjectRef]) -> DataProtoFuture:

@@ -1,16 +1,20 @@
 """Batches on disk: one safetensors file that holds no code.
 
 Tensors are stored as such; everything else is stored as JSON in the tensor `__json__` (UTF-8 bytes). None, bool, int,
-float, str and lists are plain JSON values. The other supported kinds (dict, tuple, bytes, NumPy arrays and scalars,
-tensors in an entry) are JSON objects whose key "$" states the kind. Anything else is refused by name, because only data
-can be read back without running code.
+float, str and lists are plain JSON values. The other supported kinds (dict, tuple, bytes, decimals, dates and times,
+NumPy arrays and scalars, tensors in an entry) are JSON objects whose key "$" states the kind. Anything else is refused
+by name, because only data can be read back without running code.
 """
 
 import base64
+import datetime
 import json
 import os
 import tempfile
+import uuid
+import zoneinfo
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,19 @@ JSON = "__json__"
 
 # Dtypes that the safetensors format does not support.
 _UNKNOWN = frozenset({torch.complex32, torch.complex128})
+
+
+#: single values that Parquet has columns of, as text and back
+_AS_TEXT: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    Decimal: (str, Decimal),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.timedelta: (
+        lambda value: f"{value.days} {value.seconds} {value.microseconds}",
+        lambda text: datetime.timedelta(*map(int, text.split())),
+    ),
+    uuid.UUID: (str, uuid.UUID),
+}
+_KINDS_OF_TEXT = {kind.__name__: kind for kind in _AS_TEXT}
 
 
 class StorageError(UserError):
@@ -91,6 +108,15 @@ class _Writer:
         if kind is dict:
             keys = [self.value(key, f"{where} (key {key!r})") for key in value]
             return {"$": "dict", "keys": keys, "values": [self.value(v, f"{where}[{k!r}]") for k, v in value.items()]}
+        if kind in _AS_TEXT:
+            return {"$": "text", "kind": kind.__name__, "text": _AS_TEXT[kind][0](value)}
+        if kind in (datetime.datetime, datetime.time) and _zone_of(value) is not None:
+            plain = value.replace(tzinfo=None).isoformat()
+            return {"$": "time", "kind": kind.__name__, "text": plain, "zone": _zone_of(value), "fold": value.fold}
+        if kind.__module__.split(".")[0] == "pandas" and kind.__name__ in ("Timestamp", "Timedelta"):
+            zone = _zone_of(value) if kind.__name__ == "Timestamp" else ""
+            if zone is not None:
+                return {"$": "pandas", "kind": kind.__name__, "value": value.value, "unit": value.unit, "zone": zone}
         if kind is bytes:
             return {"$": "bytes", "base64": base64.b64encode(value).decode()}
         if isinstance(value, torch.Tensor):
@@ -103,9 +129,26 @@ class _Writer:
             return self.tensordict(value, where)
         raise StorageError(
             f"{where}: an object of type {kind.__module__}.{kind.__qualname__} cannot be stored, because reading it "
-            "back would run code. Stored are None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and "
-            "tensors: convert it to one of these, or drop the field with pop() before saving"
+            "back would run code. Stored are None, bool, int, float, str, bytes, list, tuple, dict, decimals, dates, "
+            "times, NumPy arrays and tensors: convert it to one of these, or drop the field with pop() before saving"
         )
+
+
+def _zone_of(value: Any) -> str | float | None:
+    """The name of a zone, the seconds of a fixed offset, or an empty text for none; None: it cannot be stored."""
+    zone = value.tzinfo
+    if zone is None:
+        return ""
+    name = getattr(zone, "key", None) or getattr(zone, "zone", None)  # of the standard library, and of pytz
+    if isinstance(name, str):
+        return name
+    return zone.utcoffset(None).total_seconds() if isinstance(zone, datetime.timezone) else None
+
+
+def _as_zone(zone: str | float) -> datetime.tzinfo | None:
+    if isinstance(zone, str):
+        return zoneinfo.ZoneInfo(zone) if zone else None
+    return datetime.timezone(datetime.timedelta(seconds=zone))
 
 
 class _Reader:
@@ -156,6 +199,22 @@ class _Reader:
     def _dict(self, value: dict[str, Any]) -> dict[Any, Any]:
         return dict(zip(self.value(value["keys"]), self.value(value["values"]), strict=True))
 
+    def _text(self, value: dict[str, Any]) -> Any:
+        return _AS_TEXT[_KINDS_OF_TEXT[value["kind"]]][1](value["text"])
+
+    def _time(self, value: dict[str, Any]) -> datetime.datetime | datetime.time:
+        kind = datetime.datetime if value["kind"] == "datetime" else datetime.time
+        plain: Any = kind.fromisoformat(value["text"])
+        return plain.replace(tzinfo=_as_zone(value["zone"]), fold=value["fold"])
+
+    def _pandas(self, value: dict[str, Any]) -> Any:
+        import pandas
+
+        if value["kind"] == "Timedelta":
+            return pandas.Timedelta(value["value"], unit="ns").as_unit(value["unit"])
+        plain = pandas.Timestamp(value["value"], unit="ns", tz="UTC").as_unit(value["unit"])
+        return plain.tz_convert(_as_zone(value["zone"]))
+
     def _bytes(self, value: dict[str, Any]) -> bytes:
         return base64.b64decode(value["base64"])
 
@@ -172,6 +231,9 @@ _KINDS: dict[str, Callable[[_Reader, dict[str, Any]], Any]] = {
     "tuple": _Reader._tuple,
     "dict": _Reader._dict,
     "bytes": _Reader._bytes,
+    "text": _Reader._text,
+    "time": _Reader._time,
+    "pandas": _Reader._pandas,
 }
 
 

@@ -5,6 +5,9 @@ receiver reads them. It does so for NumPy arrays but not for torch tensors. This
 the NumPy view of its own rows, so a shard that is a slice of a larger tensor along the first dimension needs no extra
 copy.
 
+The padding of a large batch does not travel, nor what follows from other fields (`compact`); such fields arrive in
+memory of their own.
+
 Rules:
  - tensors arrive as CPU tensors without gradient: a CUDA tensor is moved to the CPU first, and the receiver moves it
    to its device with `DataProto.to`;
@@ -27,6 +30,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from hybridrl.protocol import compact
 from hybridrl.protocol.rows import fields_of, jagged_dim
 
 # Smaller buffers are copied into the stream: that costs less than Ray's bookkeeping for a separate buffer.
@@ -125,6 +129,9 @@ class _Pickler(pickle.Pickler):
         if kind is np.ndarray:
             return (_load_objects, (obj.ravel().tolist(), obj.shape)) if obj.dtype == object else NotImplemented
         if kind is TensorDict:
+            packed = compact.pack(obj)
+            if packed is not None:
+                return packed.__reduce__()
             return _load_tensordict, (fields_of(obj), tuple(obj.batch_size), obj.device is not None)
         by_name = isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType))
         module = (obj if by_name else kind).__module__ or ""

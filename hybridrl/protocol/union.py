@@ -158,3 +158,21 @@ def _add_metrics(total: dict[str, list[Any]], value: Any) -> None:
             )
         for name, entry in metrics.items():
             total.setdefault(name, []).extend(entry if isinstance(entry, (list, tuple)) else [entry])
+
+
+def check_same_keys(keys: list[set[str]], part: str) -> None:
+    """Refuse batches that are joined by rows and have other fields.
+
+    Args:
+        keys: of each batch.
+        part: the part of a batch that has them, for the message.
+
+    Raises:
+        ValueError: names what each lacks.
+    """
+    for position, other in enumerate(keys[1:], start=1):
+        if other != keys[0]:
+            raise ValueError(
+                f"concat: {part} differs between the parts: part 0 has {sorted(keys[0] - other)} that part {position} "
+                f"lacks, part {position} has {sorted(other - keys[0])} that part 0 lacks"
+            )

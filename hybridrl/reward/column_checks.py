@@ -86,6 +86,11 @@ def check_columns(
                 f"{label}: its parameters {', '.join(map(repr, replaced))} get the columns of these names of the data, "
                 "and not their defaults; rename them if they mean something else"
             )
+        if waiting := how.unfilled(columns, has_ground_truth):
+            notify(
+                f"{label}: its parameters {', '.join(map(repr, waiting))} keep their empty defaults, because the data "
+                "have no such columns; take the ground truth as ground_truth, or set them in reward_kwargs"
+            )
         fault = how.fault_in_columns(columns, has_ground_truth)
         if fault is not None:
             raise RewardError(f"{label}: {fault}.")

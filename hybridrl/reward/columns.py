@@ -33,10 +33,11 @@ class ExtraColumns:
 
     Args:
         unscored: `score` and `acc` of a sample that the function returned nothing for.
+        every_score_is_accuracy: numbers are accuracies whatever they are.
     """
 
-    def __init__(self, unscored: float | None = None) -> None:
-        self._unscored = unscored
+    def __init__(self, unscored: float | None = None, every_score_is_accuracy: bool = False) -> None:
+        self._unscored, self._every_score_is_accuracy = unscored, every_score_is_accuracy
         self._reported: set[str] = set()  # names that some samples lacked
         self._is_accuracy = True
         self._returns_dicts = self._has_accuracy = False
@@ -73,8 +74,8 @@ class ExtraColumns:
 
     def _named(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         numbers = [outcome.extra is None and not _without_result(outcome) for outcome in outcomes]
-        if any(is_number and outcome.score not in (0, 1) for is_number, outcome in zip(numbers, outcomes, strict=True)):
-            self._is_accuracy = False
+        scores = [outcome.score for is_number, outcome in zip(numbers, outcomes, strict=True) if is_number]
+        self._is_accuracy &= all(map(self._may_be_accuracy, scores))
         if self._returns_dicts:
             return [
                 self._beside_dicts(extra, outcome.score) if is_number else dict(extra)
@@ -89,7 +90,11 @@ class ExtraColumns:
 
     def _beside_dicts(self, extra: Mapping[str, Any], score: float) -> dict[str, Any]:
         named = {"score": score} | {name: value for name, value in extra.items() if name != "acc"}
-        return named | {"acc": score} if self._has_accuracy and score in (0, 1) else named
+        has_accuracy = self._every_score_is_accuracy or self._has_accuracy
+        return named | {"acc": score} if has_accuracy and self._may_be_accuracy(score) else named
+
+    def _may_be_accuracy(self, score: float) -> bool:
+        return self._every_score_is_accuracy or score in (0, 1)
 
 
 def check_keys(names: Iterable[str], source: str, read: Collection[str] = (), *, of_roles: bool = False) -> None:
@@ -113,10 +118,21 @@ def check_keys(names: Iterable[str], source: str, read: Collection[str] = (), *,
 
 
 def part_means(columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """Return `reward/NAME/mean` of every column of numbers; None (a part that does not apply) is left out."""
+    """Return `reward/NAME/mean` of every column of numbers; None (a part that does not apply) is left out.
+
+    A column that holds other values besides numbers, or NaN or infinity, has no mean, and a warning says so.
+    """
     means = {}
     for name, column in columns.items():
         values = [value for value in column if value is not None]
-        if values and all(isinstance(value, (bool, int, float)) and math.isfinite(value) for value in values):
+        numbers = [value for value in values if isinstance(value, (bool, int, float)) and math.isfinite(value)]
+        if numbers and len(numbers) < len(values):
+            notify(
+                f"{name!r} of the reward function is no finite number for some responses, so there is no "
+                f"reward/{name}/mean of their step; return a number, or None where there is none",
+                "warning",
+                once=True,
+            )
+        if values and len(numbers) == len(values):
             means[f"reward/{name}/mean"] = math.fsum(values) / len(values)
     return means

@@ -56,14 +56,20 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
         check_rows(config, dataset)
 
 
-def create_reward_manager(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
+def create_reward_manager(
+    config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None
+) -> RewardManager:
     """The manager that the configuration names, with pools for its functions (not started yet).
+
+    Args:
+        num_workers: processes per function; None: as the settings say.
 
     Raises:
         RewardError: no such manager, or its settings do not fit.
     """
     cls = manager_class(config)
-    return cls(config, tokenizer, cls.create_pool(config))
+    pool = cls.create_pool(config) if num_workers is None else cls.create_pool(config, num_workers)
+    return cls(config, tokenizer, pool)
 
 
 def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:
@@ -182,6 +188,14 @@ def complete(result: Any, batch: DataProto, source: str = "Sampler.score") -> di
     missing = result.get("missing") or [None] * len(batch)
     if strange := [entry for entry in missing if not (entry is None or isinstance(entry, Unscored))]:
         raise RewardError(f"{source} returned {strange[0]!r} in 'missing'; use Unscored or None")
+    failed = result.get("failed") or [False] * len(batch)
+    finite = torch.isfinite(rewards).flatten(1).all(dim=-1).tolist()
+    bad = [row for row, good in enumerate(finite) if not good and missing[row] is None and not failed[row]]
+    if bad:
+        raise RewardError(
+            f"{source} returned rewards that are NaN or infinite in rows {bad[:8]}; give these rows an Unscored in "
+            "'missing' if they have no reward"
+        )
     extra = dict(result.get("reward_extra_info") or {})
     for column, values in extra.items():
         if len(values) != len(batch):

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,19 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.remote_scores import plain
-from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
+from hybridrl.reward.results import BadScore, check_score
+from hybridrl.scored import Reason, Unscored, UnscoredError
 from hybridrl.utils import clock
 from hybridrl.utils.chat_client import ChatClient
 from hybridrl.utils.json_client import ServiceError
 from hybridrl.utils.user_code import load_object
 
 _KEY = "reward.reward_model.judge"
-#: what `ask_or_read` returns, and the column in which it gets the answer
-QUESTION, ANSWER = "question", "judge_answer"
-_SCORE = re.compile(r"score[\s*_`]{0,5}[:=][\s*_`]{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+#: what `ask_or_read` returns, and the columns in which it gets the answer
+QUESTION, ANSWER, ANSWER_IS_CUT = "question", "judge_answer", "judge_answer_is_cut"
+_LABEL = re.compile(r"score[\s*_`]{0,5}[:=][\s*_`]{0,5}", re.IGNORECASE)
+# Not the beginning of another number (1,000), nor of a range (7-8).
+_NUMBER = re.compile(r"[-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?![\d.,]*\d|[-\u2013]\d)")
 TEMPLATE = """You judge an answer to a request.
 
 Request:
@@ -43,6 +45,21 @@ Answer:
 Explain briefly how good the answer is. Then end with a line of the form
 Score: N
 where N is a number from 0 (useless) to 10 (could not be better)."""
+
+
+@dataclass(frozen=True)
+class JudgeAnswer:
+    """The answer of a judge that the run serves.
+
+    Attributes:
+        text: what it wrote.
+        seconds: how long it took.
+        is_cut: it ended at `judge.max_tokens`, and not by itself.
+    """
+
+    text: str
+    seconds: float
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,11 +96,11 @@ class Questions:
             return Unscored(Reason.GRADING, f"the template failed: {type(error).__name__}: {error}")
         return [*system, {"role": "user", "content": question}]
 
-    def score(self, text: str, sample: Mapping[str, Any]) -> Any:
+    def score(self, text: str, is_cut: bool, sample: Mapping[str, Any]) -> Any:
         """Read an answer: a dict with `score` and `judgement`, or an `Unscored`."""
         if not text:
             return Unscored(Reason.GRADING, "the judge answered nothing")
-        return _read(self.parse, text, sample)
+        return _read(self.parse, text, {**sample, "is_cut": is_cut})
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,7 @@ class Judge:
             answer = self.client.ask(messages, self.timeout_s, **self.sampling)
         except ServiceError as error:
             return Unscored(error.reason, f"the judge gave no answer: {error}")
-        return self.questions.score(answer, sample)
+        return self.questions.score(answer.text, answer.is_cut, sample)
 
 
 def _read(parse: Callable[[str, Mapping[str, Any]], Any], text: str, sample: Mapping[str, Any]) -> Any:
@@ -135,22 +152,34 @@ def _read(parse: Callable[[str, Mapping[str, Any]], Any], text: str, sample: Map
         return error.unscored
     except Exception as error:  # the function is a user's
         return Unscored(Reason.GRADING, f"{type(error).__name__}: {error}; the judge wrote {text[-200:]!r}")
-    if isinstance(parsed, Scored):
-        parsed = {**parsed.extra, "score": parsed.reward}
     if parsed is None:
-        return Unscored(Reason.GRADING, f"the judge's answer has no score: {text[-200:]!r}")
-    if isinstance(parsed, Unscored):
-        return parsed
-    score = parsed.get("score") if isinstance(parsed, Mapping) else parsed
-    if not isinstance(score, (bool, int, float)) or not math.isfinite(score):
-        return Unscored(Reason.GRADING, f"the score is {score!r}; the judge wrote {text[-200:]!r}")
-    return {"judgement": text, **(parsed if isinstance(parsed, Mapping) else {}), "score": score}
+        why = f", which ended at {_KEY}.max_tokens" if sample["is_cut"] else ""
+        return Unscored(Reason.GRADING, f"the judge's answer{why} has no score: {text[-200:]!r}")
+    try:
+        result = check_score(parsed)
+    except BadScore as error:
+        return Unscored(Reason.GRADING, f"the function that reads answers {error}; the judge wrote {text[-200:]!r}")
+    if isinstance(result, Unscored):
+        return result
+    score, extra = result
+    return {"judgement": text, **(extra or {}), "score": score}
 
 
 def last_score(text: str, sample: Mapping[str, Any]) -> float | None:
-    """The number after the last `Score:` of a text."""
-    numbers = _SCORE.findall(text)
-    return float(numbers[-1]) if numbers else None
+    """The number after the last `Score:` of a text; None where something else stands there.
+
+    Of an answer that was cut (`is_cut`), it counts only if its line is complete and says nothing else before: the last
+    number may be cut, and a number before it may be that of another answer.
+    """
+    labels = list(_LABEL.finditer(text))
+    number = _NUMBER.match(text, labels[-1].end()) if labels else None
+    if number is None:
+        return None
+    line_start = text.rfind("\n", 0, labels[-1].start()) + 1
+    words_before = re.findall(r"\w+", text[line_start : labels[-1].start()])
+    if sample.get("is_cut") and (len(words_before) > 1 or "\n" not in text[number.end() :]):
+        return None
+    return float(number.group().replace("\u2212", "-"))
 
 
 def make_judge(
@@ -239,6 +268,7 @@ def ask_or_read(
     extra_info: Any,
     prompt: Any,
     judge_answer: str | None = None,
+    judge_answer_is_cut: bool = False,
     **settings: Any,
 ) -> Any:
     """One of the two steps around an answer that is generated elsewhere; `settings` are those of `Questions.of`.
@@ -250,7 +280,7 @@ def ask_or_read(
     questions = _questions(**settings)
     sample = _asked_about(data_source, solution_str, ground_truth, extra_info, prompt)
     if judge_answer is not None:
-        return questions.score(judge_answer, sample)
+        return questions.score(judge_answer, judge_answer_is_cut, sample)
     messages = questions.messages(sample)
     return messages if isinstance(messages, Unscored) else {"score": 0.0, QUESTION: messages}
 

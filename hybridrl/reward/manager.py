@@ -22,6 +22,7 @@ from hybridrl.reward.pools import create_pool
 from hybridrl.reward.positions import last_generated, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.response_rows import ResponseRow, batch_responses, own_rewards
+from hybridrl.reward.results import BadScore, check_number
 from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.scored import Unscored
@@ -111,6 +112,9 @@ class RewardManager:
 
     form: ClassVar[Form] = "sample"
     settings_class: ClassVar[type | None] = None
+    every_score_is_accuracy: ClassVar[bool] = (
+        False  # a number that a function returns is `acc`, also if it is not 0 or 1
+    )
 
     def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: SampleScorer) -> None:
         self.config = config
@@ -118,7 +122,7 @@ class RewardManager:
         self.pool = pool
         self.metrics: dict[str, float] = {}
         self._scores_zero = config.reward.on_error == "zero"
-        self._make_columns = ExtraColumns(0.0 if self._scores_zero else None)
+        self._make_columns = ExtraColumns(0.0 if self._scores_zero else None, self.every_score_is_accuracy)
         self.settings = self.read_settings(config)
 
     @classmethod
@@ -327,6 +331,10 @@ class RewardManager:
                 return RowScore(math.nan, extra_of(outcome), outcome)
             outcome = replace(outcome, score=0.0, unscored=None)
         score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
+        try:
+            score = check_number(score)
+        except BadScore as error:
+            raise RewardError(f"{type(self).__name__}.adjust {error}. The score was {outcome.score}") from None
         return RowScore(score, extra, outcome)
 
     def _check(self, samples: list[Sample]) -> None:
@@ -366,6 +374,18 @@ class RewardManager:
         Of a session in several rows, the rows before the last that brought a reward along are not adjusted.
         """
         return score, extra
+
+    def columns_of(
+        self, responses: Sequence[ResponseRow], samples: Sequence[Sample], outcomes: Sequence[Outcome]
+    ) -> dict[str, list[Any]]:
+        """Return the columns that scored rows have in a batch.
+
+        Args:
+            responses: the rows.
+            samples, outcomes: what the reward function got and returned for each.
+        """
+        scored = [self._row_score(*row) for row in zip(outcomes, samples, responses, strict=True)]
+        return self._columns([dict(score.extra) for score in scored], [score.outcome for score in scored])
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
         columns = self._make_columns(extras, outcomes)

@@ -142,7 +142,9 @@ def plain(value: Any) -> Any:
 
 
 def _score(answer: Any) -> Any:
-    if isinstance(answer, Mapping) and "unscored" in answer:
+    if isinstance(answer, Mapping) and answer.get("unscored") is None:  # null, as typed services write it
+        return {name: value for name, value in answer.items() if name != "unscored"}
+    if isinstance(answer, Mapping):
         reason = str(answer["unscored"])
         is_reason = reason in list(Reason)
         return Unscored(Reason(reason) if is_reason else Reason.GRADING, str(answer.get("detail") or answer))

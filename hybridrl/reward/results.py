@@ -12,6 +12,7 @@ from hybridrl.scored import LARGEST_REWARD, Scored, Unscored
 #: a score (None: the function does not apply to the sample) and the function's dict, where it returned one
 Score = tuple[float | None, dict[str, Any] | None]
 
+_TIMES = ("datetime64", "timedelta64")  # of numpy, whose numbers depend on their unit
 _DEPTH = 50  # levels of lists and dicts
 _LARGEST_INT = 2**63  # larger ones fit into no column of a dump
 
@@ -40,9 +41,9 @@ def check_score(value: Any, may_abstain: bool = False) -> Score | Unscored:
         if "score" not in value:
             raise BadScore(f"returned a dict without 'score' (keys: {', '.join(map(str, value)) or 'none'})")
         extra = {name: plain(item, name) for name, item in _named(value, "the dict").items()}
-        score = extra["score"] = _number(value["score"])
+        score = extra["score"] = check_number(value["score"])
         return score, extra
-    return _number(value), None
+    return check_number(value), None
 
 
 def check_scores(values: Any, count: int, may_abstain: bool = False) -> list[Score | Unscored | BadScore]:
@@ -82,6 +83,7 @@ def plain(value: Any, key: str, depth: int = 0) -> Any:
         if not -_LARGEST_INT <= value < _LARGEST_INT:
             raise BadScore(f"returned an integer of {value.bit_length()} bits under {key!r}; 64 bits are the most")
         return int(value)
+    value = _of_any_length(value)
     if isinstance(value, float):
         return float(value)
     if depth == _DEPTH:
@@ -109,12 +111,31 @@ def _named(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
     return named
 
 
-def _number(value: Any) -> float:
+def _of_any_length(value: Any) -> Any:
+    """A number of numpy with more bits than Python's, which it does not turn into one itself, as a float."""
+    return float(value) if type(value).__name__ in ("longdouble", "float128", "float96") else value
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether a masked array of numpy has no value."""
+    mask: Any = getattr(value, "mask", None)
+    return mask is not None and hasattr(mask, "any") and bool(mask.any())
+
+
+def check_number(value: Any) -> float:
+    """Return a score as a number.
+
+    Raises:
+        BadScore: it is none, is not finite, or is beyond `LARGEST_REWARD`.
+    """
     if hasattr(value, "item") and not isinstance(value, (int, float)):
+        if _is_masked(value) or type(value).__name__ in _TIMES:  # `item` would make a number of it
+            raise BadScore(f"returned {type(value).__name__} {value!s:.60}, which is masked or a time, and no number")
         try:
             value = value.item()  # a scalar of numpy or torch
         except Exception as error:
             raise BadScore(f"returned {type(value).__name__} that is not a single number ({error})") from None
+        value = _of_any_length(value)
     if not isinstance(value, (bool, int, float)):
         text = repr(value)
         raise BadScore(

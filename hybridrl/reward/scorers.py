@@ -20,14 +20,14 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.judge import ANSWER, QUESTION
+from hybridrl.reward.judge import ANSWER, ANSWER_IS_CUT, QUESTION, JudgeAnswer
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.signature import RewardCall, Sample
 from hybridrl.scored import Reason, Unscored, UnscoredError
 from hybridrl.utils.background import BackgroundLoop
 
-#: answers a conversation with a text and the seconds that this took, or raises `UnscoredError`
-Answering = Callable[[list[dict[str, str]]], Awaitable[tuple[str, float]]]
+#: answers a conversation, or raises `UnscoredError`
+Answering = Callable[[list[dict[str, str]]], Awaitable[JudgeAnswer]]
 Calls = Sequence[tuple[str, RewardCall]]
 T = TypeVar("T")
 
@@ -385,11 +385,12 @@ class JudgeScorer(SampleScorer):
             return question
         assert question.extra is not None
         try:
-            text, seconds = await answer(question.extra[QUESTION])
+            answered = await answer(question.extra[QUESTION])
         except UnscoredError as error:
             return without_score(error.unscored, question.seconds)
-        outcome = await self._pool.score(replace(sample, columns={ANSWER: text}), name)
-        return replace(outcome, seconds=question.seconds + seconds + outcome.seconds)
+        columns = {ANSWER: answered.text, ANSWER_IS_CUT: answered.is_cut}
+        outcome = await self._pool.score(replace(sample, columns=columns), name)
+        return replace(outcome, seconds=question.seconds + answered.seconds + outcome.seconds)
 
     def _answering(self, name: str) -> Answering:
         if self._answer is None:

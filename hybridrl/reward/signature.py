@@ -34,8 +34,14 @@ _TEXTS: dict[Form, tuple[str, ...]] = {
     "batch": ("solutions", "predictions", "outputs", "response_strs"),
 }
 _TRUTHS: dict[Form, tuple[str, ...]] = {
-    "sample": ("gt", "label", "target", "answer", "reference", "truth", "gold"),
-    "batch": ("gts", "labels", "targets", "answers", "references", "truths"),
+    "sample": (
+        *("gt", "label", "target", "answer", "reference", "truth", "gold", "groundtruth", "ground_truth_str"),
+        *("gold_answer", "golden_answer", "reference_answer", "expected_answer", "correct_answer", "true_answer"),
+    ),
+    "batch": (
+        *("gts", "labels", "targets", "answers", "references", "truths", "groundtruths", "gold_answers"),
+        *("golden_answers", "reference_answers", "expected_answers", "correct_answers", "true_answers"),
+    ),
 }
 #: arguments of other libraries that nothing here provides -> what the form is, and what to write instead
 _FOREIGN = {
@@ -102,7 +108,7 @@ class RewardCall:
         truths: names of columns that mean the ground truth where the data have no such column.
         columns: columns of the data that it has to get, besides `arguments`.
         optional: columns that it gets if the data have them.
-        with_default: those of `optional` that have a default other than None.
+        with_default: those of `optional` whose default is a value, and neither None nor an empty text.
         all_columns: it gets every column, as TRL passes them.
         may_abstain: None, for a sample that it does not apply to, is a result.
     """
@@ -190,6 +196,15 @@ class RewardCall:
         if name in sample.columns:
             return sample.columns[name]
         return sample.ground_truth if name in self._truths else None
+
+    def unfilled(self, columns: Sequence[str], has_ground_truth: bool) -> list[str]:
+        """Return parameters with an empty default that the data have nothing for."""
+        return [
+            name
+            for name in self.optional
+            if name not in self.with_default and name not in columns
+            if not (has_ground_truth and name in self._truths)
+        ]
 
     def fault_in_columns(self, columns: Sequence[str], has_ground_truth: bool) -> str | None:
         """Return what is wrong with a function for data with these columns; None if nothing is."""
@@ -283,7 +298,7 @@ def understand(
             f"{source}: {name} has the parameter {single[0]!r}, and reward.reward_manager.name=batch calls functions "
             f"once with lists: call it solution_strs for a list, or solution_str for one response. {EXPECTED}."
         )
-    empty = [key for key in others if named[key].default is None]
+    empty = [key for key in others if named[key].default is None or named[key].default == ""]
     by_name = all(named[key].kind is inspect.Parameter.KEYWORD_ONLY for key in required)
     free = Free(required, others, empty, takes_any, by_name)
     how = _as_in_trl(free) or _as_batch(free) or _as_sample(free) or _as_in_verl(free, by_position, form)
@@ -301,7 +316,7 @@ class Free:
     Attributes:
         required: those without a default.
         others: those with one.
-        empty: those of `others` whose default is None, so that they wait for a value.
+        empty: those of `others` whose default is None or an empty text, so that they wait for a value.
         takes_any: the function takes any further name.
         by_name: those without a default are passed by name only.
     """
@@ -324,7 +339,7 @@ class Free:
     def truths(self, form: Form) -> tuple[str, ...]:
         """The one that is the ground truth by a usual name, unless the data have such a column.
 
-        A default other than None says that it is something else, such as the length that is aimed at.
+        A default with a value says that it is something else, such as the length that is aimed at.
         """
         candidates = tuple(name for name in _TRUTHS[form] if name in self.required)
         candidates = candidates or tuple(name for name in _TRUTHS[form] if name in self.empty)

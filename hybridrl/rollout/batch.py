@@ -3,7 +3,6 @@
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,8 +34,9 @@ from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 
 def prompt_ids_of(prompts: DataProto) -> list[list[int]]:
     """The prompt of each row without padding."""
-    ids, mask = prompts.batch["input_ids"].tolist(), prompts.batch["attention_mask"].tolist()
-    return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in zip(ids, mask, strict=True)]
+    is_real = prompts.batch["attention_mask"].bool()
+    ids, ends = prompts.batch["input_ids"][is_real].tolist(), is_real.sum(dim=1).cumsum(dim=0).tolist()
+    return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def images_of(prompts: DataProto, model: PreTrainedConfig, most: int | None = None) -> list[PromptImages | None]:
@@ -135,32 +135,37 @@ def batch_of(
     rows = len(trajectories)
     before = _width("prompt_ids", "prompt_width", prompt_width, trajectories)
     after = _width("token_ids", "response_width", response_width, trajectories)
-    prompt_places = np.arange(before) >= before - _lengths(trajectory.prompt_ids for trajectory in trajectories)
-    places = np.arange(after) < _lengths(trajectory.token_ids for trajectory in trajectories)
-    prompts = _placed((trajectory.prompt_ids for trajectory in trajectories), prompt_places, np.int64, pad_token_id)
-    responses = _placed((trajectory.token_ids for trajectory in trajectories), places, np.int64, pad_token_id)
-    response_mask = _placed((trajectory.mask for trajectory in trajectories), places, np.int64, 0)
-    log_probs = _placed((trajectory.log_probs for trajectory in trajectories), places, np.float32, 0.0)
-    attention_mask = torch.from_numpy(np.concatenate([prompt_places, places], axis=1).astype(np.int64))
-    versions = np.full((rows, after), NO_VERSION, dtype=np.int32)
+    shape = rows, after
+    prompts = np.full((rows, before), pad_token_id, dtype=np.int64)
+    _place([trajectory.prompt_ids for trajectory in trajectories], prompts, at_end=True)
+    responses, response_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    _place([trajectory.token_ids for trajectory in trajectories], responses)
+    _place([trajectory.mask for trajectory in trajectories], response_mask)
+    log_probs = np.zeros(shape, dtype=np.float32)
+    _place([trajectory.log_probs for trajectory in trajectories], log_probs)
+    attention = np.zeros((rows, before + after), dtype=np.int64)
     for row, trajectory in enumerate(trajectories):
-        first = 0
-        for version, tokens in trajectory.versions:
-            versions[row, first : first + tokens] = version
-            first += tokens
+        length = len(trajectory.token_ids)
+        log_probs[row, :length][response_mask[row, :length] == 0] = 0.0
+        attention[row, before - len(trajectory.prompt_ids) : before + length] = 1
+    attention_mask = torch.from_numpy(attention)
     if prompt_positions is None:
-        prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
-    default_positions = torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1)
-    tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": attention_mask,
         # Padding on the right counts on, so that the positions of a row do not depend on its length.
+        prompt_lengths = np.array([len(trajectory.prompt_ids) for trajectory in trajectories], dtype=np.int64)
+        positions = np.arange(before + after) - (before - np.maximum(prompt_lengths, 1))[:, None]
+        default_positions = torch.from_numpy(np.maximum(positions, 0, out=positions))
+    else:
+        further = prompt_positions[..., -1:] + 1 + torch.arange(after)
+        default_positions = torch.cat([prompt_positions, further], dim=-1)
+    tensors = {
+        "prompts": torch.from_numpy(prompts),
+        "responses": torch.from_numpy(responses),
+        "input_ids": torch.from_numpy(np.concatenate([prompts, responses], axis=1)),
+        "attention_mask": attention_mask,
         "position_ids": _positions(trajectories, before, after, default_positions),
-        "response_mask": response_mask,
-        "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
-        "weight_versions": torch.from_numpy(versions),
+        "response_mask": torch.from_numpy(response_mask),
+        "rollout_log_probs": torch.from_numpy(log_probs),
+        "weight_versions": _versions(trajectories, after),
     }
     if any(trajectory.turn_ends is not None for trajectory in trajectories):
         tensors |= _turns(trajectories, after)
@@ -171,16 +176,22 @@ def batch_of(
     return DataProto.from_dict(tensors=tensors, non_tensors=columns_of(trajectories, tensors.keys()))
 
 
-def _lengths(lists: Iterable[Sequence[Any]]) -> np.ndarray:
-    """The length of each list, [B, 1]."""
-    return np.fromiter(map(len, lists), dtype=np.int64)[:, None]
+def _place(lists: Iterable[Sequence[Any] | np.ndarray], padding: np.ndarray, at_end: bool = False) -> None:
+    """Write each list into its row of `padding` [B, W], at the row's start or end."""
+    for row, values in zip(padding, lists, strict=True):
+        first = len(row) - len(values) if at_end else 0
+        row[first : first + len(values)] = values
 
 
-def _placed(lists: Iterable[Sequence[Any]], places: np.ndarray, dtype: Any, fill: Any) -> torch.Tensor:
-    """The entries of each list at the places of its row, [B, W]; `fill` elsewhere."""
-    placed = np.full(places.shape, fill, dtype=dtype)
-    placed[places] = np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype)
-    return torch.from_numpy(placed)
+def _versions(trajectories: Sequence[Trajectory], width: int) -> torch.Tensor:
+    """`weight_versions` of `batch_of`."""
+    versions = np.full((len(trajectories), width), NO_VERSION, dtype=np.int32)
+    for row, trajectory in zip(versions, trajectories, strict=True):
+        first = 0
+        for version, tokens in trajectory.versions:
+            row[first : first + tokens] = version
+            first += tokens
+    return torch.from_numpy(versions)
 
 
 def _positions(

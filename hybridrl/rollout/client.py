@@ -70,7 +70,7 @@ class PoolClient:
     async def generate(self, request: Request) -> Completion:
         (future,) = self._scheduler.submit([request])
         # Cancelling this call must not cancel the scheduler's future: the request is aborted, and completes.
-        return await asyncio.shield(asyncio.wrap_future(future))
+        return (await asyncio.shield(asyncio.wrap_future(future))).lists()
 
     async def abort(self, ids: Sequence[str]) -> None:
         await asyncio.to_thread(self._scheduler.abort, list(ids))

@@ -21,6 +21,8 @@ def check_vllm(entries: Entries) -> Iterator[str]:
     names = _fields("vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
     if names:
         yield from entries.unknown({*names, *_OLDER_NAMES}, "vLLM's AsyncEngineArgs")
+    yield from _reserved(entries, _RESERVED_OF_VLLM)
+    yield from entries.contradictions({name: f"..{setting}" for name, setting in _SETTINGS_OF_VLLM.items()})
 
 
 @reads_mapping("sglang-arguments")
@@ -29,6 +31,56 @@ def check_sglang(entries: Entries) -> Iterator[str]:
     names = _fields("sglang", ("srt/server_args.py", "srt/arg_groups/fields/*.py"), ())
     if names:
         yield from entries.unknown(names, "SGLang's ServerArgs")
+    yield from _reserved(entries, _RESERVED_OF_SGLANG)
+    yield from entries.contradictions({name: f"..{setting}" for name, setting in _SETTINGS_OF_SGLANG.items()})
+
+
+#: arguments that hybridrl itself needs as it sets them, and why
+_RESERVED_OF_VLLM = {
+    "model": "it is model.path of the run",
+    "worker_extension_cls": "weights arrive by hybridrl's own extension",
+    "logprobs_mode": "log-probabilities are those of the distribution that was sampled from",
+    "generation_config": "sampling settings are those of rollout",
+}
+_RESERVED_OF_SGLANG = {
+    "model_path": "it is model.path of the run",
+    "custom_weight_loader": "weights arrive by hybridrl's own loader",
+    "skip_tokenizer_init": "prompts are token ids",
+}
+#: arguments of an engine -> the settings of `rollout` that they are
+_SETTINGS = {
+    "dtype": "dtype",
+    "load_format": "load_format",
+}
+_SETTINGS_OF_VLLM = _SETTINGS | {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    **{
+        name: name
+        for name in (
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "enforce_eager", "seed"),
+            *("enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization", "scheduling_policy"),
+        )
+    },
+}
+_SETTINGS_OF_SGLANG = _SETTINGS | {
+    "tp_size": "tensor_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "max_running_requests": "max_num_seqs",
+    "context_length": "max_model_len",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "random_seed": "seed",
+    "disable_cuda_graph": "enforce_eager",
+    "enable_deterministic_inference": "full_determinism",
+    "watchdog_timeout": "stuck_timeout_s",
+}
+
+
+def _reserved(entries: Entries, reasons: Mapping[str, str]) -> Iterator[str]:
+    for name, reason in reasons.items():
+        if name in entries.values:
+            yield f"{entries.key}.{name}={entries.values[name]}: {reason}. Remove it"
 
 
 #: names that `hybridrl.rollout.vllm.compat.current_names` translates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -111,6 +111,46 @@ class Completion:
     prompt_logprobs: PromptLogprobs | None = None
     image_digest: str = ""
     routed_experts: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class CompletionArrays:
+    """A completion as it leaves a replica: the same fields as `Completion`, with tokens in arrays.
+
+    Attributes:
+        token_ids: int32 [t].
+        log_probs: float32 [t].
+    """
+
+    id: str
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: FinishReason
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    image_digest: str = ""
+    routed_experts: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, completion: Completion) -> CompletionArrays:
+        """Convert what an engine has returned."""
+        values = {each.name: getattr(completion, each.name) for each in fields(completion)}
+        values["token_ids"] = np.asarray(completion.token_ids, dtype=np.int32)
+        values["log_probs"] = np.asarray(completion.log_probs, dtype=np.float32)
+        return cls(**values)
+
+    @classmethod
+    def empty(cls, id: str, finish_reason: FinishReason, error: str | None = None) -> CompletionArrays:
+        """A completion without tokens."""
+        return cls(id, np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), finish_reason, error=error)
+
+    def lists(self) -> Completion:
+        """Convert to lists of Python numbers, which agents, servers and judges read."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["token_ids"], values["log_probs"] = self.token_ids.tolist(), self.log_probs.tolist()
+        return Completion(**values)
 
 
 def request_number() -> int:

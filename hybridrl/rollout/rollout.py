@@ -16,7 +16,7 @@ from hybridrl.protocol.sample_names import request_names
 from hybridrl.rollout.batch import batch_of, images_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.replica_supervisor import Supervisor
-from hybridrl.rollout.request import MEMORY_TAGS, Completion, request_number
+from hybridrl.rollout.request import MEMORY_TAGS, CompletionArrays, request_number
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.utils.clock import OverlappingSeconds
 
@@ -131,6 +131,9 @@ class Rollout(ABC):
         """The state of each replica or worker in one word, such as `ready`; empty if it has none."""
         return []
 
+    def check_running(self) -> None:  # noqa: B027
+        """Raise the error that has ended generation for good, if there is one."""
+
     def metrics(self) -> dict[str, float]:
         """Metrics accumulated since the previous call."""
         return {}
@@ -230,7 +233,7 @@ class ReplicatedRollout(Rollout):
         self._seconds = OverlappingSeconds()
         self._trains = False
         self._before: dict[str, dict[str, float]] = {}
-        self._restarts = self._rerun = 0
+        self._restarts = self._rerun = self._joined = self._left = 0
         #: called before the replicas are closed
         self.on_close: list[Callable[[], None]] = []
 
@@ -240,11 +243,11 @@ class ReplicatedRollout(Rollout):
         requests = requests_of(prompts, self._config, request_number, images)
         names, seeing = request_names(prompts), MULTI_MODAL_INPUTS in prompts.non_tensor_batch
 
-        def trajectory(number: int, completion: Completion) -> Trajectory:
+        def trajectory(number: int, completion: CompletionArrays) -> Trajectory:
             extra = {IMAGE_DIGEST: completion.image_digest} if seeing else {}
             return Trajectory.single_turn(requests[number].prompt_ids, completion, *names[number], extra=extra)
 
-        def done(number: int, completion: Completion) -> None:
+        def done(number: int, completion: CompletionArrays) -> None:
             assert on_finished is not None
             on_finished([trajectory(number, completion)])
 
@@ -319,6 +322,10 @@ class ReplicatedRollout(Rollout):
     def health(self) -> list[str]:
         return self.supervisor.health()
 
+    def check_running(self) -> None:
+        if self.scheduler.error is not None:
+            raise self.scheduler.error
+
     def metrics(self) -> dict[str, float]:
         now = {index: part for index, part in self.supervisor.statistics().items() if "generated_tokens" in part}
         since = dict.fromkeys(_COUNTERS, 0.0)
@@ -335,6 +342,10 @@ class ReplicatedRollout(Rollout):
             "rollout/prompt_tokens": since["prompt_tokens"],
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
+        if self.supervisor.settings.bounds is not None:
+            metrics["rollout/replicas_joined"] = float(self.supervisor.replicas_joined - self._joined)
+            metrics["rollout/replicas_left"] = float(self.supervisor.replicas_left - self._left)
+            self._joined, self._left = self.supervisor.replicas_joined, self.supervisor.replicas_left
         if seconds := self._seconds.take():
             metrics["rollout/tokens_per_s"] = since["generated_tokens"] / seconds
         self._before, self._restarts, self._rerun = now, self.supervisor.restarts, self.scheduler.rerun

@@ -19,6 +19,8 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, inference_engine_class
 from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.replica_number import ReplicaBounds
+from hybridrl.rollout.replicas.replica_places import ReplicaPlaces
 from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
@@ -89,7 +91,11 @@ def start_rollout(
     settings = _settings(config, name, placements, threads, log_folder)
     if policy is None:
         settings.spec = replace(settings.spec, load_weights=True)
-    supervisor = Supervisor(settings, placements, None if policy is None else policy.send_weights)
+    places = None
+    if settings.bounds is not None:
+        slots = [pool.bundle_resources()] * settings.processes
+        places = ReplicaPlaces(slots, lambda slots: placements_in(slots, len(slots), pool.use_gpu, shared=False)[0])
+    supervisor = Supervisor(settings, placements, None if policy is None else policy.send_weights, places)
     rollout = ReplicatedRollout(supervisor)
     try:
         # fails now if the port is taken
@@ -126,7 +132,7 @@ def _settings(
     model, rollout = config.model, config.rollout
     tokenizer = tokenizer_of(model)
     processes = devices_per_replica(config)
-    together = processes * len(placements)
+    together, bounds = processes * len(placements), rollout.replicas.bounds(len(placements))
     spec = EngineSpec(
         config=rollout,
         model=model,
@@ -143,6 +149,7 @@ def _settings(
         stuck_timeout_s=rollout.stuck_timeout_s,
         max_restarts=rollout.max_restarts,
         log_folder=log_folder,
+        bounds=None if bounds is None else ReplicaBounds(*bounds, rollout.replicas.wait_s),
     )
 
 
@@ -206,13 +213,25 @@ def replica_placements(
     slots = pool.slots()
     nodes = _nodes_of(slots)
     check_layout(size, [nodes.count(node) for node in dict.fromkeys(nodes)])
-    gpus = _gpus_of(slots) if pool.use_gpu else [""] * len(slots)
+    return placements_in(slots, size, pool.use_gpu, shared, order)
+
+
+def placements_in(
+    slots: Sequence[tuple[Any, int]], size: int, use_gpu: bool, shared: bool, order: Sequence[int] | None = None
+) -> list[ReplicaPlacement]:
+    """Placements of replicas of `size` devices in slots; see `replica_placements`.
+
+    Args:
+        use_gpu: whether a slot is a GPU.
+    """
+    nodes = _nodes_of(slots)
+    gpus = _gpus_of(slots) if use_gpu else [""] * len(slots)
     placements = []
     for first in range(0, len(slots), size):
         ranks = range(first, first + size) if order is None else order[first : first + size]
         group, bundle = slots[ranks[0]]
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks) if pool.use_gpu else ""}
-        devices = tuple(range(size)) if pool.use_gpu else ()
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks) if use_gpu else ""}
+        devices = tuple(range(size)) if use_gpu else ()
         placements.append(
             ReplicaPlacement(
                 placement_group=group,

@@ -1,13 +1,19 @@
 """The product of one session: the unit that passes from sampling to learning."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.request import Completion
+from hybridrl.rollout.request import Completion, CompletionArrays
+from hybridrl.scored import LARGEST_REWARD
+
+Integers = Sequence[int] | np.ndarray
+Floats = Sequence[float] | np.ndarray
 
 #: weight version of a token that no weights generated
 NO_VERSION = -1
@@ -15,7 +21,7 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One prompt and everything that followed it.
+    """One prompt and everything that followed it. Tokens, masks and log-probabilities are sequences or arrays.
 
     A sample may be several trajectories, for example where an agent's context was rewritten. They share `uid`, `sample`
     and `session`, and `turn` gives their order.
@@ -46,10 +52,10 @@ class Trajectory:
 
     uid: str
     sample: int
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    mask: Sequence[int]
-    log_probs: Sequence[float]
+    prompt_ids: Integers
+    token_ids: Integers
+    mask: Integers
+    log_probs: Floats
     versions: Sequence[tuple[int, int]]
     session: str = ""
     turn: int = 0
@@ -90,7 +96,14 @@ class Trajectory:
                 f"{self.name}: turn_ends has {len(self.turn_ends)} entries and turn_rewards has "
                 f"{len(self.turn_rewards)}; give one per turn"
             )
-        if any(value not in (0, 1) for value in self.mask):
+        rewards = [("turn_rewards", value) for value in self.turn_rewards]
+        rewards += [("reward", self.reward)] if isinstance(self.reward, Real) else []
+        for name, value in rewards:
+            if not abs(value) <= LARGEST_REWARD:  # nor NaN
+                raise RolloutError(
+                    f"{self.name}: {name} holds {value}; give finite numbers of at most {LARGEST_REWARD:.3g}"
+                )
+        if not _has_only_0_and_1(self.mask):
             raise RolloutError(f"{self.name}: mask must hold 0 and 1 only")
 
     @property
@@ -102,23 +115,39 @@ class Trajectory:
     @classmethod
     def single_turn(
         cls,
-        prompt_ids: Sequence[int],
-        completion: Completion,
+        prompt_ids: Integers,
+        completion: Completion | CompletionArrays,
         uid: str,
         sample: int,
         extra: Mapping[str, Any] | None = None,
     ) -> "Trajectory":
         """The trajectory of one request: all of its tokens are generated."""
-        tokens, mask = completion.token_ids, [1] * len(completion.token_ids)
+        tokens, mask = completion.token_ids, np.ones(len(completion.token_ids), dtype=np.uint8)
         scores, versions = completion.log_probs, completion.versions
         experts = _experts_of(completion, len(prompt_ids) + len(tokens))
         return cls(uid, sample, prompt_ids, tokens, mask, scores, versions, extra=extra or {}, routed_experts=experts)
 
+    def with_arrays(self) -> "Trajectory":
+        """Return it with arrays in place of lists, which travel and are read in a fraction of the time."""
+        return replace(
+            self,
+            prompt_ids=np.asarray(self.prompt_ids, dtype=np.int32),
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            mask=np.asarray(self.mask, dtype=np.uint8),
+            log_probs=np.asarray(self.log_probs, dtype=np.float32),
+        )
 
-def _experts_of(completion: Completion, tokens: int) -> torch.Tensor | None:
+
+def _has_only_0_and_1(mask: Integers) -> bool:
+    if isinstance(mask, np.ndarray):
+        return bool(((mask == 0) | (mask == 1)).all())
+    return {0, 1}.issuperset(mask)
+
+
+def _experts_of(completion: Completion | CompletionArrays, tokens: int) -> torch.Tensor | None:
     """Return `routed_experts` of a request's `tokens` tokens; the last was not computed and repeats those before it."""
     experts = completion.routed_experts
-    if experts is None or not completion.token_ids:
+    if experts is None or not len(completion.token_ids):
         return None
     if len(experts) < tokens - 1:
         raise RolloutError(

@@ -249,6 +249,7 @@ class _Talk:
         self._streams = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
         self._output, self._lines = [b"", b""], b""
         self._full = False
+        self._started_at = self._full_at = time.monotonic()
 
     def listen(self) -> None:
         """Read until there is no more to come."""
@@ -276,7 +277,8 @@ class _Talk:
     def _printed(self, which: int, part: bytes) -> None:
         rest = self._limits.output_kb * 1024 - len(self._output[0]) - len(self._output[1])
         self._output[which] += part[:rest]
-        self._full = self._full or len(part) > rest
+        if len(part) > rest and not self._full:
+            self._full, self._full_at = True, time.monotonic()
 
     def _reported(self, part: bytes, deadline: float) -> float:
         """Take the messages of the jail; returns the new deadline."""
@@ -286,6 +288,8 @@ class _Talk:
                 message = json.loads(line)
                 if isinstance(message, dict) and message.pop("seal", None) == self._seal:
                     self.reports |= message
+                    if "started" in message:
+                        self._started_at = time.monotonic()
                     if "started" in message or "more" in message:
                         deadline = time.monotonic() + message.get("more", self._limits.wall_s) + _GRACE_S
         return deadline
@@ -318,7 +322,7 @@ class _Talk:
         if isolated is None or (end is None and not self._full):
             reason = errors.strip()[-1000:] or "it died, or was stopped"
             raise SandboxError(f"the sandbox failed: it did not report how the program ended: {reason}")
-        end = end or {"code": 128 + signal.SIGKILL, "seconds": self._limits.wall_s}
+        end = end or {"code": 128 + signal.SIGKILL, "seconds": self._full_at - self._started_at}
         return Ended(
             output=output,
             errors=errors,

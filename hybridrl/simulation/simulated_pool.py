@@ -4,6 +4,11 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
+from hybridrl.errors import TooFewReplicasError
+from hybridrl.rollout.replicas.replica_number import ReplicaBounds, ReplicaNumber
+
+_ADJUST_EVERY_S = 5.0
+
 
 @dataclass(eq=False)
 class _Request:
@@ -22,6 +27,7 @@ class _SimulatedReplica:
     running: list[_Request] = field(default_factory=list)
     alive: bool = True
     restarted: bool = False
+    is_new: bool = False  # joins the others, and does not run yet
 
 
 class SimulatedPool:
@@ -31,17 +37,25 @@ class SimulatedPool:
     beginning, on another one or on its successor. A successor gets the trainer's weights as long as these are the
     published ones, that is until an update begins; then it waits for the next publish.
 
+    With `bounds` replicas also leave for ever, with their node, and others join on nodes that are added, by the same
+    rules as in training. One that joins is started like a successor. If there are too few, all requests fail.
+
     Args:
         replicas: number of replicas.
         places: requests that a replica generates at a time.
-        restart_s: seconds until a lost replica has a successor.
+        restart_s: seconds until a lost replica has a successor, and until one that joins runs.
+        bounds: of the number of replicas; None: it does not change.
 
     Attributes:
+        replicas_joined, replicas_left: number of replicas that have joined, and left.
         busy_s: seconds that places generated, those whose tokens were lost included.
         lost_s: seconds of generation that were lost with replicas, and with requests that were aborted.
     """
 
-    def __init__(self, replicas: int, places: int, restart_s: float = 1.0) -> None:
+    def __init__(self, replicas: int, places: int, restart_s: float = 1.0, bounds: ReplicaBounds | None = None) -> None:
+        self.replicas_joined = self.replicas_left = self.free_nodes = 0
+        self._number = None if bounds is None else ReplicaNumber(bounds)
+        self._error: TooFewReplicasError | None = None
         self.places = places
         self.restart_s = restart_s
         self.busy_s = self.lost_s = 0.0
@@ -57,6 +71,8 @@ class SimulatedPool:
 
     async def generate(self, seconds: float) -> None:
         """Generate for some seconds on a place."""
+        if self._error is not None:
+            raise self._error
         loop = asyncio.get_running_loop()
         request = _Request(seconds, seconds, loop.create_future())
         self._queue.append(request)
@@ -103,6 +119,10 @@ class SimulatedPool:
             return
         replica.alive = replica.restarted = False
         asyncio.get_running_loop().call_later(self.restart_s, self._restart, replica)
+        self._run_again(replica)
+
+    def _run_again(self, replica: _SimulatedReplica) -> None:
+        """Queue the requests of a lost replica before the others."""
         for request in replica.running:
             self._stop(request)
             self.lost_s += request.seconds - request.remaining
@@ -111,8 +131,46 @@ class SimulatedPool:
         replica.running = []
         self._dispatch()
 
+    # ------------------------------------------------------------------ replicas that leave and join
+
+    @property
+    def number(self) -> int:
+        """Number of replicas that have not left."""
+        return len(self._replicas)
+
+    def leave(self, number: int) -> None:
+        """Lose a replica for ever, with its node and its requests."""
+        replica = self._replicas.pop(number)
+        replica.alive = False
+        self.replicas_left += 1
+        self._run_again(replica)
+
+    async def adjust(self) -> None:
+        """Have replicas join while there is room for them, and fail if there are too few. Cancelled, it ends."""
+        loop = asyncio.get_running_loop()
+        while self._number is not None:
+            starting = sum(replica.is_new for replica in self._replicas)
+            if self._number.is_too_low(self.number - starting, starting, loop.time()):
+                self._fail(TooFewReplicasError(f"{self.number} replicas are left"))
+            if self.free_nodes and self._number.wants_more(self.number, loop.time()):
+                self.free_nodes -= 1
+                replica = _SimulatedReplica(alive=False, is_new=True)
+                self._replicas.append(replica)
+                loop.call_later(self.restart_s, self._restart, replica)
+            await asyncio.sleep(_ADJUST_EVERY_S)
+
+    def _fail(self, error: TooFewReplicasError) -> None:
+        self._error = self._error or error
+        requests = [*self._queue, *(request for replica in self._replicas for request in replica.running)]
+        self._queue.clear()
+        for request in requests:
+            if not request.done.done():
+                request.done.set_exception(self._error)
+
     def _restart(self, replica: _SimulatedReplica) -> None:
         replica.restarted = True
+        self.replicas_joined += replica.is_new
+        replica.is_new = False
         if self._trainer_has_weights:
             replica.alive = True
             self._dispatch()

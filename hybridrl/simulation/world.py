@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from hybridrl.errors import TooFewReplicasError
+from hybridrl.rollout.replicas.replica_number import ReplicaBounds
 from hybridrl.simulation.simulated_pool import SimulatedPool
 from hybridrl.trainer.ppo.feeder import Feeder, Lot, LotResult
 from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger
@@ -31,6 +33,9 @@ class World:
         refills: how often a sample without a score is generated again.
         uniform: share of groups whose samples all have the same score.
         replica_lost_s: mean time between losses of a replica, exponential; None: none is lost.
+        bounds: of the number of replicas; None: it does not change.
+        node_lost_s, node_added_s: mean times between losses of a replica with its node, for ever, and between additions
+            of a node with room for a replica, exponential; None: there are none.
     """
 
     schedule: AdmissionSchedule
@@ -49,6 +54,9 @@ class World:
     refills: int = 1
     uniform: float = 0.0
     replica_lost_s: float | None = None
+    bounds: ReplicaBounds | None = None
+    node_lost_s: float | None = None
+    node_added_s: float | None = None
 
 
 @dataclass
@@ -77,6 +85,7 @@ class SimulatedRun:
         lost_s: those of requests that ended with their replica or their group, and run again or not at all.
         void_s: those of finished groups that were not trained on.
         voided: reasons of void groups.
+        replicas_joined, replicas_left: number of replicas that have joined, and left, of all processes of the run.
     """
 
     trained: list[list[int]] = field(default_factory=list)
@@ -89,6 +98,8 @@ class SimulatedRun:
     void_s: float = 0.0
     learn_s: float = 0.0
     voided: Counter[str] = field(default_factory=Counter)
+    replicas_joined: int = 0
+    replicas_left: int = 0
 
 
 class Simulation:
@@ -102,6 +113,8 @@ class Simulation:
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.random = Random(seed)
+        self._nodes = Random(f"{seed} nodes")
+        self.saved: SimulatedCheckpoint | None = None
         self.seed = seed
         self.results = SimulatedRun()
         self.pool = self.new_pool()
@@ -110,7 +123,7 @@ class Simulation:
 
     def new_pool(self) -> SimulatedPool:
         """Return the pool of replicas."""
-        return SimulatedPool(self.world.replicas, self.world.places)
+        return SimulatedPool(self.world.replicas, self.world.places, bounds=self.world.bounds)
 
     def new_ledger(self) -> Ledger:
         """Return the ledger of a process that begins."""
@@ -175,22 +188,32 @@ class Simulation:
 
         Returns:
             The last checkpoint.
+
+        Raises:
+            TooFewReplicasError: `saved` is the checkpoint that is written then.
         """
         world, results = self.world, self.results
         self.feeder = Feeder(self.new_ledger(), self.draw, self.answer, world.drain, self.replicas_await_weights)
         results.trained = []
         if checkpoint is not None:
             self.restore(checkpoint)
-        faults = asyncio.ensure_future(self._faults())
+        tasks = [self._faults(), self._node_losses(), self._node_additions(), self.pool.adjust()]
+        background = [asyncio.ensure_future(task) for task in tasks]
         try:
             while len(results.trained) < world.steps and len(results.trained) != stop_after:
                 await self._step()
                 if self.random.random() < 0.5:
                     checkpoint = self.checkpoint()
+        except TooFewReplicasError:
+            self.saved = self.checkpoint()
+            raise
         finally:
-            faults.cancel()
+            for task in background:
+                task.cancel()
             # Before the end cuts off what is in flight.
             results.busy_s, results.lost_s = self.pool.busy_s, self.pool.lost_s
+            results.replicas_joined += self.pool.replicas_joined
+            results.replicas_left += self.pool.replicas_left
             await self.feeder.close()
         results.seconds += asyncio.get_running_loop().time()
         results.voided = self.feeder.ledger.voided
@@ -223,8 +246,21 @@ class Simulation:
     async def _faults(self) -> None:
         while self.world.replica_lost_s is not None:
             await asyncio.sleep(self.random.expovariate(1 / self.world.replica_lost_s))
-            self.pool.lose(self.random.randrange(self.world.replicas))
+            if self.pool.number:
+                self.pool.lose(self.random.randrange(self.pool.number))
             self.feeder.wake()
+
+    async def _node_losses(self) -> None:
+        while self.world.node_lost_s is not None:
+            await asyncio.sleep(self._nodes.expovariate(1 / self.world.node_lost_s))
+            if self.pool.number:
+                self.pool.leave(self._nodes.randrange(self.pool.number))
+            self.feeder.wake()
+
+    async def _node_additions(self) -> None:
+        while self.world.node_added_s is not None:
+            await asyncio.sleep(self._nodes.expovariate(1 / self.world.node_added_s))
+            self.pool.free_nodes += 1
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -19,7 +19,9 @@ class PolicySettings(TypedDict, total=False):
     apply_chat_template_kwargs: dict[str, Any]
     asynchronous: Any
     attempts: int
+    auto: bool
     backend: str | None
+    background_validation: bool
     balance_batch: bool
     base_url: str | None
     beta: Any
@@ -50,6 +52,7 @@ class PolicySettings(TypedDict, total=False):
     default_local_dir: str
     delta: Any
     device: str
+    devices: str | None
     distillation_loss_coef: float
     do_sample: bool
     drain: bool
@@ -109,6 +112,7 @@ class PolicySettings(TypedDict, total=False):
     importance_sampling_level: Any
     infra: str
     interaction_config_path: str | None
+    journal: bool
     kl_coef: float
     kl_cov_ratio: float
     kl_loss_coef: float
@@ -135,8 +139,10 @@ class PolicySettings(TypedDict, total=False):
     lr_scheduler_type: Any
     lr_warmup_steps: int
     lr_warmup_steps_ratio: float
+    machine: int | None
     mark: str | None
     match: str
+    max: int | None
     max_actor_ckpt_to_keep: int | None
     max_assistant_turns: int | None
     max_body_mb: int | None
@@ -175,6 +181,7 @@ class PolicySettings(TypedDict, total=False):
     method: str
     metric: str | None
     micro_batch_size_per_gpu: int
+    min: int | None
     mm_processor_kwargs: dict[str, Any]
     mode: str
     model_engine: str
@@ -196,6 +203,7 @@ class PolicySettings(TypedDict, total=False):
     peak_tflops: float | None
     per_device_train_batch_size: Any
     phase_timeout_s: float
+    planned: dict[str, Any]
     policy_loss_mode: str
     pools: dict[str, list[int]]
     ppo_epochs: int
@@ -210,6 +218,7 @@ class PolicySettings(TypedDict, total=False):
     progress_bar: bool
     project: str
     project_name: str
+    prompt: float | None
     prompt_key: str
     prompt_length: int
     push_to_hub: Any
@@ -221,6 +230,7 @@ class PolicySettings(TypedDict, total=False):
     report: bool
     report_rollouts: int
     report_to: str | list[str]
+    response: float | None
     response_length: int
     resume_from_checkpoint: Any
     resume_from_path: str | None
@@ -324,6 +334,7 @@ class PolicySettings(TypedDict, total=False):
     vllm_gpu_memory_utilization: float
     vllm_max_model_length: int | None
     vllm_tensor_parallel_size: int
+    wait_s: float
     warmup_ratio: float
     warmup_steps: Any
     weight: float
@@ -366,6 +377,7 @@ class SupervisedSettings(TypedDict, total=False):
     exclude_modules: str | list[str] | None
     experiment_name: str
     expert_model_parallel_size: int
+    expert_parallel_size: int
     expert_tensor_parallel_size: int | None
     external_lib: str | None
     forward_only: bool

@@ -47,7 +47,7 @@ def words_of(program: str) -> list[str]:
 def script(shell: str) -> str:
     """Return the script for a shell: `bash`, `zsh` or `fish`."""
     names = [name for name in PROGRAMS if " " not in name]  # the second word of others is not completed
-    commands = [*names, *COMMANDS]
+    commands = [*names, *(name for name in COMMANDS if " " not in name)]
     by_words: dict[tuple[str, ...], list[str]] = {}  # programs of one tree share their words
     for program in names:
         by_words.setdefault(tuple(words_of(program)), []).append(program)

@@ -145,7 +145,40 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
         more = f"\n  and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
         listed = "\n  ".join(faults[:_NAMED])
         raise DataError(f"{len(faults)} of {count} rows cannot be scored:\n  {listed}{more}")
+    _report_forms(answers, data.response_key)
     return answers
+
+
+def _report_forms(answers: Answers, key: str) -> None:
+    """Say that rows differ in their number of responses, or that their lists seem to have been written as text."""
+    per_row = Counter(answers.rows)
+    of_source: dict[str, set[int]] = defaultdict(set)
+    for sample, row in zip(answers.samples, answers.rows, strict=True):
+        of_source[_source(sample)].add(per_row[row])
+    for source, numbers in of_source.items():
+        if len(numbers) > 1:
+            notify(
+                f"rows of {source} have {min(numbers)} to {max(numbers)} responses: metrics with @N, such as "
+                f"mean@{max(numbers)}, are those of the rows with N responses alone, and test_score is of all rows",
+                "warning",
+            )
+    texts = [sample.solution_str for sample in answers.samples]
+    if texts and set(per_row.values()) == {1} and all(map(_is_list_of_texts, texts)):
+        notify(
+            f"each row of column {key!r} is one text that is a JSON list of texts ({texts[0][:40]!r}), and is scored "
+            "as one response. If these are several responses, write the list itself, as JSON or parquet",
+            "warning",
+        )
+
+
+def _is_list_of_texts(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def _check_responses(texts: Any, key: str) -> None:
@@ -157,9 +190,9 @@ def _check_responses(texts: Any, key: str) -> None:
     if not isinstance(texts, Sequence) or not texts:
         actual = "empty" if isinstance(texts, Sequence) else f"{type(texts).__name__}"
         raise DataError(f"column {key!r} must hold a list of texts, and is {actual}")
-    bad = next((text for text in texts if not isinstance(text, str)), None)
-    if bad is not None:
-        raise DataError(f"column {key!r} holds {type(bad).__name__} {str(bad)[:40]!r} among its texts")
+    for text in texts:
+        if not isinstance(text, str):
+            raise DataError(f"column {key!r} holds {type(text).__name__} {str(text)[:40]!r} among its texts")
 
 
 def _check_reference(source: Any, truth: Any, source_key: str, truth_key: str, checked_sources: set[str]) -> None:

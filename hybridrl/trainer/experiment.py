@@ -34,6 +34,8 @@ _MODEL, _JUDGE = "reward.reward_model.", "reward.reward_model.judge."
 _SETTINGS = (
     "data.custom_cls.",
     *(f"data.{name}" for name in ("apply_chat_template_kwargs", "system_prompt", "last_assistant_turn")),
+    *(f"data.{name}" for name in ("enable_thinking_default", "prompt_dict_keys", "response_dict_keys")),
+    "data.mm_processor_kwargs",
     *(f"data.{name}_key" for name in ("prompt", "response", "messages", "tools", "enable_thinking", "ground_truth")),
     *(f"data.{name}_key" for name in ("chosen", "rejected", "margin", "reward_fn", "image", "video")),
     "actor_rollout_ref.model.custom_chat_template",

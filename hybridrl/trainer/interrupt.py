@@ -47,13 +47,18 @@ class StopRequest:
 
     Args:
         folder: the run's folder. Output that has no reader any more goes to `after_hangup.log` in it.
+
+    Attributes:
+        requested: the first signal, or the program's reason; None: the run goes on.
+        abandons: a second SIGTERM came.
     """
 
     def __init__(self, folder: Path) -> None:
         self.requested: str | None = None
+        self.abandons = False
         self._previous: dict[signal.Signals, Any] = {}
         self._requested_at = 0.0
-        self._abandons = self._may_abandon = False
+        self._may_abandon = False
         self._output = contextlib.ExitStack()
         self._log = folder / _HANGUP_LOG
 
@@ -87,13 +92,13 @@ class StopRequest:
         Raises:
             StepAbandoned: that request came, also before the block.
         """
-        if self._abandons:
+        if self.abandons:
             raise StepAbandoned
         self._may_abandon = True
         try:
             yield
         except KeyboardInterrupt as error:
-            if not self._abandons:
+            if not self.abandons:
                 raise
             raise StepAbandoned from error
         finally:
@@ -122,8 +127,8 @@ class StopRequest:
         now = time.monotonic()
         if now - self._requested_at < COPY_S.get(name, 0):
             return
-        if name == signal.SIGTERM and not self._abandons:
-            self._abandons, self._requested_at = True, now
+        if name == signal.SIGTERM and not self.abandons:
+            self.abandons, self._requested_at = True, now
             if self._may_abandon:
                 raise KeyboardInterrupt  # the one exception that Ray lets a handler raise while it waits
             notify("SIGTERM again: the weights are changing or being saved; the run ends as soon as they are whole")

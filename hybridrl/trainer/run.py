@@ -13,11 +13,12 @@ from hybridrl.data import StatefulLoader
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.observe.events import END, RESUME, EventLog
+from hybridrl.observe.jsonl import read
 from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.timeline import Timed, Timeline
 from hybridrl.observe.traces import Traces
-from hybridrl.observe.tracking import Tracking
+from hybridrl.observe.tracking import METRICS, Tracking
 from hybridrl.programs import STOPPED, ProgramResult
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.background_save import Writers
@@ -164,6 +165,11 @@ class TrainingRun:
     def stop_requested(self) -> bool:
         return self._stop.requested is not None
 
+    @property
+    def abandons(self) -> bool:
+        """Whether a second stop request came, so that nothing is waited for that a resumed run can do again."""
+        return self._stop.abandons
+
     def abandonable(self) -> AbstractContextManager[None]:
         """Let a second stop request leave the block by `StepAbandoned`; see `StopRequest.abandonable`."""
         return self._stop.abandonable()
@@ -200,15 +206,27 @@ class TrainingRun:
         with self.phase("step"):
             yield
 
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        """Send the metrics of the current step to every tracking back end."""
-        self.tracking.log(dict(metrics), step=self.step)
-        self._emit("validation" if VALIDATION_SECONDS in metrics or not self.step else "step", self.folder, metrics)
-        spans = [span for group in self._groups() for span in group.take_spans()]
-        self.timeline.write(self.step, [*take_spans(), *spans])
+    def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Send metrics to every tracking back end.
 
-    def _emit(self, kind: EventKind, folder: Path, metrics: Mapping[str, Any]) -> None:
-        emit(RunEvent(kind, self.step, self.total_steps, folder, dict(metrics)))
+        Args:
+            step: which they belong to; None: the current one. What was timed since belongs to the current one.
+        """
+        of_step = self.step if step is None else step
+        self.tracking.log(dict(metrics), step=of_step)
+        kind: EventKind = "validation" if VALIDATION_SECONDS in metrics or not of_step else "step"
+        self._emit(kind, self.folder, metrics, of_step)
+        if of_step == self.step:
+            spans = [span for group in self._groups() for span in group.take_spans()]
+            self.timeline.write(self.step, [*take_spans(), *spans])
+
+    def has_validated(self) -> bool:
+        """Return whether the run's file has a validation of the current step."""
+        records = read(self.folder / METRICS)
+        return any(int(record["step"]) == self.step and VALIDATION_SECONDS in record for record in records)
+
+    def _emit(self, kind: EventKind, folder: Path, metrics: Mapping[str, Any], step: int) -> None:
+        emit(RunEvent(kind, step, self.total_steps, folder, dict(metrics)))
 
     def look_for_checkpoint(self) -> None:
         """Find and verify the checkpoint to resume from, and refuse folders that cannot be written.
@@ -275,4 +293,4 @@ class TrainingRun:
         if self.step and not self.checkpoints.has(self.step):
             with self.phase("save_checkpoint"):
                 self.checkpoints.save(self.step, write)
-            self._emit("checkpoint", self.checkpoints.newest or self.folder, {})
+            self._emit("checkpoint", self.checkpoints.newest or self.folder, {}, self.step)

@@ -52,6 +52,8 @@ def check_engine(
     ranks: int,
     optim: OptimConfig | None,
     checkpoint: CheckpointConfig | None = None,
+    *,
+    weights: bool = True,
 ) -> None:
     """Refuse weights and settings that the training engine of a role cannot work with; see `Engine.check`.
 
@@ -61,6 +63,7 @@ def check_engine(
         ranks: number of its processes.
         optim: None for a role that does not learn.
         checkpoint: how its checkpoints are saved; None: it has none.
+        weights: look for the files of the first weights; False where these are on another machine.
     """
     settings, group = engine_settings(part, model.external_lib), engine_group(part)
     engine = TRAIN_ENGINES.get(part.strategy)
@@ -72,7 +75,8 @@ def check_engine(
         engine.check_adapter(key)
     if model.load_in_4bit:
         engine.check_four_bit(f"{where}.strategy={part.strategy} with model.load_in_4bit=True")
-    engine.check_first_weights(model, settings)
+    if weights:
+        engine.check_first_weights(model, settings)
     try:
         engine.check(model, settings, ranks, None if settings.forward_only else optim)
     except ModelError as error:

@@ -54,7 +54,8 @@ def grpo(
         max_grad_norm: maximum global gradient norm (also clip_grad). Default: 1.0.
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: prompts per step. Default: 1024.
-        ppo_mini_batch_size: prompts per optimizer step, counted over all processes. Default: 256.
+        ppo_mini_batch_size: prompts per optimizer step, counted over all processes; 256, or the whole batch where it
+            has fewer. Default: follows other settings.
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         num_generations: samples per prompt (also n). Default: 8.
@@ -133,7 +134,8 @@ def ppo(
         max_grad_norm: maximum global gradient norm (also clip_grad). Default: 1.0.
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: prompts per step. Default: 1024.
-        ppo_mini_batch_size: prompts per optimizer step, counted over all processes. Default: 256.
+        ppo_mini_batch_size: prompts per optimizer step, counted over all processes; 256, or the whole batch where it
+            has fewer. Default: follows other settings.
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         num_generations: samples per prompt (also n). Default: 1.

@@ -289,7 +289,7 @@ def _score_in(data: bytes) -> Result:
     text = data.decode("utf-8", "backslashreplace")
     try:
         answer = json.loads(text)
-        if isinstance(answer, dict) and "unscored" in answer:
+        if isinstance(answer, dict) and answer.get("unscored") is not None:
             return Unscored(Reason(answer["unscored"]), str(answer.get("detail", "")))
         if isinstance(answer, dict):
             return checked(Scored(float(answer["reward"]), answer.get("extra") or {}))

@@ -1,10 +1,13 @@
-"""Work in threads of its own: a call whose error is raised where its end is awaited, an event loop, and its calls."""
+"""Work in threads of its own: a call whose error is raised where its end is awaited, an event loop, and its calls.
+
+A call that nobody waits for any more is told so: what it waits for itself is ended (`ended_by`).
+"""
 
 import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -106,15 +109,78 @@ class BackgroundLoop:
             self._loop.close()
 
 
+class WorkCancelled(BaseException):
+    """Nobody waits for the work of this thread any more."""
+
+
+class _Waiting:
+    """The calls that end what a thread waits for.
+
+    Attributes:
+        is_cancelled: nobody waits for the thread any more.
+    """
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._ends: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def add(self, end: Callable[[], object]) -> None:
+        """Have `end` called by `cancel`, at once if that was called before."""
+        with self._lock:
+            self._ends.append(end)
+            late = self.is_cancelled
+        if late:
+            end()
+
+    def remove(self, end: Callable[[], object]) -> None:
+        with self._lock:
+            self._ends.remove(end)
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.is_cancelled = True
+            ends = list(self._ends)
+        for end in ends:
+            end()
+
+
+_waiting: contextvars.ContextVar[_Waiting | None] = contextvars.ContextVar("waiting", default=None)
+
+
+@contextlib.contextmanager
+def ended_by(end: Callable[[], object]) -> Iterator[None]:
+    """Have `end` called if nobody waits for this thread's work any more, to end what the block waits for.
+
+    It is called once, in another thread. In a thread that is not one of `in_daemon_thread` it never is.
+
+    Raises:
+        WorkCancelled: it was called, at the end of the block.
+    """
+    waiting = _waiting.get()
+    if waiting is None:
+        yield
+        return
+    waiting.add(end)
+    try:
+        yield
+    finally:
+        waiting.remove(end)
+    if waiting.is_cancelled:
+        raise WorkCancelled
+
+
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function in a daemon thread of its own and return its result.
 
     The threads of `asyncio.to_thread` are joined when the interpreter ends, so that a function that hangs would hold
-    the program. A function that is no longer waited for runs on, and its result is dropped.
+    the program. A function that is no longer waited for runs to the end of its next block of `ended_by`; its result is
+    dropped.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
+    context, waiting = contextvars.copy_context(), _Waiting()
+    context.run(_waiting.set, waiting)
 
     def settle(value: T | None, error: BaseException | None) -> None:
         if result.done():
@@ -138,4 +204,8 @@ async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
-    return await result
+    try:
+        return await result
+    except asyncio.CancelledError:
+        waiting.cancel()
+        raise

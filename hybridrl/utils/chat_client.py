@@ -14,6 +14,19 @@ _CHECK_S = 30.0
 
 
 @dataclass(frozen=True)
+class ChatAnswer:
+    """The answer of a model.
+
+    Attributes:
+        text: "" where it says nothing.
+        is_cut: it ended because it may not be longer, and not by itself.
+    """
+
+    text: str
+    is_cut: bool
+
+
+@dataclass(frozen=True)
 class ChatClient:
     """Asks one model.
 
@@ -53,8 +66,8 @@ class ChatClient:
         name = _model_of(base, token, model, where, error)
         return cls(JsonClient(f"{base}/chat/completions", token, attempts, patience_s=patience_s), name)
 
-    def ask(self, messages: Sequence[Mapping[str, Any]], timeout_s: float, **fields: Any) -> str:
-        """The text that the model answers, "" where it says nothing.
+    def ask(self, messages: Sequence[Mapping[str, Any]], timeout_s: float, **fields: Any) -> ChatAnswer:
+        """Ask the model.
 
         Args:
             messages: the conversation.
@@ -65,7 +78,8 @@ class ChatClient:
             ServiceError: there is no answer.
         """
         body = {"model": self.model, "messages": list(messages), **fields}
-        return _text(self.client.post(body, timeout_s, _fault)) or ""
+        answer = self.client.post(body, timeout_s, _fault)
+        return ChatAnswer(_text(answer) or "", answer["choices"][0].get("finish_reason") == "length")
 
 
 def _fault(answer: Mapping[str, Any]) -> str | None:

@@ -108,6 +108,17 @@ def driver_version() -> str | None:
     return match.group(1) if match else None
 
 
+def half_precision() -> torch.dtype:
+    """Return bfloat16, or float16 where this machine has a GPU that computes no bfloat16 itself (before Ampere)."""
+    emulates = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if emulates else torch.bfloat16
+
+
+def half_name() -> str:
+    """Return the name of `half_precision`, such as "bfloat16"."""
+    return str(half_precision()).removeprefix("torch.")
+
+
 def device_count() -> int:
     """Return the number of accelerators visible to this process; 0 on a CPU-only machine."""
     return torch.cuda.device_count() if is_gpu() else 0
@@ -196,6 +207,14 @@ def supports_varlen_attention() -> bool:
 def runs_triton() -> bool:
     """Return whether Triton's kernels can run: on a GPU of compute capability 7.0 or newer, with the package."""
     return compute_capability()[0] >= 7 and importlib.util.find_spec("triton") is not None
+
+
+def runs_grouped_products(where: torch.device) -> bool:
+    """Return whether PyTorch multiplies groups of rows by matrices of their own in one kernel on a device.
+
+    A GPU needs compute capability 8.0 or newer.
+    """
+    return hasattr(torch.nn.functional, "grouped_mm") and (where.type == "cpu" or compute_capability() >= (8, 0))
 
 
 def synchronize() -> None:

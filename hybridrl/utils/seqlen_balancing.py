@@ -46,6 +46,8 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
         ValueError: `equal_size` is set and the number of sequences is not a multiple of `k_partitions`.
     """
     order = sorted(range(len(seqlen_list)), key=lambda index: (seqlen_list[index], index))
+    if k_partitions == 1:
+        return [order]
     if equal_size:
         if len(order) % k_partitions:
             raise ValueError(f"{len(order)} sequences cannot be split into {k_partitions} parts of equal size")

@@ -56,6 +56,16 @@ def names_file(path: str) -> bool:
     return not path.startswith("pkg://") and (file.suffix == ".py" or file.is_file() or "/" in path)
 
 
+def can_import(module: str) -> bool:
+    """Whether the package of a module is there. Nothing of it is run, so a part of it may still be missing."""
+    for hook in _import_hooks():
+        hook()
+    try:
+        return importlib.util.find_spec(module.removeprefix("pkg://").partition(".")[0]) is not None
+    except (ImportError, ValueError):  # a name that no module can have, or one without a specification
+        return False
+
+
 def _file(path: str) -> Path:
     return Path(path).expanduser().absolute()
 

@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 from hybridrl.errors import ConfigError
+from hybridrl.utils.shell_script import named_by_path
 from hybridrl.verl_compat.examine import Placeholders, Setting, examine, settings_of
-from hybridrl.verl_compat.shell import ScriptCommand, named_by_path, read_script, run_script
+from hybridrl.verl_compat.shell import ScriptCommand, read_script, run_script
 
 _STATES = ("mapped", "no effect here", "not supported")
 

@@ -30,7 +30,13 @@ from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispa
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
+from hybridrl.workers.model_worker import (
+    COLLECTIVE_TIMEOUT_S,
+    SEQUENCE_FIELDS,
+    ModelWorker,
+    as_output,
+    micro_batching,
+)
 from hybridrl.workers.teacher import TeacherWorker
 from hybridrl.workers.update_plan import UpdatePlan
 
@@ -237,7 +243,12 @@ class ActorRolloutRefWorker(ModelWorker):
         """Return the layout of the policy on the ranks; None if weights cannot be sent by a plan."""
         return self.engine.training_layout if isinstance(self.engine, ExportsShards) else None
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
+        blocking=False,
+        reads=SEQUENCE_FIELDS,
+        writes=("old_log_probs", "entropys", "sum_pi_squared", "ref_kl", ROUTED_EXPERTS),
+    )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`.
 
@@ -264,7 +275,12 @@ class ActorRolloutRefWorker(ModelWorker):
         more = ("sum_pi_squared",) if self.config.actor.calculate_sum_pi_squared else ()
         return ("log_probs", "entropy", *more)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),
+        blocking=False,
+        reads=SEQUENCE_FIELDS,
+        writes=("ref_log_prob",),
+    )
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` [B, T] under the reference weights, at the temperature in `meta_info`.
 
@@ -281,7 +297,11 @@ class ActorRolloutRefWorker(ModelWorker):
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
         return as_output(outputs, log_probs="ref_log_prob")
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
+        blocking=False,
+        reads=(*SEQUENCE_FIELDS, "response_mask", "advantages"),
+    )
     def update_actor(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`.
 

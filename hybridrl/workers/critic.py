@@ -5,7 +5,13 @@ from hybridrl.config.entry_settings import engine_settings
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.losses import value_loss_fn
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
+from hybridrl.workers.model_worker import (
+    COLLECTIVE_TIMEOUT_S,
+    SEQUENCE_FIELDS,
+    ModelWorker,
+    as_output,
+    micro_batching,
+)
 
 
 class CriticWorker(ModelWorker):
@@ -30,7 +36,12 @@ class CriticWorker(ModelWorker):
         self.build_engine("value_model", config.strategy, config.model, settings, config.optim, steps, updates_per_step)
         self.place_in_mesh("critic")
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
+        blocking=False,
+        reads=SEQUENCE_FIELDS,
+        writes=("values",),
+    )
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` [B, T]: V of the state before each response token."""
         config = self.config
@@ -44,7 +55,11 @@ class CriticWorker(ModelWorker):
             outputs = self.engine.infer(batch, micro, temperature=1.0, outputs=("values",))
         return as_output(outputs)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
+        blocking=False,
+        reads=(*SEQUENCE_FIELDS, "response_mask", "values", "returns"),
+    )
     def update_critic(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
         config = self.config

@@ -27,6 +27,8 @@ from hybridrl.workers.profiling import Profile, ProfileRequest
 from hybridrl.workers.update_plan import UpdatePlan
 
 COLLECTIVE_TIMEOUT_S = 600.0  # verl's nccl_timeout
+#: fields that every pass of a model over prompts and responses reads
+SEQUENCE_FIELDS = ("input_ids", "attention_mask", "responses")
 
 
 class ModelWorker(Worker):

@@ -15,7 +15,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.losses import CountedLossFn, LossCounts
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, SEQUENCE_FIELDS, ModelWorker, as_output, micro_batching
 from hybridrl.workers.update_plan import UpdatePlan
 
 REFERENCE = "prime_ref_log_prob"
@@ -49,7 +49,12 @@ class PrimeWorker(ModelWorker):
         )
         self.place_in_mesh("prime")
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="prime"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="prime"),
+        blocking=False,
+        reads=SEQUENCE_FIELDS,
+        writes=("process_rewards", REFERENCE),
+    )
     def compute_process_rewards(self, batch: DataProto) -> DataProto:
         """`process_rewards` [B, T]: beta_train * (log pi - log pi_ref) of each response token; and log pi_ref."""
         reference = self._reference_log_probs(batch)
@@ -60,7 +65,11 @@ class PrimeWorker(ModelWorker):
         rewards = self.config.beta_train * (outputs["log_probs"] - reference[REFERENCE])
         return as_output({"process_rewards": rewards, **reference})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="prime"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="prime"),
+        blocking=False,
+        reads=(*SEQUENCE_FIELDS, "response_mask", "token_level_scores"),
+    )
     def update_prime(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
         if REFERENCE not in batch.batch.keys():

@@ -13,7 +13,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.distillation import computing
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, SEQUENCE_FIELDS, ModelWorker, as_output
 
 _NAMES = {"log_probs": LOG_PROBS, "top_log_probs": TOP_LOG_PROBS, "top_ids": TOP_IDS}
 
@@ -59,7 +59,12 @@ class TeacherWorker(ModelWorker):
         with self.loaded("compute_teacher"):
             yield self.engine
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"),
+        blocking=False,
+        reads=SEQUENCE_FIELDS,
+        writes=("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs"),
+    )
     def compute_teacher(self, batch: DataProto) -> DataProto:
         """Compute log-probabilities of each row under its teacher, number `teacher_index` [B]; without it the first.
 

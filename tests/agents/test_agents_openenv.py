@@ -8,6 +8,7 @@ import multiprocessing
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -175,7 +176,8 @@ async def app(scope, receive, send):
         return
     if scope["path"] == "/end":
         os.closerange(3, 1024)
-        time.sleep(1.5)
+        while not os.path.exists("may_end"):
+            time.sleep(0.05)
         os._exit(3)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"ok"})
@@ -195,6 +197,7 @@ def test_a_server_that_is_ending_is_not_asked_again(tmp_path: Path, capsys: pyte
             while True:
                 socket.create_connection(("127.0.0.1", port), timeout=30).close()
         assert server.process is not None and server.process.poll() is None
+        threading.Timer(1.5, (tmp_path / "may_end").touch).start()
         assert answers(server.port()) and "ended with status 3; it starts again" in capsys.readouterr().err
     finally:
         server.stop()

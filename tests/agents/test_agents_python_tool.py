@@ -13,7 +13,7 @@ from hybridrl.agents import FunctionCall
 from hybridrl.agents.tools.sandbox import PythonTool
 from hybridrl.agents.tools.tool import BaseTool, ToolResponse, in_thread
 from hybridrl.agents.tools.tool_session import ToolSession
-from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.config.schema.multi_turn import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.utils import clock
 

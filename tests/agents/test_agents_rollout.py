@@ -16,7 +16,7 @@ from hybridrl.agents.agent_rollout import run_coroutine
 from hybridrl.config import load_config
 from hybridrl.config.checks.idle import check_idle
 from hybridrl.engine.microbatch import MicroBatching
-from hybridrl.errors import RolloutError
+from hybridrl.errors import RolloutError, TooFewReplicasError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import create_reward_manager
@@ -208,6 +208,20 @@ def test_a_session_that_ran_out_of_time_is_not_run_again_at_once(started, model,
     batch = rollout.generate(prompts_of(rollout, 3, agent_name=["judged"] * 3, ends=ends))
     lost = [(one.uid, one.again) for one in batch.meta_info["missing_samples"]]
     assert lost == [("0-0", False), ("0-1", False), ("0-2", True), ("0-2", True), ("0-2", False)]
+
+
+def test_sessions_that_fail_because_no_replica_is_left_end_the_batch(started, model, monkeypatch) -> None:
+    """They are neither tried again nor left out: no session can have an answer any more."""
+
+    def ended() -> None:
+        raise TooFewReplicasError("0 replicas are left")
+
+    loop = f"{ROLLOUT}.agent.default_agent_loop=forges"
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, loop, f"{ROLLOUT}.agent.on_error=drop"))
+    assert rollout.generate(prompts_of(rollout, 2)).meta_info["missing_samples"]
+    monkeypatch.setattr(rollout.inner, "check_running", ended)
+    with pytest.raises(TooFewReplicasError):
+        rollout.generate(prompts_of(rollout, 2))
 
 
 def own_loops(tmp_path: Path) -> str:

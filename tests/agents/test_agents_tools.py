@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,10 +21,10 @@ from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, e
 from hybridrl.agents.tools.load_tools import close_tools, load_tools, selected_tools
 from hybridrl.agents.tools.tool import tool_of
 from hybridrl.agents.tools.tool_session import ToolSession
-from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.config.schema.multi_turn import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.sandbox import SandboxError
-from hybridrl.scored import Reason, Scored, UnscoredError
+from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
 
 SETTINGS = MultiTurnConfig(max_parallel_calls=8, tool_timeout_s=5.0)
 
@@ -220,6 +221,46 @@ def test_a_tool_whose_reward_fails_is_released_and_has_unscored() -> None:
     tool.execute = raises(UnscoredError("timeout"))
     with pytest.raises(UnscoredError, match="timeout"):  # no answer to the model: it ends the session
         run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (float("nan"), Reason.GRADING),
+        (np.float32("inf"), Reason.GRADING),
+        (1e300, Reason.GRADING),
+        ("good", Reason.GRADING),
+        (np.ma.masked, Reason.GRADING),
+        ([0.5], Reason.GRADING),
+        (Unscored("infra", "no disk"), Reason.INFRA),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Warning. converting a masked element")
+def test_a_reward_of_a_call_that_is_no_number_ends_the_session_without_a_score(reward, reason) -> None:
+    """The model did what it could: it gets no answer about it, and no other reward takes its place."""
+    tool = Stateful({})
+    tool.execute = returns((ToolResponse(text="fine"), reward, {}))
+    for tools, name, kwargs in ([grading(reward)], "grade", {}), ([tool], "count", {"create_kwargs": {"start": 1}}):
+        with pytest.raises(UnscoredError) as refused:
+            run(tools, [(name, {})], **{name: kwargs})
+        assert refused.value.unscored.reason is reason and (name in str(refused.value) or reason is Reason.INFRA)
+
+
+def grading(reward):
+    """A tool whose calls have this reward."""
+
+    @function_tool
+    def grade():
+        """Grade what was done."""
+        return "fine", reward
+
+    return tool_of(grade)
+
+
+@pytest.mark.parametrize("reward", [0.5, np.float32(0.5), Scored(0.5)])
+def test_a_reward_of_a_call_is_a_number(reward) -> None:
+    (result,), _ = run([grading(reward)], [("grade", {})])
+    assert (result.text, result.reward, result.fault) == ("fine", 0.5, "")
 
 
 def raises(error: Exception):

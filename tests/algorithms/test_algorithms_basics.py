@@ -17,6 +17,7 @@ from raising import raises_with
 import hybridrl.algorithms as algorithms
 from hybridrl.algorithms import LOSS_AGG_MODES, AlgorithmError, agg_loss, kl_penalty
 from hybridrl.algorithms import functional as functional
+from hybridrl.algorithms.advantages.scan import check_finite
 
 torch.set_num_threads(1)
 many = settings(max_examples=30, derandomize=True)
@@ -465,3 +466,21 @@ def test_a_config_may_be_any_object_with_attributes() -> None:
     view = algorithms.with_global_batch_info(values, batch_num_tokens=4)
     assert view.clip_ratio == 0.2 and not hasattr(view, "nothing") and values.get("global_batch_info") is None
     torch.testing.assert_close(algorithms.compute_policy_loss_vanilla(*batch, "token-mean", view)[0], losses[0] / 2)
+
+
+@many
+@given(grids, st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]), st.booleans())
+def test_only_what_is_not_finite_on_a_response_token_is_refused(grid, dtype, spoil) -> None:
+    """Numbers near the largest of their dtype are finite, though their sum is not; padding holds anything."""
+    mask, values = random(grid, 1)
+    mask = mask.bool()
+    sign = torch.where(values.nan_to_num(0.0) < 0, -1.0, 1.0)
+    large = torch.where(mask, sign, math.nan).to(dtype) * torch.finfo(dtype).max
+    if not spoil:
+        check_finite(large, mask, "values")
+        return
+    row, place = mask.nonzero()[-1].tolist()
+    for bad in (math.inf, -math.inf, math.nan):
+        large[row, place] = bad
+        with raises_with(AlgorithmError, "values", f"[{row}]"):
+            check_finite(large, mask, "values")

@@ -144,8 +144,9 @@ def test_killed_at_any_moment_nothing_confirmed_is_lost(tmp_path: Path) -> None:
             [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
             assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            assert ready, "the process did not save anything"
+            poll = select.poll()
+            poll.register(process.stdout, select.POLLIN)
+            assert poll.poll(60_000), "the process did not save anything"
             time.sleep(rng.uniform(0.0, 0.15))
             process.send_signal(signal.SIGKILL)
             out, err = process.communicate()

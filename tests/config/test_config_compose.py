@@ -129,6 +129,23 @@ def test_a_split_placement_halves_the_nodes_or_the_devices_of_one(nodes, process
     assert placement.roles == {"actor_rollout_ref": "policy", "critic": "value"}
 
 
+@pytest.mark.parametrize(
+    ("words", "actor", "critic"),
+    [
+        ([], 256, 256),
+        (["data.train_batch_size=16"], 16, 16),
+        (["data.train_batch_size='16'"], 16, 16),
+        (["data.train_batch_size=16.0"], 16, 16),
+        (["data.train_batch_size=512"], 256, 256),
+        (["data.train_batch_size=512", "ppo_mini_batch_size=128"], 128, 128),
+        (["data.train_batch_size=16", "critic.ppo_mini_batch_size=8"], 16, 8),
+    ],
+)
+def test_a_mini_batch_is_at_most_the_batch_unless_it_is_set(words, actor, critic):
+    config = load_config("ppo_trainer", words)
+    assert (config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size) == (actor, critic)
+
+
 def test_rollouts_are_dumped_each_step_where_their_folder_is_named():
     """As in verl, where naming the folder switches dumping on."""
     frequencies = {
@@ -174,7 +191,8 @@ def test_an_interpolation_that_leads_nowhere_is_named():
         ("algorithm.kl_ctrl.type=fixd", "nearest: fixed"),
         ("actor_rollout_ref.actor.strategy=veomni", "does not support it yet"),
         ("actor_rollout_ref.rollout.name=trtllm", "does not support it yet"),
-        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "does not support it yet"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float8", "must be one of"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "must be one of"),
         ("trainer.logger=[console,wandbb]", "nearest: wandb"),
         ("trainer.resume_mode=always", "must be one of"),
         ("trainer.on_nonfinite=ignore", "must be one of"),

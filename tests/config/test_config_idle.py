@@ -156,7 +156,13 @@ CASES = [
     Case(f"{ROLLOUT}.name=sglang", below(ROLLOUT, "engine_kwargs.sglang={x: 1}"), [f"{ROLLOUT}.name=vllm"]),
     Case(f"{ROLLOUT}.name=vllm", below(ROLLOUT, "engine_kwargs.vllm={seed: 1}"), [f"{ROLLOUT}.name=sglang"]),
     Case(f"{ROLLOUT}.name=openai", below(f"{ROLLOUT}.openai", "base_url=http://h", "model=m", "extra_body={a: 1}")),
-    Case(f"{ROLLOUT}.nnodes=1", below(ROLLOUT, "n_gpus_per_node=2")),
+    Case(f"{ROLLOUT}.nnodes=1", below(ROLLOUT, "n_gpus_per_node=2", "replicas.min=1", "replicas.max=2")),
+    Case(
+        f"{ROLLOUT}.name=vllm",
+        below(ROLLOUT, "replicas.min=1", "replicas.max=2"),
+        below(ROLLOUT, "name=hf", "nnodes=1"),
+    ),
+    Case(f"{ROLLOUT}.replicas.min=1", below(ROLLOUT, "replicas.wait_s=9"), [f"{ROLLOUT}.nnodes=1"]),
     Case(
         f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
         below(
@@ -245,6 +251,11 @@ CASES = [
             "trainer.val_before_train=False",
             "trainer.log_val_generations=3",
         ],
+    ),
+    Case(
+        "trainer.val_only=False",
+        ["trainer.val_before_train=False"],
+        ["data.val_files=[a.parquet]", "trainer.val_only=True"],
     ),
     Case("data.filter_overlong_prompts=False", ["data.truncation=left"], ["data.filter_overlong_prompts=True"]),
     Case("data.custom_cls.path=f.py", ["data.custom_cls.name=C"]),

@@ -92,6 +92,31 @@ UNREAD = [
     ),
     ("ppo_trainer", [f"{ROLLOUT}.name=vllm"], f"{KWARGS}.vllm.nonsense=1", "vLLM's AsyncEngineArgs has no such entry"),
     ("ppo_trainer", [f"{ROLLOUT}.name=vllm"], f"{KWARGS}.vllm.max_num_seq=1", "nearest: max_num_seqs"),
+    *[
+        ("ppo_trainer", [f"{ROLLOUT}.name=vllm"], f"{KWARGS}.vllm.{entry}", "Remove it")
+        for entry in ("logprobs_mode=raw_logprobs", "model=x", "worker_extension_cls=x", "generation_config=auto")
+    ],
+    *[
+        ("ppo_trainer", [f"{ROLLOUT}.name=sglang"], f"{KWARGS}.sglang.{entry}", "Remove it")
+        for entry in ("model_path=x", "custom_weight_loader=[x]", "skip_tokenizer_init=false")
+    ],
+    *[
+        ("ppo_trainer", [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{own}"], f"{KWARGS}.vllm.{entry}", own)
+        for own, entry in [
+            ("gpu_memory_utilization=0.3", "gpu_memory_utilization=0.9"),
+            ("tensor_model_parallel_size=1", "tensor_parallel_size=2"),
+            ("seed=3", "seed=4"),
+        ]
+    ],
+    (
+        "ppo_trainer",
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.max_num_seqs=4"],
+        f"{KWARGS}.sglang.max_running_requests=5",
+        "max_num_seqs=4",
+    ),
+    ("ppo_trainer", [f"{ACTOR}.optim.lr=0.1"], f"{OPTIM}.lr=0.2", "optim.lr=0.1"),
+    ("ppo_trainer", [f"{ACTOR}.optim.betas=[0.1,0.2]"], f"{OPTIM}.betas=[0.8,0.9]", "optim.betas=[0.1, 0.2]"),
+    ("sft_trainer", ["optim.weight_decay=0.1"], "optim.override_optimizer_config.weight_decay=0", "weight_decay=0.1"),
     ("ppo_trainer", [f"{ROLLOUT}.name=vllm"], f"{KWARGS}.sglang.tp_size=1", "has no effect, because"),
     (
         "ppo_trainer",
@@ -136,6 +161,8 @@ READ = [
     ),
     ("ppo_trainer", ["data.apply_chat_template_kwargs.chat_template='{{ messages }}'"]),
     ("ppo_trainer", [f"{OPTIM}={{eps: 1e-6, fused: False}}"]),
+    ("ppo_trainer", [f"{OPTIM}={{lr: 0.2}}"]),
+    ("ppo_trainer", [f"{ACTOR}.optim.lr=0.2", f"{OPTIM}={{lr: 0.2}}"]),
     ("ppo_trainer", [f"{ROLLOUT}.name=vllm", f"{KWARGS}.vllm={{max_num_seqs: 9, seed: 1}}"]),
     (
         "ppo_trainer",

@@ -147,7 +147,11 @@ def test_sft_that_works_passes(here):
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize=True", "rollout_is is not set"),
         ([f"{CORRECTION}.rollout_rs_threshold=0.01"], "rollout_rs_threshold=0.01", "rollout_rs is not set"),
         # batches
-        (["data.train_batch_size=100"], "ppo_mini_batch_size=256", "data.train_batch_size=100"),
+        (
+            ["data.train_batch_size=100", "ppo_mini_batch_size=256"],
+            "ppo_mini_batch_size=256",
+            "data.train_batch_size=100",
+        ),
         (["data.train_batch_size=1000"], "data.train_batch_size=1000", "nearest divisors: 250, 500"),
         ([f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4096"], "ppo_micro_batch_size_per_gpu=4096", "2048 sequences"),
         # lengths
@@ -424,6 +428,19 @@ def test_what_runs_with_an_unexpected_consequence_is_told(here, capsys, change, 
     assert notice in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("program", "words"), [("ppo", GRPO), ("sft", SFT), ("dpo", SFT), ("rm", SFT)])
+def test_files_for_validation_that_nothing_reads_are_told(here, program, words):
+    off = ["trainer.val_before_train=False"] if program == "ppo" else []
+    files = next(word for word in words if word.startswith("data.train_files=")).replace("train_files", "val_files")
+    (notice,) = check(load_config(f"{program}_trainer", [*words, files, *off]))
+    assert all(key in notice for key in ["data.val_files", "trainer.test_freq=-1"])
+    assert ("trainer.val_before_train" in notice) == (program == "ppo")
+    assert check(load_config(f"{program}_trainer", [*words, files, "trainer.test_freq=5", *off])) == []
+    assert check(load_config(f"{program}_trainer", words)) == []
+    if program == "ppo":
+        assert check(load_config("ppo_trainer", [*words, files])) == []
+
+
 @pytest.mark.parametrize("name", ADV_ESTIMATORS.names())
 def test_one_sample_per_prompt_is_refused_exactly_where_it_has_no_advantage(name):
     """The notice says that a response is reinforced by its own score: true of every estimator that it is given for."""
@@ -450,6 +467,7 @@ def test_all_faults_come_at_once(here):
             "algorithm.adv_estimator=grpo",
             "data.train_files=gone.parquet",
             "data.train_batch_size=100",
+            "ppo_mini_batch_size=64",
             "reward.custom_reward_function.path=gone.py",
             "trainer.resume_mode=resume_path",
         ]

@@ -17,6 +17,7 @@ from raising import raises_with
 from hybridrl.config.data_names import dataset_name
 from hybridrl.data import DataError
 from hybridrl.data.data_files import fingerprints, read_table
+from hybridrl.data.table import table_of
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.jsonl"])
@@ -239,8 +240,8 @@ def test_names_of_data_sets_and_of_files(tmp_path, monkeypatch):
 def hub(tmp_path, monkeypatch, write, rows):
     """A folder `org/name` as the hub stores it: the `datasets` library loads it as it loads one of the hub."""
     (tmp_path / "org" / "name").mkdir(parents=True)
-    write("org/name/train.jsonl", rows[:5])
-    write("org/name/test.jsonl", rows[5:])
+    write("org/name/train.parquet", rows[:5])
+    write("org/name/test.parquet", rows[5:])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
@@ -252,6 +253,30 @@ def test_splits_that_the_datasets_library_loads(rows):
     assert table.locate(6) == "org/name@default:test, row 1 (counted from 0)"
     refused("org/name:dev", "org/name:dev", "dev")
     refused("org/name@other:test", "other")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_texts_in_a_folder_are_read_by_the_rules_of_files(tmp_path, monkeypatch, suffix):
+    """The `datasets` library would read 007 as 7, and one of two values with the same name."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def folder(name: str, **files: str) -> str:
+        (tmp_path / name).mkdir()
+        kind = name.partition("_")[0]
+        for split, text in files.items():
+            data = gzip.compress(text.encode()) if suffix else text.encode()
+            (tmp_path / name / f"{split}.{kind}{suffix}").write_bytes(data)
+        return str(tmp_path / name)
+
+    codes = folder("csv_codes", train="prompt,code\nx,007\ny,\n", test="prompt,code\nz,1\n")
+    assert every_row(read_table(f"{codes}:train")) == [{"prompt": "x", "code": "007"}, {"prompt": "y", "code": None}]
+    assert every_row(read_table(f"{codes}:test")) == [{"prompt": "z", "code": "1"}]
+    refused(f"{codes}:dev", "train, test")
+    refused(f"{codes}:train[:1]", "train, test")
+    twice = folder("jsonl_twice", train='{"prompt": "x", "extra_info": {"a": 1, "a": 2}}\n')
+    refused(f"{twice}:train", "'a'", "line 1")
+    infinite = folder("jsonl_infinite", train='{"prompt": "x", "n": 1}\n{"prompt": "x", "n": Infinity}\n')
+    refused(f"{infinite}:train", "Infinity", "line 2")
 
 
 def test_saved_data_sets(tmp_path, rows):
@@ -279,7 +304,7 @@ def test_a_fingerprint_follows_the_content(write, rows):
     assert [name for name, _ in first] == ["a.jsonl", "org/name:test"]
     assert fingerprints([f"{path.parent}/a.*", "org/name:test"]) == first
     write("a.jsonl", rows[:3])
-    write("org/name/test.jsonl", rows[:3])
+    write("org/name/test.parquet", rows[:3])
     again = fingerprints([str(path), "org/name:test"])
     assert all(was != now for was, now in zip(first, again, strict=True))
 
@@ -365,3 +390,117 @@ def test_lists_of_ground_truths_are_what_somebody_wrote(tmp_path: Path, kind: py
     nested = pyarrow.array([[[number(0.1)], []], []], pyarrow.list_(pyarrow.list_(kind.value_type)))
     pyarrow.parquet.write_table(pyarrow.table({"ground_truth": nested.slice(0)}), path)
     assert read_table(path).column("ground_truth") == [[[0.1], []], []]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.map_(pyarrow.string(), pyarrow.float32()),
+        pyarrow.list_view(pyarrow.float32()),
+        pyarrow.large_list_view(pyarrow.float32()),
+        pyarrow.list_(pyarrow.struct([("x", pyarrow.float32()), ("xs", pyarrow.list_(pyarrow.float32()))])),
+    ],
+    ids=str,
+)
+def test_numbers_of_few_bits_in_any_nesting(kind: pyarrow.DataType) -> None:
+    """Arguments of calls are objects in lists of messages, and 0.10000000149011612 would be learnt of them."""
+    if pyarrow.types.is_map(kind):
+        values: list = [[("a", 0.1)], None, [], [("b", 0.2), ("c", None)]]
+    elif pyarrow.types.is_list(kind):
+        values = [[{"x": 0.1, "xs": [0.2]}], None, [], [None, {"x": None, "xs": None}]]
+    else:
+        values = [[0.1], None, [], [0.2, None]]
+    name = "messages" if pyarrow.types.is_list(kind) else "ground_truth"
+    table = table_of(pyarrow.table({name: pyarrow.array(values, kind)}).slice(1), "data")
+    assert table.column(name) == values[1:]
+    table = table_of(pyarrow.table({name: pyarrow.array(values, kind)}), "data")
+    assert table.column(name) == values and table[0][name] == values[0]
+    sounds = pyarrow.list_(
+        pyarrow.struct([("array", pyarrow.list_(pyarrow.float32())), ("sampling_rate", pyarrow.int32())])
+    )
+    stored = pyarrow.table({"sounds": pyarrow.array([[{"array": [0.5], "sampling_rate": 1}]], sounds)})
+    assert table_of(stored, "data").arrow().schema == stored.schema, "media stay"
+
+
+def test_a_field_that_objects_have_twice_is_named() -> None:
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], ["a", "a"])
+    lists = pyarrow.ListArray.from_arrays([0, 1], twice)
+    for column in (twice, lists):
+        with raises_with(DataError, "'extra_info'", "'a'"):
+            table_of(pyarrow.table({"extra_info": column}), "data")
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz"])
+def test_a_second_stream_that_is_damaged_is_not_left_out(write, rows, tmp_path, suffix) -> None:
+    """The standard library ends with the first stream, as if there were no other rows."""
+    content = PACK[suffix](write("a.jsonl", rows).read_bytes())
+    path = tmp_path / f"b.jsonl{suffix}"
+    path.write_bytes(content + content)
+    assert every_row(read_table(path)) == rows * 2
+    path.write_bytes(content + b"\0" * 8)
+    assert every_row(read_table(path)) == rows
+    for damaged in (b"XXXX" + content[4:], content[:-6]):
+        path.write_bytes(content + damaged)
+        refused(path, str(path), f"cannot be decompressed as {suffix}")
+
+
+@pytest.mark.parametrize("line", ["prompt,answer", "\ufeffprompt,answer", "\ufeffc,3", " prompt , answer"])
+def test_files_that_were_joined_are_refused_by_line(tmp_path, line) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"prompt,answer\na,1\nb,2\n{line}\nc,3\n", encoding="utf-8")
+    refused(path, str(path), "line 4")
+
+
+@pytest.mark.parametrize("written", ["1e400", "-1e999", "Infinity", "-Infinity"])
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ('{"prompt": "a", "reward_model": {"ground_truth": %s}}', "reward_model.ground_truth"),
+        ('{"prompt": "a", "extra_info": {"scores": [1.0, %s]}}', "extra_info.scores[1]"),
+        ('{"prompt": [{"role": "user", "content": "a", "weight": %s}]}', "prompt[0].weight"),
+        (
+            '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": {"x": %s}}}]}]}',
+            "messages[0].tool_calls[0].function.arguments.x",
+        ),
+        ('{"chosen": "a", "rejected": "b", "margin": %s}', "margin"),
+    ],
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "list.json", "rows.jsonl.gz"])
+def test_numbers_that_json_cannot_hold_are_refused_by_their_place(
+    tmp_path: Path, written: str, row: str, place: str, name: str
+) -> None:
+    path = tmp_path / name
+    text = (
+        f'{{"prompt": "fine"}}\n{row % written}\n' if name != "list.json" else f'[{{"prompt": "b"}}, {row % written}]'
+    )
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    with raises_with(DataError, str(path), f"{'[1].' if name == 'list.json' else ''}{place}", written):
+        read_table(path)
+
+
+def test_numbers_of_any_size_that_can_be_read_stay(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1.7e308, "b": 5e-324, "c": 1e-400, "d": 123456789012345678901234567890, "e": "NaN"}\n')
+    row = read_table(path)[0]
+    assert row == {"a": 1.7e308, "b": 5e-324, "c": 0.0, "d": 123456789012345678901234567890, "e": "NaN"}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "list.json"])
+def test_nan_is_a_missing_value_and_is_said(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ['{"prompt": "a"}', '{"prompt": "b", "answer": NaN, "extra_info": {"x": [1.5, NaN]}}', '{"prompt": "c"}']
+    path = tmp_path / name
+    path.write_text(f"[{', '.join(rows)}]" if name == "list.json" else "\n".join(rows))
+    table = read_table(path)
+    assert table[1] == {"prompt": "b", "answer": None, "extra_info": {"x": [1.5, None]}}
+    lines = [line for line in capsys.readouterr().err.splitlines() if "NaN" in line]
+    assert len(lines) == 1
+    assert str(path) in lines[0]
+    assert "2 times" in lines[0]
+    assert ("line 2" in lines[0]) == (name != "list.json")
+
+
+def test_an_infinite_number_is_named_behind_nan(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": NaN, "b": {"c": [1e999]}}\n')
+    with raises_with(DataError, "line 1", "b.c[0]", "1e999"):
+        read_table(path)

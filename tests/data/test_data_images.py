@@ -18,7 +18,8 @@ from hybridrl.config import ModelConfig
 from hybridrl.data.preprocess.preprocessing import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.model_config import load_model_config
-from hybridrl.models.vision import ImageProcessor, as_rgb, digest, processor_of
+from hybridrl.models.pictures import as_rgb
+from hybridrl.models.vision import ImageProcessor, digest, processor_of
 from hybridrl.protocol import DataProto, bookkeeping
 from hybridrl.verl_compat.utils.dataset.rl_dataset import RLHFDataset
 

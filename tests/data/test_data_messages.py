@@ -16,6 +16,7 @@ from raising import raises_with
 
 from hybridrl.config import DataConfig, GenerationDataConfig, PairsDataConfig, SFTDataConfig
 from hybridrl.data import DataError, create_preference_dataset, create_rl_dataset, create_sft_dataset
+from hybridrl.models.chat import as_messages
 from tests.agents.template_families import FAMILIES
 
 QUESTION = {"role": "user", "content": "Sort: 21"}
@@ -175,7 +176,10 @@ def test_text_that_the_template_leaves_out_names_row_and_turn(write: Any, tokeni
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize(
     "field",
-    [{"loss_mask": 0}, {"loss": False}, {"trainable": False}, {"train": False}, {"step_loss_mask": 0}, {"weight": 0}],
+    [
+        *({"loss_mask": 0}, {"loss": False}, {"trainable": False}, {"train": False}, {"step_loss_mask": 0}),
+        *({"weight": 0}, {"masked": True}, {"is_masked": 1}),
+    ],
 )
 def test_flags_of_other_libraries_act(write: Any, tokenizer: Any, name: str, field: dict[str, Any]) -> None:
     talk = [QUESTION, answer("98", **field), QUESTION, answer("12")]
@@ -193,6 +197,15 @@ def test_flags_of_other_libraries_act(write: Any, tokenizer: Any, name: str, fie
         ({"messages": [QUESTION, answer("1", loss="no")]}, "has loss='no'; it must be true or false"),
         ({"messages": [QUESTION, answer("1", loss_mask=0.5)]}, "has loss_mask=0.5; it must be true or false"),
         ({"messages": [QUESTION, answer("1", loss=True, train=True)]}, "has both 'loss' and 'train'"),
+        *[
+            ({"messages": [QUESTION, answer("1", **{name: value})]}, rf"message 1 .assistant. has {name}=")
+            for name, value in [
+                *[(name, False) for name in ("is_trained", "include_in_loss", "compute_loss", "do_train", "noLoss")],
+                *[(name, 0) for name in ("train_mask", "sft_mask", "mask", "supervise")],
+                *[("token_mask", [0, 1]), ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}])],
+                ("masked", "yes"),
+            ]
+        ],
         ({"messages": [QUESTION, answer("1", reasoning_content="why")]}, "does not read 'reasoning_content'"),
         ({"messages": [QUESTION, answer("1", thinking="why")]}, "does not read 'thinking'"),
         ({"messages": [QUESTION, answer("1")], "loss_mask": [0, 1]}, "column 'loss_mask' is not read"),
@@ -203,6 +216,31 @@ def test_fields_that_cannot_act_are_refused(row: dict[str, Any], said: str, writ
         sft(write("a.jsonl", [row]), tokenizer)
 
 
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    ("column", "value", "is_refused"),
+    [
+        *[(name, [-100, 7, 7], True) for name in ("labels", "weights", "weight", "loss", "train", "loss_scale")],
+        *[(name, 0.5, True) for name in ("weight", "weights", "loss_scale", "loss_weight", "sample_weight")],
+        *[(name, False, True) for name in ("train", "training", "learn", "loss", "trainable")],
+        *[("labels", value, False) for value in ("algebra", ["algebra"], 3)],
+        *[("train", "split 1", False), ("loss", 0.25, False), ("weight", "12 kg", False), ("turn_mask", [1], False)],
+    ],
+)
+def test_a_column_with_the_form_of_a_mask_is_refused(
+    column: str, value: Any, is_refused: bool, file: str, write: Any, tokenizer: Any, capsys: Any
+) -> None:
+    """By its name or by its values: they would say what is learnt, and nothing reads them."""
+    rows = [{"messages": [QUESTION, answer("1")], column: None}, {"messages": [QUESTION, answer("2")], column: value}]
+    if not is_refused:
+        sft(write(file, rows), tokenizer)
+        assert f"columns '{column}' are not read" in " ".join(capsys.readouterr().err.split())
+        return
+    with pytest.raises(DataError) as refused:
+        sft(write(file, rows), tokenizer)
+    assert f"column '{column}'" in str(refused.value)
+
+
 def test_fields_that_no_template_reads_are_named_once_with_their_rows(write: Any, tokenizer: Any, capsys: Any) -> None:
     named = {**QUESTION, "name": "Ada", "id": 7}
     rows = [{"messages": [named, answer("12")]}, {"messages": [named, answer("12", id=8)]}]
@@ -210,10 +248,13 @@ def test_fields_that_no_template_reads_are_named_once_with_their_rows(write: Any
     sft(path, tokenizer)
     told = capsys.readouterr().err
     assert told.count("does not read have no effect: 'id' (2 rows), 'name' (2 rows)") == 1
+    fine = answer("12", train_id=5, mask="all", weight_kg=0.5, lossless=True, training_data="x")
+    assert learnt(tokenizer, sft(write("d.jsonl", [{"messages": [{**QUESTION, "masked": False}, fine]}]), tokenizer)[0])
+    assert "'train_id' (1 rows)" in capsys.readouterr().err
     prompts(write("b.jsonl", [{"prompt": [answer("1", weight=0), QUESTION]}]), tokenizer)
     assert "'weight' (1 rows)" in capsys.readouterr().err
-    sft(write("c.jsonl", [{"messages": [QUESTION, answer("12")], "weight": 0.5}]), tokenizer)
-    assert "columns 'weight' are not read" in capsys.readouterr().err
+    sft(write("c.jsonl", [{"messages": [QUESTION, answer("12")], "body_weight": 0.5}]), tokenizer)
+    assert "columns 'body_weight' are not read" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ the assistant first and last
@@ -252,6 +293,58 @@ def test_empty_turns_and_repeated_prompts_are_told_with_their_rows(write: Any, t
     assert "in 1 of 2 pairs both answers begin with the prompt" in " ".join(capsys.readouterr().err.split())
 
 
+def test_responses_that_begin_with_their_prompt_are_told(write: Any, tokenizer: Any, capsys: Any) -> None:
+    keys = {"prompt_key": "q", "response_key": "a"}
+    text = QUESTION["content"]
+    sft(
+        write("a.jsonl", [{"q": text, "a": f"{text} 12"}, {"q": text, "a": "12"}, {"q": "12", "a": "12 3"}]),
+        tokenizer,
+        **keys,
+    )
+    assert "in 1 of 3 rows the response begins with the prompt" in " ".join(capsys.readouterr().err.split())
+    with raises_with(DataError, "data.prompt_key=q", "data.response_key=q"):
+        sft(write("b.jsonl", [{"q": text}]), tokenizer, prompt_key="q", response_key="q")
+    inner = {"prompt_dict_keys": ["q"], "response_dict_keys": ["a"]}
+    both = write("c.jsonl", [{"x": {"q": text, "a": "12"}}])
+    assert learnt(tokenizer, sft(both, tokenizer, prompt_key="x", response_key="x", **inner)[0]) == "12<|im_end|>"
+
+
+@pytest.mark.parametrize("column", ["tools", "enable_thinking"])
+def test_columns_that_the_template_does_not_read_are_told(write: Any, chatml: Any, capsys: Any, column: str) -> None:
+    value = [{"type": "function", "function": {"name": "add"}}] if column == "tools" else True
+    rows = [{"messages": [QUESTION, answer("12")], column: each} for each in (value, None, value)]
+    pairs = [{"prompt": "q", "chosen": "1", "rejected": "2", column: value}]
+    sft(write("a.jsonl", rows), chatml)
+    assert f"2 of 3 rows have {column} in column '{column}'" in " ".join(capsys.readouterr().err.split())
+    create_preference_dataset(write("b.jsonl", pairs), PairsDataConfig(), chatml)
+    assert f"1 of 1 rows have {column}" in " ".join(capsys.readouterr().err.split())
+    own = copy.deepcopy(chatml)
+    own.chat_template = "{{ " + column + " }}" + own.chat_template
+    sft(write("c.jsonl", rows[:1]), own)
+    assert column not in capsys.readouterr().err
+
+
+def test_settings_of_rendering_that_cannot_act_are_named(write: Any, chatml: Any, capsys: Any) -> None:
+    system = {"role": "system", "content": "Be brief"}
+    row = {"messages": [system, QUESTION, answer("12")], "prompt": [system, QUESTION]}
+    with raises_with(DataError, "data.enable_thinking_default=True", "enable_thinking"):
+        sft(write("a.jsonl", [row]), chatml, enable_thinking_default=True)
+    for make in (sft, prompts):
+        make(write("b.jsonl", [row, row]), chatml, system_prompt="Be kind")
+        assert "data.system_prompt has no effect" in " ".join(capsys.readouterr().err.split())
+        make(write("c.jsonl", [row, {name: talk[1:] for name, talk in row.items()}]), chatml, system_prompt="Be kind")
+        assert "data.system_prompt" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["error", "continue", "ground_truth"])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_an_instruction_behind_an_answer_hides_it_not(write: Any, chatml: Any, role: str, setting: str) -> None:
+    talk = [QUESTION, answer("12"), {"role": role, "content": "Be brief"}]
+    with raises_with(DataError, "line 1", role, "assistant"):
+        prompts(write("a.jsonl", [{"prompt": talk}]), chatml, last_assistant_turn=setting)
+    assert prompts(write("b.jsonl", [{"prompt": [*talk, QUESTION]}, {"prompt": [talk[0], talk[2]]}]), chatml)
+
+
 def test_pairs_may_begin_with_the_assistant(write: Any, tokenizer: Any) -> None:
     sides = {"chosen": [answer("Hello"), QUESTION, answer("12")], "rejected": [answer("Hello"), QUESTION, answer("21")]}
     (pair,) = create_preference_dataset(write("a.jsonl", [sides]), PairsDataConfig(), tokenizer)
@@ -288,6 +381,7 @@ def test_answers_that_cannot_be_split_are_refused(write: Any, rows: Any, tokeniz
 
     refused({"prompt": [QUESTION]}, "the last message is of the role 'user'")
     refused({"prompt": [answer("12")]}, "nothing is left of the prompt")
+    refused({"prompt": [QUESTION, answer("1"), answer("2")]}, "a part of the answer would stay in the prompt")
     refused({"prompt": [QUESTION, answer("12")], "reward_model": {}}, "column 'reward_model' is the ground truth")
     refused({"prompt": [QUESTION, answer("12")], "a": "1"}, "column 'a' is the ground truth", ground_truth_key="a")
     call = [{"function": {"name": "add", "arguments": {}}}]
@@ -371,6 +465,11 @@ def test_roles_that_the_template_does_not_name_are_reported_once(write: Any, tok
     own.chat_template = "{#- 'moderator' -#}" + tokenizer.chat_template
     prompts(write("b.jsonl", [{"prompt": talk}]), own)
     assert "moderator" not in capsys.readouterr().err
+    called_by = [*called("add", {"a": 2})[:2], {"role": "function", "content": "5"}]
+    for name, template in {"calls": CHATML, "role": "{% if m.role == 'function' %}{% endif %}" + CHATML}.items():
+        own.chat_template = template.replace("m.role ==", "messages[0].role ==")
+        prompts(write(f"{name}.jsonl", [{"prompt": called_by}]), own)
+        assert ("'function' (1 rows)" in capsys.readouterr().err) is (name == "calls")
     with pytest.raises(DataError, match=r"the role 'model'.*write 'assistant'"):
         prompts(write("c.jsonl", [{"prompt": [QUESTION, {"role": "model", "content": "12"}, QUESTION]}]), tokenizer)
 
@@ -403,3 +502,12 @@ def test_media_in_columns_of_one_are_refused(name: str, value: Any, write: Any, 
         assert repr(name) in str(error.value)
         for fine in (None, "a cat", 3, [], {"width": 3}):
             assert len(read(write("b.jsonl", [{**row, name: fine}]), tokenizer)) == 1
+
+
+@pytest.mark.parametrize("written", ["NaN", "1e400", "-Infinity"])
+def test_arguments_as_text_with_no_number_stay_the_text_that_they_are(written: str) -> None:
+    text = f'{{"x": {written}}}'
+    (message,) = as_messages(
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
+    )
+    assert message["tool_calls"][0]["function"]["arguments"] == text

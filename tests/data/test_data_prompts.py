@@ -526,3 +526,11 @@ def test_keyword_arguments_have_no_nulls_of_other_rows(place, write, tokenizer):
         assert [item if place == "column" else item["extra_info"] for item in items] == [
             {**(item if place == "column" else {}), **kwargs} for item, kwargs in zip(items, own, strict=True)
         ]
+
+
+@pytest.mark.parametrize("value", ["null", "NA", "#N/A", b"12"])
+def test_a_ground_truth_that_no_response_equals_is_named(write, tokenizer, value, capsys):
+    path = write("a.parquet", [{"prompt": "x", "answer": value}, {"prompt": "y", "answer": type(value)(value)}])
+    report_missing(make(path, tokenizer, ground_truth_key="answer"), "data.train_files")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if repr(value) in line]
+    assert "2 of 2 rows" in line and "row 0" in line

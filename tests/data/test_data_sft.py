@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -236,6 +237,12 @@ AS_TEXT = [
     "[{'id': 1, 'role': 'user', 'content': None}, {'role': 'assistant', 'content': 'x'}]",
     '[{"from": "human", "value": "Sort"}, {"from": "gpt", "value": "12"}]',
     ' [ {"content": "12", "role": "assistant"} ]\n',
+    '{"role": "user", "content": "Sort"}',
+    "{'content': 'Sort', 'role': 'user'}",
+    '{"messages": [{"role": "user", "content": "Sort"}, {"role": "assistant", "content": "12"}]}',
+    '{"conversations": [{"from": "human", "value": "Sort"}]}',
+    json.dumps('[{"role": "user", "content": "Sort"}]'),
+    json.dumps('{"role": "user", "content": "Sort"}'),
 ]
 
 
@@ -252,5 +259,6 @@ def test_a_conversation_that_is_written_as_text_is_refused(write, tokenizer, tex
     for number, row in enumerate(pairs):
         with pytest.raises(DataError, match="list of messages written as text"):
             create_preference_dataset(write(f"p{number}.jsonl", [row]), PairsDataConfig(), tokenizer)
-    for fine in ('[{"name": "Ada"}]', "[{", '[{"role": "king"}]', "{}", f"{text} Go on."):
+    records = ('{"role": "king", "content": "gold"}', '{"model": "m", "messages": []}', '{"messages": 3}', '"quoted"')
+    for fine in ('[{"name": "Ada"}]', "[{", '[{"role": "king"}]', "{}", f"{text} Go on.", *records):
         assert len(make(write("f.jsonl", [{"q": "b", "a": fine}]), tokenizer, **keys)) == 1

@@ -354,6 +354,30 @@ def test_answers_of_another_column_in_several_files(tmp_path: Path) -> None:
         evaluate(["data.path=org/name:test"])
 
 
+@pytest.mark.parametrize("is_uneven", [True, False])
+def test_rows_with_different_numbers_of_responses_are_told(tmp_path: Path, is_uneven: bool, capsys: Any) -> None:
+    """mean@3 is then that of some rows, next to a test_score of all."""
+    (tmp_path / "own.py").write_text("def compute_score(solution_str): return float(solution_str)")
+    counts = {"a": (3, 1) if is_uneven else (3, 3), "b": (1, 1)}
+    rows = [{"data_source": name, "responses": ["1"] * n} for name, both in counts.items() for n in both]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    evaluate([f"data.path={tmp_path / 'r.jsonl'}", f"custom_reward_function.path={tmp_path / 'own.py'}"])
+    notices = " ".join(capsys.readouterr().err.split())
+    assert ("rows of a have 1 to 3 responses" in notices) is is_uneven and "rows of b" not in notices
+
+
+@pytest.mark.parametrize(
+    ("responses", "is_told"), [('["a", "b"]', True), ("[1]", False), ("a", False), (["[1]"], False)]
+)
+def test_lists_of_responses_that_were_written_as_text_are_told(
+    tmp_path: Path, responses: Any, is_told: bool, capsys: Any
+) -> None:
+    (tmp_path / "own.py").write_text("def compute_score(solution_str): return 1.0")
+    (tmp_path / "r.jsonl").write_text(json.dumps({"responses": responses}))
+    evaluate([f"data.path={tmp_path / 'r.jsonl'}", f"custom_reward_function.path={tmp_path / 'own.py'}"])
+    assert ("is a JSON list of texts" in " ".join(capsys.readouterr().err.split())) is is_told
+
+
 def test_bad_rows_are_named(tmp_path: Path, start: Callable[..., Job]) -> None:
     good = {"data_source": "hybridrl/sort", "reward_model": {"ground_truth": "1"}, "responses": ["#### 1"]}
     rows = [
@@ -361,6 +385,7 @@ def test_bad_rows_are_named(tmp_path: Path, start: Callable[..., Job]) -> None:
         good | {"responses": []},
         good | {"responses": [1]},
         good | {"responses": None},
+        good | {"responses": ["#### 1", None]},
         good | {"data_source": "hybridrl/srot"},
         good | {"reward_model": {}},
         good | {"reward_model": None},
@@ -369,16 +394,16 @@ def test_bad_rows_are_named(tmp_path: Path, start: Callable[..., Job]) -> None:
     file.write_text("\n".join(map(json.dumps, rows)))
     job = start(f"data.path={file}", module=EVALUATION)
     assert job.wait() == 2
-    assert "6 of 7 rows cannot be scored" in job.output and "Traceback" not in job.output
+    assert "7 of 8 rows cannot be scored" in job.output and "Traceback" not in job.output
     for line, words in (
         (2, "must hold a list of texts, and is empty"),
         (3, "holds int '1' among its texts"),
         (4, "is NoneType"),
-        (5, "unknown data source 'hybridrl/srot'"),
-        (6, "no ground truth: column 'reward_model'"),
+        (5, "holds NoneType 'None' among its texts"),
+        (6, "unknown data source 'hybridrl/srot'"),
     ):
         assert any(f"line {line}: " in text and words in text for text in job.output.splitlines()), job.output
-    assert "and 1 more" in job.output
+    assert "and 2 more" in job.output
 
     for words, message in (
         (["data.response_key=answer"], r"no column 'answer' \(columns found: .*data\.response_key"),

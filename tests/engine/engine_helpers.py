@@ -12,6 +12,7 @@ from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import Engine, create_train_engine
 from hybridrl.protocol import DataProto
+from hybridrl.utils import distributed
 from hybridrl.utils.metrics import Metric
 
 PROMPT, RESPONSE, ROWS = 10, 14, 12
@@ -187,3 +188,31 @@ def plain_outputs(module: torch.nn.Module, fields: dict[str, torch.Tensor]) -> t
         grid_e.append(torch.stack(line_e))
     log_probs, entropies = torch.stack(grid_l), torch.stack(grid_e)
     return log_probs, entropies
+
+
+def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            got[name], tensor, atol=tolerance, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def check_shards(engine: Any, whole: dict[str, torch.Tensor]) -> list[int]:
+    """The shards of each copy of the model make up every whole tensor, each element once; return the ranks' copies."""
+    own = [
+        (shard.name, shard.shape, shard.offsets, shard.tensor.clone(), shard.keeps_dtype)
+        for shard in engine.export_shards()
+    ]
+    gathered = distributed.all_gather_object((engine.copy_of_model, own))
+    for copy in {index for index, _ in gathered}:
+        found = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
+        for name, shape, offsets, part, is_buffer in (
+            shard for index, shards in gathered if index == copy for shard in shards
+        ):
+            assert shape == tuple(whole[name].shape)
+            there = found[name][tuple(slice(a, a + size) for a, size in zip(offsets, part.shape, strict=True))]
+            assert is_buffer or there.isnan().all(), name  # every rank holds a buffer
+            there.copy_(part)
+        close(found, whole, 0)
+    return [index for index, _ in gathered]

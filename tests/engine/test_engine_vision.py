@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from four_bit_tools import rounded_copy
 from raising import raises_with
 from ranks import spawn
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from vision_tools import (
     PROMPTS,
@@ -29,7 +32,9 @@ from hybridrl.engine import MicroBatching
 from hybridrl.errors import ModelError, RolloutError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import smallest_image
+from hybridrl.models.vision_families import FAMILIES, register_vision_family
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.registry import import_external_lib
 from hybridrl.rollout.hf.rollout import HFRollout
 
 RESPONSE = 6
@@ -91,13 +96,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
-def test_log_probs_are_those_of_transformers_and_of_the_sampler(vision_model: Path, file: Path) -> None:
+@pytest.fixture(params=FAMILIES)
+def any_vision_model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
+    """One of all families: those of `vision_model`, and those with experts."""
+    return vision_models[request.param]
+
+
+def test_log_probs_are_those_of_transformers_and_of_the_sampler(any_vision_model: Path, file: Path) -> None:
     """Images of mixed sizes, several in a row, text among them, in micro-batches of any order."""
-    engine = make_engine(vision_model, model={"use_fused_kernels": "qwen3" in vision_model.name})
-    batch = sampled(engine, vision_model, file)
+    engine = make_engine(any_vision_model, model={"use_fused_kernels": "qwen3" in any_vision_model.name})
+    batch = sampled(engine, any_vision_model, file)
     assert batch.batch["position_ids"].shape[1] == 4
     mask = batch.batch["response_mask"].bool()
-    expected = peer_log_probs(vision_model, batch)[mask]
+    expected = peer_log_probs(any_vision_model, batch)[mask]
     for micro in (MICRO, MicroBatching(max_tokens=150)):
         found = engine.infer(batch, micro, outputs=("log_probs",))["log_probs"][mask]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -117,6 +128,52 @@ def test_log_probs_of_videos_are_those_of_transformers_and_of_the_sampler(vision
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(batch.batch["rollout_log_probs"][mask], expected, atol=1e-5, rtol=1e-5)
     assert len(set(batch.non_tensor_batch["image_digest"][::2])) == len(VIDEO_PROMPTS)
+
+
+#: what a package of a further model does, by which transformers knows its classes
+OWN_CLASSES = """
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, Qwen3VLConfig
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLModel
+
+
+class MyConfig(Qwen3VLConfig):
+    model_type = "my_vl"
+
+
+class MyModel(Qwen3VLModel):
+    config_class = MyConfig
+
+
+class MyForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    config_class = MyConfig
+
+
+AutoConfig.register("my_vl", MyConfig)
+AutoModel.register(MyConfig, MyModel)
+AutoModelForImageTextToText.register(MyConfig, MyForConditionalGeneration)
+"""
+
+
+def test_a_family_of_the_users_own(
+    vision_models: dict[str, Path], file: Path, tmp_path: Path, repository: Path
+) -> None:
+    """The example of docs/vision.md: a model type that the library does not know computes as the same model does."""
+    page = (repository / "docs" / "vision.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python file\n# my_vision\.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_vision.py").write_text(source + OWN_CLASSES)
+    known = vision_models["qwen3_vl"]
+    own = Path(shutil.copytree(known, tmp_path / "qwen3_vl"))
+    settings = json.loads((own / "config.json").read_text())
+    settings |= {"model_type": "my_vl", "architectures": ["MyForConditionalGeneration"]}
+    (own / "config.json").write_text(json.dumps(settings))
+    import_external_lib(str(tmp_path / "my_vision.py"))
+    expected = sampled(make_engine(known), known, file)
+    batch = sampled(make_engine(own), own, file)
+    for name in ("responses", "position_ids", "rollout_log_probs"):
+        assert batch.batch[name].equal(expected.batch[name])
+    assert list(batch.non_tensor_batch["image_digest"]) == list(expected.non_tensor_batch["image_digest"])
+    with raises_with(ModelError, "my_vl"):
+        register_vision_family("my_vl", FAMILIES["qwen2_5_vl"])
 
 
 def test_prompts_that_differ_in_their_image_are_not_taken_for_one(vision_model: Path, file: Path) -> None:
@@ -205,24 +262,24 @@ def test_an_update_trains_the_vision_tower_unless_it_is_frozen(vision_model: Pat
         assert not kinds
 
 
-def test_exported_weights_and_checkpoints_are_transformers(vision_model: Path, file: Path, tmp_path: Path) -> None:
+def test_exported_weights_and_checkpoints_are_transformers(any_vision_model: Path, file: Path, tmp_path: Path) -> None:
     """Names and values are those of the files; a saved model is loaded by transformers, with its image processor."""
-    engine = make_engine(vision_model)
-    with safe_open(vision_model / "model.safetensors", "pt") as stored:
+    engine = make_engine(any_vision_model)
+    with safe_open(any_vision_model / "model.safetensors", "pt") as stored:
         expected = {name: stored.get_tensor(name) for name in stored.keys()}
     exported = weights(engine)
     assert exported.keys() == expected.keys()
     assert all(tensor.equal(expected[name]) for name, tensor in exported.items())
-    batch = sampled(engine, vision_model, file)
+    batch = sampled(engine, any_vision_model, file)
     for _ in range(2):
         engine.train_batch(batch, MICRO, policy_loss)
     engine.save(tmp_path, ["model", "optimizer", "extra", "hf_model"])
-    kept = shutil.copytree(tmp_path / "hf_model", tmp_path / vision_model.name)  # the family is in the name
+    kept = shutil.copytree(tmp_path / "hf_model", tmp_path / any_vision_model.name)  # the family is in the name
     AutoImageProcessor.from_pretrained(kept, backend="pil")
     mask = batch.batch["response_mask"].bool()
     found = engine.infer(batch, MICRO)["log_probs"]
     torch.testing.assert_close(peer_log_probs(kept, batch)[mask], found[mask], atol=1e-5, rtol=1e-5)
-    other = make_engine(vision_model)
+    other = make_engine(any_vision_model)
     other.load(tmp_path, ["model", "optimizer", "extra"])
     for one in (engine, other):
         one.train_batch(batch, MICRO, policy_loss)
@@ -253,9 +310,10 @@ def test_a_text_model_has_no_tower_to_freeze(micro_model: Path) -> None:
 LINEAR = {"optimizer": "SGD", "lr": 0.5}
 
 
-def two_ranks(rank: int, file: Path, models: list[Path], expected: list[dict[str, torch.Tensor]]) -> None:
+def two_ranks(rank: int, file: Path, models: list[Path], expected: Path) -> None:
     """Rank 1 has rows of text and fewer micro-batches; gradients and weights are those of one process."""
-    for model, wanted in zip(models, expected, strict=True):
+    for model in models:
+        wanted = load_file(expected / f"{model.name}.safetensors")
         engine = make_engine(model, optim=LINEAR)
         whole = sampled(engine, model, file)
         rows = [[0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 14], [6, 7, 8]][rank]
@@ -276,14 +334,14 @@ def two_ranks(rank: int, file: Path, models: list[Path], expected: list[dict[str
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one(vision_models: dict[str, Path], file: Path) -> None:
-    expected = []
+def test_two_ranks_are_one(vision_models: dict[str, Path], file: Path, tmp_path: Path) -> None:
     for model in vision_models.values():
         engine = make_engine(model, optim=LINEAR)
         batch = sampled(engine, model, file)
         metrics = [engine.train_batch(batch, MICRO, policy_loss) for _ in range(2)]
-        expected.append({**weights(engine), "grad_norm": torch.tensor(float(metrics[1]["grad_norm"].value))})
-    spawn(two_ranks, 2, file, list(vision_models.values()), expected)
+        norm = torch.tensor(float(metrics[1]["grad_norm"].value))
+        save_file({**weights(engine), "grad_norm": norm}, tmp_path / f"{model.name}.safetensors")
+    spawn(two_ranks, 2, file, list(vision_models.values()), tmp_path)
 
 
 def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file: Path) -> None:

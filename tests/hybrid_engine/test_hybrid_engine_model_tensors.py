@@ -20,8 +20,10 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from hybridrl.errors import ConfigError
@@ -56,6 +58,13 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+STATE = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -63,6 +72,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, head_dim=16),
     "deepseek_v3": DeepseekV3Config(**{**SIZES, **MLA}),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **STATE, head_dim=16),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **STATE, **MOE, head_dim=16, shared_expert_intermediate_size=32),
 }
 
 
@@ -88,7 +99,8 @@ def test_every_element_is_held_once_per_copy(family: str) -> None:
     "generation", [GenerationLayout(tp=2, replicas=2), GenerationLayout(tp=4, ep=4), GenerationLayout(pp=2, replicas=2)]
 )
 @pytest.mark.parametrize(
-    "training", [MegatronLayout(tp=2, pp=2), MegatronLayout(tp=2, dp=2, ep=2, etp=1), ShardedLayout(4)]
+    "training",
+    [MegatronLayout(tp=2, pp=2), MegatronLayout(tp=2, dp=2, ep=2, etp=1), ShardedLayout(4), ShardedLayout(4, expert=2)],
 )
 def test_a_transition_keeps_and_receives_the_whole_generation_shard(
     family: str, training: MegatronLayout | ShardedLayout, generation: GenerationLayout
@@ -105,6 +117,21 @@ def test_a_transition_keeps_and_receives_the_whole_generation_shard(
 def test_a_tensor_without_a_rule_is_named() -> None:
     with raises_with(ConfigError, "transformer.wte.weight", "GPT2Config"):
         model_tensors(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+
+
+def test_layers_with_a_state_are_cut_by_their_heads() -> None:
+    """4 heads of 8 keys and 8 heads of 16 values: queries, keys and values are cut one by one."""
+    cuts = {spec.name: spec.cut for spec in model_tensors(FAMILIES["qwen3_5"])[0]}
+    layer = "model.layers.0.linear_attn."
+    assert cuts[layer + "in_proj_qkv.weight"] == cuts[layer + "conv1d.weight"] == Cut(dim=0, sections=(32, 32, 128))
+    assert cuts[layer + "A_log"] == cuts[layer + "in_proj_z.weight"] == Cut(dim=0)
+    assert (cuts[layer + "out_proj.weight"], cuts[layer + "norm.weight"]) == (Cut(dim=1), Cut())
+    (grouped,) = {
+        spec.cut
+        for spec in model_tensors(FAMILIES["qwen3_next"])[0]
+        if spec.name.endswith(("in_proj_qkvz.weight", "ba.weight"))
+    }
+    assert grouped == Cut(dim=0, heads=4)
 
 
 def test_vision_towers_are_cut_like_the_rest(vision_models: dict[str, Path]) -> None:

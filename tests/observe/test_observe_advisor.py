@@ -79,6 +79,18 @@ def _write(
 
 PLANTED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "slow reward": ({"times": {**BALANCED, "reward": 20.0}}, "reward", None, "reward.num_workers=8"),
+    "long validations beside the steps": (
+        {"times": {**BALANCED, "reward": 20.0, "testing": 60.0, "testing_wait": 0.1}},
+        "reward",
+        None,
+        "reward.num_workers=8",
+    ),
+    "steps that wait for the validation beside them": (
+        {"times": {**BALANCED, "testing": 60.0, "testing_wait": 20.0}},
+        "testing_wait",
+        None,
+        "trainer.test_freq=2",
+    ),
     "slow judge": (
         {"times": {**BALANCED, "reward": 20.0}, "config": judged({"enable": True})},
         "reward",
@@ -167,7 +179,9 @@ def test_the_planted_limit_is_named_with_its_rank_and_a_setting_to_try(tmp_path:
     assert advice is not None
     assert (advice.phase, advice.rank) == (phase, rank)
     assert advice.override.startswith(override)
-    expected = 20.0 / sum(run["times"].values())
+    # A validation that runs beside steps takes no time of its own.
+    beside = run["times"]["testing"] if "testing_wait" in run["times"] else 0.0
+    expected = 20.0 / (sum(run["times"].values()) - beside)
     assert advice.share == pytest.approx(expected, rel=1e-3)
 
 

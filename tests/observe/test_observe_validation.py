@@ -161,3 +161,14 @@ def test_logged_names() -> None:
         assert f"val-aux/gsm8k/{name}" in found
     assert [found[f"val-aux/num_turns/{kind}"] for kind in ("min", "max", "mean")] == [1, 6, 3]
     assert "val-core/gsm8k/reward/mean@1" in validation_metrics(["gsm8k"], ["u"], {"reward": [0.5]})
+
+
+@pytest.mark.parametrize(("other", "is_told"), [(None, True), ("yes", True), (0.0, False), (True, False)])
+def test_a_mean_that_leaves_prompts_out_is_told(capsys, other, is_told):
+    """A function that has no `acc` where it cannot read an answer would have an accuracy of 1."""
+    source = f"source {other!r}"
+    values = {"acc": [1.0, 1.0, other, 1.0], "pred": ["a", None, "b", "c"], "note": ["x", "y", "z", None]}
+    process_validation_metrics([source] * 4 + ["else"], list("aabbc"), {k: [*v, None] for k, v in values.items()})
+    told = capsys.readouterr().err
+    assert (f"'acc' is no number for some samples of {source!r}" in told) == is_told
+    assert "'pred'" not in told and "'note'" not in told and "'else'" not in told

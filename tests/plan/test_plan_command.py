@@ -17,7 +17,7 @@ from hybridrl.config.compose import compose_config
 from hybridrl.config.dotted import get_key
 from hybridrl.errors import ConfigError, PlacementError, UserError
 from hybridrl.plan.overrides import overrides
-from hybridrl.plan.plan_command import main, read_request
+from hybridrl.plan.plan_command import main, read_request, training_words
 from hybridrl.plan.run_plan import is_tie, plans
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.ppo.role_groups import resource_pools
@@ -92,7 +92,8 @@ def test_a_run_accepts_the_settings_of_30_random_plans(part: int, models: Path, 
         composed = compose_config("ppo_trainer", run_words(words, chosen), defaults=PROGRAMS[program].defaults)
         config: Any = composed.config
         validate(config)
-        assert all(get_key(config, key) == get_key(request.config, key) for key in request.config.set_keys)
+        given = {key for key in request.config.set_keys if not key.startswith("placement.")}  # words of the plan alone
+        assert given and all(get_key(config, key) == get_key(request.config, key) for key in given)
         spec = resource_pools(config).resource_pool_spec
         assert sum(map(sum, spec.values())) == sum(size for _, size in plan.sets) <= request.cluster.count
         done += 1
@@ -147,6 +148,16 @@ def test_settings_that_are_given_are_kept(models: Path) -> None:
         assert plan.sharded and (plan.replicas.tensor, plan.replicas.share) == (4, 0.55)
         assert (layout.context, layout.shards, layout.micro_tokens, layout.recompute) == (2, 8, 12000, 1)
         assert layout.offload >= 1
+
+
+def test_experts_are_divided_as_the_user_says(models: Path) -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.expert_parallel_size"
+    given = {"actor_rollout_ref.actor.strategy": "fsdp2", key: 8}
+    proposals = plans(read_request("grpo", words_of(models, "qwen3-30b-a3b", "64xH100", **given)))
+    assert proposals
+    for plan in proposals:
+        assert plan.layouts["actor"].expert == 8
+        assert "ep 8" in training_words(plan)
 
 
 def test_generation_apart_or_not_as_the_user_says(models: Path) -> None:

@@ -121,3 +121,17 @@ def test_more_shards_and_offload_take_less() -> None:
     terms = model_memory(MODELS["qwen2.5-7b"], 64, table, step, True)
     assert list(terms.resident) == sorted(terms.resident, reverse=True) and terms.resident[3] == 0
     assert terms.update[0] > terms.update[1] == terms.update[2] == terms.update[3]
+
+
+def test_divided_experts_are_gathered_in_part() -> None:
+    """Of 64 ranks with 8 groups of experts, a rank gathers an eighth of a layer's; the vocabulary is larger then."""
+    shape, step = MODELS["qwen3-30b-a3b"], StepSize(64, 1, 1024, 8192, 8192, 1, 9216)
+    apart, whole = (
+        model_memory(shape, 64, TrainingLayout(True, shards=64, expert=size, micro_tokens=16384), step, True)
+        for size in (8, 1)
+    )
+    layer = (shape.parameters - 2 * shape.embedding) / shape.layers
+    assert layer - shape.expert_parameters / shape.layers * 7 / 8 < shape.embedding < layer
+    # Two units and a buffer in bfloat16, and gradients that are reduced in bfloat16 and float32.
+    assert float(whole.update - apart.update) == pytest.approx((2 * 3 + 6) * (layer - shape.embedding))
+    assert apart.resident == whole.resident

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import socket
@@ -72,6 +73,20 @@ def test_messages_arrive_in_whatever_pieces_they_are_sent(messages, dropped, siz
         with reading:
             assert receive(reading) == complete
         thread.join()
+
+
+def test_a_process_with_more_than_1024_open_files_waits_for_messages() -> None:
+    """select() would refuse such a descriptor."""
+    reading, writing = socket.socketpair()
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1100)
+    with reading, writing:
+        connection = FrameConnection(high)
+        assert connection.fileno() >= 1100 and not connection.arrives_within(0.01)
+        writing.sendall(bytes_of([b"message"]))
+        assert connection.arrives_within(60) and bytes(connection.receive()) == b"message"
+        writing.close()
+        assert connection.arrives_within(60)  # the end, too
+        connection.close()
 
 
 @pytest.mark.parametrize("length", [101, 2**40, 2**64 - 1])

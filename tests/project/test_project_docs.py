@@ -128,6 +128,19 @@ def missing_names(page: Path) -> Iterator[str]:
     return (name for name in dotted if not exists_in_the_package(name))
 
 
+def test_pages_that_messages_and_comments_name_exist() -> None:
+    """Of the library, its scripts and its examples: a user who is sent to a page finds it."""
+    missing = [
+        f"{path.relative_to(REPOSITORY)}: {page}"
+        for folder in ("hybridrl", "scripts", "recipes", "examples", "benchmarks")
+        for path in sorted((REPOSITORY / folder).rglob("*"))
+        if path.suffix in (".py", ".sh", ".yaml")
+        for page in re.findall(r"docs/[\w/]+\.md", path.read_text(encoding="utf-8"))
+        if not (REPOSITORY / page).is_file()
+    ]
+    assert not missing
+
+
 def test_modules_and_names_that_a_page_gives_exist() -> None:
     assert not faults(missing_names, CURRENT)
     assert exists_in_the_package("hybridrl.protocol.DataProto")

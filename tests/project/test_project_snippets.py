@@ -12,6 +12,9 @@ import pytest
 import torch
 from snippets import REPOSITORY, run_snippets, snippets
 
+from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Ledger
+from hybridrl.trainer.ppo.ledger_journal import LedgerJournal
+
 #: pages whose unmarked Python is no program: a line of a coroutine, a class without its body
 FRAGMENTS = {"docs/rollout.md", "docs/programming_model.md"}
 
@@ -94,6 +97,20 @@ def test_a_configuration_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names["config"].actor_rollout_ref.actor.optim.lr == 1e-6
 
 
+def test_a_journal_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One group is trained on, one is void, and one is in flight."""
+    ledger = Ledger(AdmissionSchedule(1, 2.0, 1), LedgerJournal(tmp_path / "outputs" / "run" / "ledger.jsonl"))
+    first, second, _ = [group for uid in ("a", "b", "c") for group in ledger.admit([uid])]
+    ledger.void(second, "reward_error")
+    ledger.ready(first)
+    ledger.release(ledger.take())
+    monkeypatch.chdir(tmp_path)
+    exec(python_of("docs/async.md", "read_journal"), {})
+    assert capsys.readouterr().out.split() == ["3", "{'reward_error':", "1}", "0"]
+
+
 def test_a_loss_of_pairs() -> None:
     """(h_w - h_l - 1)^2, where h is beta times the logarithm of the ratio to the reference."""
     from hybridrl.config.schema.objective import DPOConfig
@@ -121,3 +138,9 @@ def test_a_loss_of_distillation() -> None:
         torch.testing.assert_close(distillation_losses("squares", p, q), ((p - q) ** 2).sum(-1) / 5)
     finally:
         DISTILLATION_LOSSES.remove("squares")
+
+
+@pytest.mark.slow(20)
+def test_a_check(tmp_path: Path, finish: Callable[..., Any]) -> None:
+    *_, printed = run_snippets("docs/check.md", tmp_path, finish, "run")
+    assert printed.splitlines()[-1] == "no problem"

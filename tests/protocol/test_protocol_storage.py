@@ -1,11 +1,17 @@
 """Batches on disk: everything comes back, nothing runs code, nothing is lost by a failed save."""
 
+import datetime
 import os
 import pickle
 import resource
 import signal
+import uuid
+import zoneinfo
+from decimal import Decimal
 
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
 from raising import raises_with
@@ -69,6 +75,35 @@ def test_every_kind_of_value_comes_back(tmp_path):
     assert again.non_tensor_batch["number"].dtype == np.int16
     assert again.non_tensor_batch["swapped"].tolist() == [0, 1, 2]
     assert same(again.meta_info, data.meta_info)
+
+
+def test_values_of_columns_of_parquet_come_back(tmp_path):
+    """Prompts that wait are saved with their columns: a run must not end at its checkpoint because of a date."""
+    moment = datetime.datetime(2026, 10, 25, 2, 30, 0, 123456)
+    zones = [
+        None,
+        datetime.UTC,
+        datetime.timezone(datetime.timedelta(hours=5, minutes=30)),
+        zoneinfo.ZoneInfo("Europe/Rome"),
+    ]
+    values = [
+        *(Decimal("3.10"), Decimal("-1E+3"), Decimal("NaN"), datetime.date(2026, 2, 28), uuid.UUID(int=7)),
+        *(datetime.timedelta(days=-1, microseconds=3), datetime.time(1, 2, 3), datetime.time(1, tzinfo=zones[2])),
+        *(moment.replace(tzinfo=zone, fold=fold) for zone in zones for fold in (0, 1)),
+        *(pandas.Timestamp("2026-01-02 03:04:05.123456789", tz=zone) for zone in (None, "UTC", "Asia/Kolkata")),
+        *(pandas.Timestamp("2026-01-02").as_unit("ms"), pandas.Timedelta(5, unit="ns")),
+    ]
+    kinds = {"ns": pyarrow.timestamp("ns", "Europe/Rome"), "us": pyarrow.timestamp("us", "America/New_York")}
+    for kind in kinds.values():
+        values += pyarrow.array([moment], kind).to_pylist()
+    batch = DataProto.from_dict(
+        None, {"a": object_array(values), "in": object_array([{"x": [value]} for value in values])}
+    )
+    batch.save_to_disk(tmp_path / "batch")
+    again = DataProto.load_from_disk(tmp_path / "batch").non_tensor_batch
+    assert [repr(value) for value in again["a"]] == [repr(value) for value in values]
+    assert repr(again["in"].tolist()) == repr([{"x": [value]} for value in values])
+    assert [getattr(value, "fold", 0) for value in again["a"]] == [getattr(value, "fold", 0) for value in values]
 
 
 @pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict(None, {"u": ["a"]}), DataProto(meta_info={"k": 1})])

@@ -9,6 +9,15 @@ from hybridrl.reward.score.answers import same_answer
 
 #: further forms of one answer: numbers of other places and alphabets, letters with what they stand for, sentences
 RIGHT_AS_WRITTEN = [
+    ("\\log_2 8", "3"),
+    ("6.02\\cdot10^{23}", "6.02e23"),
+    ("6.02 \\times 10^{23}", "602000000000000000000000"),
+    ("1.5\\times 10^{-7}", "0.00000015"),
+    ("0.\\overline{3}", "1/3"),
+    ("0.\\overline{3}", "\\frac{1}{3}"),
+    ("0.1\\overline{6}", "1/6"),
+    ("-2.\\overline{45}", "-\\frac{27}{11}"),
+    ("0.\\dot{6}", "\\frac{2}{3}"),
     ("5 million", "5000000"),
     ("5\\text{ million}", "5000000"),
     ("5 million", "5,000,000"),
@@ -198,6 +207,12 @@ RIGHT_AS_WRITTEN = [
 ]
 #: answers that look alike
 WRONG_AS_WRITTEN = [
+    ("\\log_2 8", "4"),
+    ("6.02\\cdot10^{23}", "6.03e23"),
+    ("6.02\\cdot10^{22}", "6.02e23"),
+    ("0.\\overline{3}", "0.3"),
+    ("0.\\overline{3}", "3/10"),
+    ("0.1\\overline{6}", "4/25"),
     ("(A) 5, (B) 6", "A"),
     ("(A)(B)", "A"),
     ("A. 5 B. 6", "A"),

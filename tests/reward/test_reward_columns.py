@@ -1,10 +1,11 @@
 """Columns of what reward functions return, where samples exceed the time limit or fail."""
 
+import math
 from typing import Any
 
 import pytest
 
-from hybridrl.reward.columns import ExtraColumns, extra_of
+from hybridrl.reward.columns import ExtraColumns, extra_of, part_means
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.scored import Unscored
 
@@ -50,3 +51,21 @@ def test_a_batch_in_which_nothing_was_scored_keeps_its_column(unscored) -> None:
     make = ExtraColumns()
     assert columns(parts(0.5), make=make) == {"score": [0.5]}
     assert columns(LATE, make=make) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "is_told"),
+    [
+        ([1.0, None, 0.0], 0.5, False),
+        ([True, 2], 1.5, False),
+        (["a", "b"], None, False),
+        ([None, None], None, False),
+        ([1.0, "b"], None, True),
+        ([1.0, math.nan], None, True),
+        ([1.0, math.inf, -math.inf], None, True),
+    ],
+)
+def test_a_column_without_a_mean_is_told_where_it_holds_numbers(capsys, values, mean, is_told):
+    name = f"part {values!r}"
+    assert part_means({name: values}) == ({} if mean is None else {f"reward/{name}/mean": mean})
+    assert (f"reward/{name}/mean" in capsys.readouterr().err) == is_told

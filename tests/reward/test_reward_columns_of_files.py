@@ -104,7 +104,9 @@ def test_a_ground_truth_that_nothing_provides_is_refused_at_the_start(
         manager.close()
 
 
-DEFAULTS = 'def compute_score(solution_str, ground_truth, level="all", index_in_file=None, tag=1): return 1.0\n'
+DEFAULTS = (
+    'def compute_score(solution_str, ground_truth, level="all", index_in_file=None, hint="", tag=1): return 1.0\n'
+)
 
 
 def test_a_column_that_replaces_a_default_is_named(dataset, config, tokenizer, user_file, capsys):
@@ -116,6 +118,7 @@ def test_a_column_that_replaces_a_default_is_named(dataset, config, tokenizer, u
         manager.close()
     notices = " ".join(capsys.readouterr().err.split())
     assert "its parameters 'level' get the columns" in notices
+    assert "its parameters 'hint' keep their empty defaults" in notices
 
 
 @pytest.mark.parametrize("text", ["None", "nan", " NaN ", "NaT", "<NA>"])

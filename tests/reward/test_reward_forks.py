@@ -151,6 +151,16 @@ FUNCTIONS = {
             if ground_truth != "0": signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(0.4)
             return 15
         """,
+    "timers of processor time that are left": """
+        import signal, time
+        def f(solution_str, ground_truth):
+            begun = time.process_time()
+            if ground_truth in "024":
+                for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF): signal.setitimer(timer, 0.1)
+                return 15
+            while time.process_time() - begun < 0.3: pass
+            return 15
+        """,
     "state": """
         import os, signal
         def f(solution_str, ground_truth):

@@ -156,7 +156,9 @@ def test_files_beside_it_can_be_imported(user_file):
     assert call_one(path) == 11
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), np.array([1.0])])
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, np.float32(1), np.int64(1), np.longdouble(1), torch.tensor(1.0), np.array([1.0])]
+)
 def test_what_is_a_score(value):
     assert check_score(value) == (1.0, None)
     assert check_score({"score": value})[0] == 1.0
@@ -178,6 +180,10 @@ def test_a_dict_is_made_plain():
         ("1.0", "returned str '1.0'"),
         ([1.0], "returned list"),
         (np.arange(2), "ndarray"),
+        (np.ma.masked, "masked"),
+        (np.ma.array([[3.0]], mask=True), "masked"),
+        ({"score": np.ma.array(3.0, mask=True)}, "masked"),
+        (np.timedelta64(5, "ns"), "timedelta64"),
         ({}, "without 'score'"),
         ({"reward": 1}, "without 'score' .keys: reward"),
         ({"score": math.nan}, "returned nan"),

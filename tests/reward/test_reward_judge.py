@@ -16,7 +16,7 @@ import pytest
 from hybridrl.config import load_config
 from hybridrl.reward import RewardError, create_reward_manager
 from hybridrl.reward.factory import check_reward
-from hybridrl.reward.judge import last_score
+from hybridrl.reward.judge import JudgeAnswer, last_score
 from hybridrl.reward.scorers import judges_in
 from hybridrl.scored import Reason, UnscoredError
 from hybridrl.trainer.ppo.role_groups import active_roles
@@ -33,10 +33,11 @@ class Endpoint(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append((body, self.headers.get("Authorization")))
         text = self.server.answer(body["messages"][-1]["content"])
+        text, reason = text if isinstance(text, tuple) else (text, "stop")
         if text is None:
             self._send(500, {"error": "no"})
         else:
-            self._send(200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]})
+            self._send(200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]})
 
     def _send(self, status: int, body: dict) -> None:
         self.send_response(status)
@@ -191,10 +192,72 @@ def test_an_endpoint_that_is_not_there_is_refused_before_a_run(judged_by):
         ("**Score:** 8/10", 8.0),
         ("Score: 1\nFinal score: 2", 2.0),
         ("7", None),
+        ("Score: 1e-3", 0.001),
+        ("Score: .5", 0.5),
+        ("Score: +2", 2.0),
+        ("Score: \u22125", -5.0),
+        ("Score: 7, because 3 reasons speak for it", 7.0),
+        ("Score: 1,000", None),
+        ("Score: 1,5", None),
+        ("Score: 7-8", None),
+        ("Score: 7\u20138", None),
+        ("The best answer has Score: 10.\nScore: N/A", None),
+        ("An answer with Score: 10 would be right.\n**Score:** none", None),
     ],
 )
 def test_the_last_score_of_a_text(text, score):
     assert last_score(text, {}) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Good.\nScore: 1", None),  # of 10
+        ("Good.\nScore: 1.", None),  # of 1.5
+        ("Good.\nScore: 1\n", 1.0),
+        ("Good.\nScore: 1 out of", None),
+        ("**Final score:** 8/10\nIt says why", 8.0),
+        ("An answer with Score: 10 would", None),
+        ("An answer with Score: 10 would be right.\nScore", None),
+        ("An answer with Score: 10 would be right.\n**Sco", None),
+    ],
+)
+def test_a_number_at_which_an_answer_was_cut_is_no_score(judged_by, served_by, make_batch, text, score):
+    with endpoint(lambda question: (text, "length")) as server:
+        behind = judged_by(server.url)(make_batch(["a"], **rows("1")), return_dict=True)
+
+    async def answer(messages):
+        return JudgeAnswer(text, 0.25, is_cut=True)
+
+    served = served_by(answer)(make_batch(["a"], **rows("1")), return_dict=True)
+    for found in (behind, served):
+        assert found["reward_extra_info"].get("judge", [None]) == [score]
+        assert [one and one.reason for one in found["missing"]] == [None if score else Reason.GRADING]
+
+
+def test_a_parser_of_ones_own_knows_whether_an_answer_was_cut(judged_by, make_batch, user_file):
+    path = user_file("def parse(text, sample): return 2.0 if sample['is_cut'] else 1.0")
+    with endpoint(lambda question: ("Yes", "length" if "cut" in question else "stop")) as server:
+        manager = judged_by(server.url, f"reward.reward_model.judge.parse.path={path}")
+        found = manager(make_batch(["cut", "not"], **rows("1", "2")), return_dict=True)
+    assert found["reward_extra_info"]["judge"] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("value", ["10**400", "float('nan')", "np.ma.masked", "[1.0]", "True and '1'"])
+def test_what_a_parser_returns_follows_the_rules_of_a_reward_function(judged_by, make_batch, user_file, value):
+    path = user_file(f"import numpy as np\ndef parse(text): return {value}")
+    with endpoint() as server:
+        manager = judged_by(server.url, f"reward.reward_model.judge.parse.path={path}")
+        found = manager(make_batch(["a"], **rows("1")), return_dict=True)
+    assert [one and one.reason for one in found["missing"]] == [Reason.GRADING]
+
+
+def test_a_parser_may_return_a_number_of_numpy(judged_by, make_batch, user_file):
+    path = user_file("import numpy as np\ndef parse(text): return {'score': np.float32(0.5), 'more': np.arange(2)}")
+    with endpoint() as server:
+        manager = judged_by(server.url, f"reward.reward_model.judge.parse.path={path}")
+        found = manager(make_batch(["a"], **rows("1")), return_dict=True)
+    assert found["reward_extra_info"]["judge"] == [0.5] and found["reward_extra_info"]["judge/more"] == [[0, 1]]
 
 
 # ---------------------------------------------------------------- a judge that the run serves
@@ -228,7 +291,7 @@ def answering(texts: dict[str, str | None], asked: list | None = None):
         text = texts[messages[-1]["content"].split("-> ")[1][0]]
         if text is None:
             raise UnscoredError(Reason.INFRA, "the engine refused it")
-        return text, 0.25
+        return JudgeAnswer(text, 0.25)
 
     return answer
 
@@ -267,7 +330,7 @@ def test_a_served_judge_is_asked_side_by_side_and_before_it_is_there_not_at_all(
         if len(waiting) == 8:
             together.set()
         await together.wait()
-        return "Score: 3", 0.0
+        return JudgeAnswer("Score: 3", 0.0)
 
     template = f"reward.reward_model.judge.template={tmp_path / 'question.txt'}"
     manager = served_by(answer, template)

@@ -415,10 +415,38 @@ def test_what_a_manager_returns_is_checked(make_batch):
         ({"reward_tensor": torch.zeros(2)}, r"shape \[2\]"),
         ({"reward_tensor": [0.0, 1.0]}, "type list"),
         ({"reward_tensor": torch.zeros(shape), "failed": [None]}, "1 values of 'failed' for 2"),
+        ({"reward_tensor": torch.full(shape, math.nan), "failed": [True, False]}, r"in rows \[1\]"),
+        ({"reward_tensor": torch.full(shape, -math.inf)}, r"in rows \[0, 1\]"),
+        ({"reward_tensor": torch.full(shape, math.nan), "missing": [None, Unscored("infra")]}, r"in rows \[0\]"),
         ({"reward_tensor": torch.zeros(shape), "reward_extra_info": {"acc": [1]}}, "1 values of 'acc' for 2"),
     ]:
         with pytest.raises(RewardError, match=said):
             ask(lambda data, return_dict, result=result: result, batch)
+
+
+ADJUSTS = """
+from hybridrl.reward import RewardManager
+
+class Adjusts(RewardManager):
+    def adjust(self, score, extra, sample, length):
+        return {value}, extra
+"""
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "None", "'1'", "1e39"])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_score_that_adjust_spoils_is_refused_by_name(make_batch, user_file, config, tokenizer, value, early):
+    config.reward.reward_manager.source = "importlib"
+    config.reward.reward_manager.module.path = user_file(ADJUSTS.format(value=value), "manager.py")
+    config.reward.reward_manager.module.name = "Adjusts"
+    config.reward.custom_reward_function.path = user_file("def compute_score(solution_str): return 0.0")
+    manager = create_reward_manager(config, tokenizer)
+    batch = make_batch(["a"])
+    try:
+        with raises_with(RewardError, "Adjusts.adjust"):
+            [future.result() for future in manager.submit(batch)] if early else ask(manager, batch)
+    finally:
+        manager.close()
 
 
 def test_a_manager_checks_itself_and_the_data(manager_for, user_file, tokenizer, sort_data, config):

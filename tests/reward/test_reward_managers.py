@@ -56,6 +56,13 @@ def test_prime_scores_in_processes_and_calls_the_score_accuracy(manager_for, mak
     path = user_file("def compute_score(solution_str, ground_truth): return {'score': len(solution_str) / 2}")
     found = manager_for("prime", path)(make_batch(["ab", "abc"], **sorts("1", "2")), return_dict=True)
     assert found["reward_extra_info"] == {"acc": [1.0, 1.5], "score": [1.0, 1.5]}
+    number = user_file("def compute_score(solution_str, ground_truth): return len(solution_str) / 2", "number.py")
+    found = manager_for("prime", number)(make_batch(["ab", "abc"], **sorts("1", "2")), return_dict=True)
+    assert found["reward_extra_info"] == {"acc": [1.0, 1.5]}
+    either = "def compute_score(solution_str, ground_truth):\n    half = len(solution_str) / 2\n"
+    either = user_file(either + "    return half if half > 1 else {'score': half, 'kind': 1}", "either.py")
+    found = manager_for("prime", either)(make_batch(["ab", "abc"], **sorts("1", "2")), return_dict=True)
+    assert found["reward_extra_info"] == {"acc": [1.0, 1.5], "score": [1.0, 1.5], "kind": [1, None]}
 
 
 def test_gdpo_tells_which_component_is_missing(manager_for, make_batch, user_file, config):
@@ -260,7 +267,7 @@ def test_a_service_scores(manager_for, make_batch, config, monkeypatch):
 def test_a_service_may_give_unscored_and_one_that_fails_gives_none(manager_for, make_batch):
     def score(sample):
         answers = {
-            "a": {"score": 2.0, "why": "short"},
+            "a": {"score": 2.0, "why": "short", "unscored": None},
             "b": {"unscored": "timeout", "detail": "slow"},
             "c": {"unscored": "odd"},
         }

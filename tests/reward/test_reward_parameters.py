@@ -57,6 +57,25 @@ def test_usual_names(text, truth, form) -> None:
         arguments(call, {text: "a column"})
 
 
+@pytest.mark.parametrize("truth", ["groundtruth", "gold_answer", "reference_answer", "expected_answer", "label"])
+@pytest.mark.parametrize("default", ["", "=None", "=''"])
+def test_a_ground_truth_that_is_called_otherwise_or_has_an_empty_default(truth, default) -> None:
+    """It kept its default, and each response was compared with nothing."""
+    call = function(f"solution_str, {truth}{default}")
+    assert arguments(call, {}) == {"solution_str": "text 0", truth: "truth 0"}
+    assert arguments(call, {truth: "a column"}) == {"solution_str": "text 0", truth: "a column"}
+    batch = function(f"solution_strs, {truth}s{default}")
+    assert arguments(batch, {})[f"{truth}s"] == ["truth 0", "truth 1"]
+
+
+def test_empty_defaults_that_nothing_fills_are_named() -> None:
+    call = function("solution_str, ground_thruth=None, extra_info=None, question='', level='all', label=None")
+    how = understand(call, "f", {}, "sample", "r.py", "reward_kwargs")
+    assert how.unfilled(["question"], has_ground_truth=True) == ["ground_thruth"]
+    assert how.unfilled([], has_ground_truth=False) == ["ground_thruth", "question", "label"]
+    assert understand(call, "f", {"ground_thruth": 1}, "sample", "r.py", "k").unfilled(["question"], True) == []
+
+
 @pytest.mark.parametrize("text", ["solutions", "predictions", "outputs"])
 def test_usual_names_of_lists(text) -> None:
     found = arguments(function(f"{text}, labels"), {})

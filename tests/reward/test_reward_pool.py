@@ -41,6 +41,28 @@ def test_exit_codes_of_programs_arrive_where_the_run_ignores_them(user_file):
         signal.signal(signal.SIGCHLD, before)
 
 
+@pytest.mark.parametrize("form", ["solution_str, ground_truth", "solution_strs, ground_truths"])
+def test_an_async_function_in_a_decorator_that_is_not(user_file, form):
+    """Its call returns an awaitable all the same, which is no score."""
+    result = "[0.5] * len(solution_strs)" if "strs" in form else "0.5"
+    path = user_file(
+        f"""
+        import asyncio, functools
+        def logged(call):
+            @functools.wraps(call)
+            def inner(*args, **kwargs):
+                return call(*args, **kwargs)
+            return inner
+        @logged
+        async def f({form}):
+            await asyncio.sleep(0)
+            return {result}
+        """
+    )
+    with pool(path, name="f") as p:
+        assert scores(p.run(samples(3))) == [0.5] * 3
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 2, 300])
 def test_every_sample_gets_its_own_score(user_file, workers, count):

@@ -119,6 +119,24 @@ def test_the_last_block_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    "response",
+    [
+        "1. Square it:\n   ```python\n   n = 2\n   if n:\n       n = 4\n   ```\n2. Done.",
+        "~~~python\nn = 2\nif n:\n    n = 4\n~~~",
+        "````python\nn = 2\nif n:\n    n = 4\n````",
+        '```python title="a.py"\nn = 2\nif n:\n    n = 4\n```',
+        "```{python}\nn = 2\nif n:\n    n = 4\n```",
+        "```python\r\nn = 2\r\nif n:\r\n    n = 4\r\n```",
+        "```python\nn = 2\nif n:\n    n = 4\n```\n```python\n```",
+    ],
+)
+def test_blocks_as_models_write_them(response: str) -> None:
+    program = program_of(response)
+    assert program is not None
+    assert program.replace("\r", "") == "n = 2\nif n:\n    n = 4\n"
+
+
+@pytest.mark.parametrize(
     ("found", "expected", "same"),
     [
         ("1 2\n3\n\n", "1 2 \n3", True),

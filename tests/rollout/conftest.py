@@ -16,6 +16,7 @@ from hybridrl.hybrid_engine.stream import stream
 from hybridrl.hybrid_engine.transports import SharedMemoryTransport
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaPlacement
+from hybridrl.rollout.replicas.replica_places import ReplicaPlaces
 from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.single_controller import RayResourcePool
 
@@ -48,7 +49,12 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
     made = []
 
     def make(
-        replicas: int = 2, devices: tuple[int, ...] = (), hangs: str = "/nowhere", waits: str = "/", **changes
+        replicas: int = 2,
+        devices: tuple[int, ...] = (),
+        hangs: str = "/nowhere",
+        waits: str = "/",
+        join_environment: dict[str, str] | None = None,
+        **changes,
     ) -> Supervisor:
         config = load_config(
             "ppo_trainer",
@@ -73,7 +79,11 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
             size = sum(p.numel() * 4 for p in model.parameters())
             return [stream(model.named_parameters(), [SharedMemoryTransport(targets)], size, bucket_bytes=2**14)]
 
-        pool = Supervisor(settings, places, send)
+        further = path if join_environment is None else join_environment
+        joining = ReplicaPlaces(
+            [{"CPU": 1.0}], lambda slots: ReplicaPlacement(*slots[0], node, environment=further, devices=devices)
+        )
+        pool = Supervisor(settings, places, send, joining if settings.bounds is not None else None)
         made.append(pool)
         pool.start()
         pool.update_weights(0)

@@ -1,7 +1,9 @@
 """What the tests of a pool of replicas share: requests, waiting, and what a plain forward pass expects."""
 
 import time
+from collections.abc import Sequence
 
+import numpy as np
 import psutil
 import torch
 
@@ -54,8 +56,9 @@ def generated(pool: Supervisor) -> list[float]:
     return [part["generated_tokens"] for part in pool.statistics().values()]
 
 
-def log_probs_of(model, request: Request, tokens: list[int]) -> torch.Tensor:
+def log_probs_of(model, request: Request, token_ids: Sequence[int] | np.ndarray) -> torch.Tensor:
     """Of each token, by one plain forward pass."""
+    tokens = [int(token) for token in token_ids]
     with torch.no_grad():
         logits = model(torch.tensor([request.prompt_ids + tokens])).logits[0]
     every = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1]

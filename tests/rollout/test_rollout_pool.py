@@ -19,6 +19,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.request import CLIENT_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.utils.background import in_daemon_thread
 
 
 def test_every_request_is_answered_once_and_in_order(pool, model) -> None:
@@ -68,6 +69,30 @@ def test_weights_arrive_whole_in_small_buckets_and_requests_go_on_with_their_tok
         torch.testing.assert_close(torch.tensor(answer.log_probs), torch.cat(by_version), atol=1e-5, rtol=0)
         crossed += len(answer.versions) == 2
     assert crossed, "no request was in flight during the update"
+
+
+def test_requests_of_work_that_nobody_waits_for_are_aborted(pool) -> None:
+    """Those that a replica answers, and those that wait for one; requests of others are answered."""
+    endless = SamplingParams(True, 1.0, 1.0, -1, 120, ignore_eos=True)
+    dropped, others = requests(200, "dropped", first=SLOW, sampling=endless), requests(4, "others")
+    before = sum(generated(pool))
+
+    async def drop() -> None:
+        work = asyncio.ensure_future(in_daemon_thread(pool.scheduler.generate, dropped))
+        await asyncio.to_thread(until_each_generates, pool)
+        assert pool.scheduler.queued
+        answers = pool.scheduler.submit(others)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert {answer.result(60).finish_reason for answer in answers} == {"length"}
+
+    asyncio.run(drop())
+    deadline = time.monotonic() + 60
+    while pool.scheduler.in_flight:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert sum(generated(pool)) - before < 200 * 120 / 2
 
 
 def test_what_no_replica_has_room_for_is_told(pool) -> None:

@@ -89,7 +89,7 @@ def expected_log_probs(
 ) -> list[float]:
     """Of each token, from the model's logits: one row and one token at a time, in double precision."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt_ids + tokens])).logits[0].double() / temperature
+        logits = model(torch.tensor([[*prompt_ids, *tokens]])).logits[0].double() / temperature
     found = []
     for step, token in enumerate(tokens):
         probs = torch.softmax(logits[len(prompt_ids) + step - 1], -1)
@@ -285,7 +285,7 @@ def test_abort_hands_out_what_there_is_and_leaves_the_others(replica, reference)
     replica.call("abort", ["x1"])  # whose name the second begins with
     answers: dict[str, Completion] = {}
     while len(answers) < 3 and time.monotonic() < deadline:
-        answers |= {answer.id: answer for answer in replica.call("collect", 5)}
+        answers |= {answer.id: answer.lists() for answer in replica.call("collect", 5)}
     assert answers["x1"].finish_reason == "abort"
     assert len(answers["x1"].token_ids) < 200
     if answers["x1"].token_ids:
@@ -339,7 +339,7 @@ def test_new_weights_replace_the_old_ones_everywhere(replica, reference, tiny_mo
     early = replace(over, token_ids=over.token_ids[:first], log_probs=over.log_probs[:first])
     late = replace(over, token_ids=over.token_ids[first:], log_probs=over.log_probs[first:])
     assert_log_probs(reference, context, early)
-    assert_log_probs(new, context + early.token_ids, late)
+    assert_log_probs(new, [*context, *early.token_ids], late)
 
 
 def test_nothing_outlives_a_killed_replica(replica) -> None:

@@ -56,6 +56,21 @@ def experts_of(one: Trajectory) -> torch.Tensor:
     return torch.arange(6 * count, dtype=torch.uint8).view(count, 2, 3) + 1
 
 
+@given(trajectories())
+def test_lists_and_arrays_give_the_same_batch(made) -> None:
+    of_lists, of_arrays = batch_of(made, PAD), batch_of([one.with_arrays() for one in made], PAD)
+    assert list(of_lists.batch.keys()) == list(of_arrays.batch.keys())
+    for name, tensor in of_lists.batch.items():
+        assert tensor.dtype == of_arrays.batch[name].dtype and torch.equal(tensor, of_arrays.batch[name])
+    for name, column in of_lists.non_tensor_batch.items():
+        assert column.tolist() == of_arrays.non_tensor_batch[name].tolist()
+
+
+def test_a_mask_in_an_array_is_checked_like_a_list() -> None:
+    with raises_with(RolloutError, "'p'", "mask"):
+        trajectory(mask=np.array([1, 2, 0]))
+
+
 @given(trajectories(), st.integers(0, 3), st.integers(0, 3))
 def test_every_trajectory_can_be_read_back_from_its_row(made, more_prompt, more_response) -> None:
     before = max(len(one.prompt_ids) for one in made) + more_prompt
@@ -102,6 +117,14 @@ def test_the_widths_are_those_of_the_longest_unless_given() -> None:
 def test_experts_of_some_trajectories_only_are_refused() -> None:
     with raises_with(RolloutError, "'p'", "sample 1", "routed_experts"):
         batch_of([trajectory(routed_experts=torch.zeros(5, 2, 3)), trajectory(sample=1)], PAD)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e300, np.float32("nan")])
+def test_rewards_that_no_batch_could_hold_are_refused(value: float) -> None:
+    with raises_with(RolloutError, "'p'", "sample 0", "reward", value):
+        trajectory(reward=value)
+    with raises_with(RolloutError, "'p'", "sample 0", "turn_rewards", value):
+        trajectory(turn_rewards=[0.5, value])
 
 
 def test_sessions_of_several_trajectories_and_samples_of_one() -> None:

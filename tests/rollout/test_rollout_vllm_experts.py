@@ -1,4 +1,4 @@
-"""Mixtures of experts from FSDP2 and expert-parallel Megatron-core to vLLM: the engine computes what is trained."""
+"""Mixtures of experts from expert-parallel FSDP2 and Megatron-core to vLLM: the engine computes what is trained."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.timeout(900)
 
 PLANNED = "actor_rollout_ref.rollout.checkpoint_engine.method=planned"
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-EXPERT_PARALLEL = (
+FSDP2 = ("actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2",)
+MEGATRON = (
     "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.megatron.dtype=float32",
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
@@ -57,8 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "layout"),
-    [((), ShardedLayout(shard=2)), (EXPERT_PARALLEL, MegatronLayout(dp=2, ep=2))],
-    ids=["fsdp2", "expert parallel"],
+    [(FSDP2, ShardedLayout(shard=2, expert=2)), (MEGATRON, MegatronLayout(dp=2, ep=2))],
+    ids=["fsdp2", "megatron"],
 )
 def test_log_probs_equal_the_trainers_after_each_transfer(
     ray_session: None, model: Path, tmp_path: Path, words: tuple[str, ...], layout: Layout

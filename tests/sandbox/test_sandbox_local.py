@@ -201,6 +201,7 @@ def test_limits_hold(limited, code, word) -> None:
 def test_endless_programs_are_ended(limited) -> None:
     printed = limited("while True: print('x' * 1000)", LIMITS)
     assert printed.ended == "output" and len(printed.output) == 64 * 1024
+    assert 0 <= printed.seconds < LIMITS.wall_s, "it was ended before its time was over"
     short = Limits(wall_s=1.0)
     ended = limited("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", short)
     assert ended.ended == "time"

@@ -270,7 +270,10 @@ def test_each_run_gets_a_folder_of_its_own_unless_one_is_named(here: Path) -> No
         ({"seeed": 1}, r"seeed.*nearest: seed"),
         ({"total_epochs": "three"}, r"trainer.total_epochs='three'.*whole number"),
         ({"temperature": 0}, r"rollout.temperature=0.*do_sample=False"),
-        ({"train_batch_size": 8}, r"ppo_mini_batch_size=256 is more than data.train_batch_size=8"),
+        (
+            {"train_batch_size": 8, "ppo_mini_batch_size": 256},
+            r"ppo_mini_batch_size=256 is more than data.train_batch_size=8",
+        ),
         ({"model": object()}, r"model is object.*save_pretrained"),
         ({"data": 3}, r"rows must be"),
         ({"data": "nowhere.parquet"}, r"data.train_files=nowhere.parquet: no such file"),

@@ -1,5 +1,6 @@
 """Generation that runs ahead of training: what is trained on, how old it is, and how such a run resumes."""
 
+import hashlib
 import json
 import shutil
 import threading
@@ -67,6 +68,16 @@ def ahead(steps: float = 1, mode: str = "colocate_async") -> list[str]:
     return [f"{MODE}={mode}", f"trainer.v1.{mode}.num_warmup_batches={steps}"]
 
 
+#: two replicas of two devices each
+OWN_DEVICES = [
+    *ahead(mode="separate_async"),
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.nnodes=2",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+]
+
+
 def steps_of(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "timing_s/step" in line]
@@ -79,9 +90,10 @@ def trained_uids(folder: Path) -> list[list[str]]:
     return [list(dict.fromkeys(str(row["uid"]) for row in step)) for step in rows]
 
 
-def weights(folder: Path, step: int = STEPS) -> bytes:
+def weights(folder: Path, step: int = STEPS) -> str:
+    """The digest of a step's weights: pytest shows the difference of two digests at once, that of two files never."""
     (path,) = (folder / f"global_step_{step}" / "actor" / "hf_model").glob("*.safetensors")
-    return path.read_bytes()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_once_each(folder: Path) -> None:
@@ -149,6 +161,11 @@ def test_a_scorer_that_fails_while_others_train_loses_no_step(base, tmp_path) ->
                 (tmp_path / "fault").touch()
             return super().report(*arguments, **settings)
 
+        def make_room(self) -> None:
+            if (tmp_path / "fault").exists():
+                time.sleep(3)  # the lot has failed by then: also an error that is there before the wait stops the step
+            super().make_room()
+
     from hybridrl.trainer.ppo import prepare_ppo
 
     with pytest.MonkeyPatch.context() as patch:
@@ -182,6 +199,18 @@ def test_a_scorer_that_fails_while_others_train_loses_no_step(base, tmp_path) ->
         (
             [*ahead(), "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.nnodes=1"],
             [f"{MODE}=colocate_async", "trainer_mode=separate_async"],
+        ),
+        (
+            [*ahead(), "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.replicas.max=3"],
+            ["rollout.replicas.max=3", f"{MODE}=colocate_async", f"{MODE}=separate_async"],
+        ),
+        (
+            [*OWN_DEVICES, "actor_rollout_ref.rollout.replicas.min=3"],
+            ["rollout.replicas.min=3", "starts with 2 replicas", "min to at most 2"],
+        ),
+        (
+            [*OWN_DEVICES, "actor_rollout_ref.rollout.replicas.min=1", "actor_rollout_ref.rollout.replicas.max=1"],
+            ["rollout.replicas.min=1", "rollout.replicas.max=1", "max to at least 2"],
         ),
         ([*ahead(), "trainer.v1.window=99"], ["trainer.v1.window=99", "at most 5"]),
         (ahead(0.5), ["num_warmup_batches=0.5", "data.gen_batch_size=3"]),

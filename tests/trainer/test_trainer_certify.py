@@ -9,6 +9,8 @@ import pytest
 from hybridrl.trainer.certify.certificate import CertificateRow, certify
 from hybridrl.trainer.certify.certified_runs import ENGINES, CertifiedRun, Incident, certified_runs, with_references
 from hybridrl.trainer.certify.certify_command import as_table, main
+from hybridrl.trainer.ppo.ledger import GroupState
+from hybridrl.trainer.ppo.ledger_journal import JOURNAL, read_journal
 
 ROWS = {run.name: run for run in certified_runs(ENGINES)}
 AHEAD, KILLED, REPLAYED = "hf, S = 1", "hf, S = 1, killed and resumed", "hf, S = 1, replayed"
@@ -28,6 +30,9 @@ def test_equal_runs_hold_and_another_one_does_not(ray_session: None, joined: str
     killed = tmp_path / "runs" / "hf__S___1__killed_and_resumed"
     steps = [json.loads(line)["training/global_step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4], "step 3 was complete, and was trained on again"
+    journal = read_journal(killed / JOURNAL)
+    assert journal.resumed == 1 and max(journal.ages) == 1
+    assert list(journal.states.values()).count(GroupState.RELEASED) == 16
     log = (tmp_path / "runs" / "output.log").read_text()
     assert "step 2" in log, "the second life begins with a checkpoint"
 

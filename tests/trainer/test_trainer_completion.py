@@ -23,7 +23,7 @@ def completed(*words: str) -> list[str]:
 
 def test_commands_are_completed() -> None:
     assert set(completed("g")) == {"grpo", "generate"}
-    assert set(completed("")) == {*(name for name in PROGRAMS if " " not in name), *COMMANDS}
+    assert set(completed("")) == {name for name in (*PROGRAMS, *COMMANDS) if " " not in name}
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,19 @@ def test_other_settings_may_change(place: Path, word: str) -> None:
     assert train(word, steps=3) == 2
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("data.prompt_dict_keys=[question]", "data.response_dict_keys=[answer]", "data.enable_thinking_default=True"),
+        "+data.mm_processor_kwargs.max_pixels=9",
+    ],
+)
+def test_another_reading_of_the_same_files_is_another_experiment(place: Path, word: str) -> None:
+    first = ["model.path=models/a", "data.train_files=[train.jsonl]", "data.prompt_key=a", "data.response_key=b"]
+    before, now = (definition_of(load_config("sft_trainer", [*first, *more])) for more in ([], [word]))
+    assert any(word.lstrip("+").startswith(key) for key in changed_keys(before, now))
+
+
 @pytest.mark.parametrize("tree", ["sft_trainer", "dpo_trainer", "rm_trainer"])
 def test_fine_tuning_compares_data_and_code(place: Path, tree: str) -> None:
     first = ["model.path=models/a", "model.external_lib=lib.py", "data.train_files=[train.jsonl]"]

@@ -29,9 +29,12 @@ PARALLEL = (
     f"{MEGATRON}.tensor_model_parallel_size=2",
     "critic.megatron.pipeline_model_parallel_size=2",
 )
+#: scores also depend on the prompt: were all of them equal, returns would vary by the rounding of KL penalties alone,
+#: and what compares their variance with that of the values would compare rounding
 LETTERS = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-    "    return sum(char < 'm' for char in solution_str) / max(len(solution_str), 1)\n"
+    "    early = sum(char < 'm' for char in solution_str) / max(len(solution_str), 1)\n"
+    "    return early + sum(map(ord, str(ground_truth))) % 5 / 10\n"
 )
 
 

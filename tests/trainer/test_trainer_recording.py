@@ -2,14 +2,18 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
+import pandas
 import pytest
 from raising import raises_with
+from safetensors.torch import load_file, save_file
 from trainer_tools import trained
 
 from hybridrl.config import ConfigError, load_config, validate
 from hybridrl.errors import UserError
+from hybridrl.trainer.ppo.recording import RECORDING, check_recording, check_stored_batches, write_origin
 
 STEPS = 3
 
@@ -132,11 +136,75 @@ def test_stored_batches_take_the_place_of_generation_until_another_learner_is_ri
     assert (tmp_path / "calls").read_text() == calls
     scores = steps_of(repeated, "critic/score/mean")
     assert scores[0] == scores[2] != scores[1]
-    other = [f"data.train_files={tmp_path / 'other.parquet'}", f"trainer.default_local_dir={tmp_path / 'another'}"]
-    shutil.copy(next(word.partition("=")[2] for word in base if "train_files" in word), tmp_path / "other.parquet")
-    with pytest.raises(UserError) as caught, trained(*base, *store, *other):
-        pass
-    assert "skip.rollout.dump_dir" in str(caught.value) and "data.train_files" in str(caught.value)
+
+
+def check_stored(base: list[str], folder: Path, *words: str) -> None:
+    """Check the stored batches of a run with these settings."""
+    store = ["skip.rollout.enable=True", f"skip.rollout.dump_dir={folder / 'store'}"]
+    check_stored_batches(load_config("ppo_trainer", [*base, *store, *words]))
+
+
+def test_stored_batches_of_other_data_another_sampling_or_another_reward_are_refused(base, tmp_path) -> None:
+    """Files are compared by their contents: a moved one is the same, and an edited one is not."""
+    data, code = tmp_path / "moved.parquet", tmp_path / "letters.py"
+    shutil.copy(next(word.partition("=")[2] for word in base if "train_files" in word), data)
+    check = partial(check_stored, base, tmp_path)
+    check()
+    for words in (
+        [f"data.train_files={data}"],
+        ["actor_rollout_ref.actor.optim.lr=1e-3"],
+        ["algorithm.adv_estimator=rloo"],
+        ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+        ["data.dataloader_num_workers=1"],
+        ["reward.num_workers=2"],
+    ):
+        check(*words)
+    source = code.read_text()
+    code.write_text(f"# a comment\n{source}")
+    check()
+    code.write_text(source.replace("< 'm'", "< 'k'"))
+    with raises_with(UserError, "skip.rollout.dump_dir", "reward.custom_reward_function.path"):
+        check()
+    code.write_text(source)
+    for word, key in (
+        ("actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.temperature (1.0, now 0.7)"),
+        ("data.shuffle=False", "data.shuffle"),
+        ("data.system_prompt=Sort.", "data.system_prompt"),
+        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.enable"),
+        ("reward.reward_kwargs={a: 1}", "reward.reward_kwargs"),
+    ):
+        with raises_with(UserError, "skip.rollout.dump_dir", key):
+            check(word)
+    model = tmp_path / "model"
+    shutil.copytree(next(word.partition("=")[2] for word in base if "model.path" in word), model)
+    check(f"actor_rollout_ref.model.path={model}")
+    tensors = load_file(model / "model.safetensors")
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + 1}, model / "model.safetensors", metadata={"format": "pt"})
+    with raises_with(UserError, "skip.rollout.dump_dir", "actor_rollout_ref.model.path"):
+        check(f"actor_rollout_ref.model.path={model}")
+    pandas.read_parquet(data)[:-1].to_parquet(data)
+    with raises_with(UserError, "skip.rollout.dump_dir", "data.train_files"):
+        check(f"data.train_files={data}")
+    (origin,) = (tmp_path / "store").rglob("origin.json")
+    (origin.parent / "step_00001.safetensors").touch()
+    origin.unlink()
+    with raises_with(UserError, "skip.rollout.dump_dir", "origin.json"):
+        check()
+
+
+def test_a_replay_says_which_settings_have_no_effect(base, tmp_path, capfd) -> None:
+    """Another reward would give other scores, and those of the recording are used."""
+    folder = tmp_path / "recorded" / RECORDING
+    write_origin(folder, load_config("ppo_trainer", base))
+    config = load_config("ppo_trainer", [*base, f"trainer.replay={tmp_path / 'recorded'}"])
+    check_recording(config, 0)
+    assert "with another" not in capfd.readouterr().err
+    code = tmp_path / "letters.py"
+    code.write_text(code.read_text().replace("< 'm'", "< 'k'"))
+    check_recording(config, 0)
+    notice = capfd.readouterr().err
+    assert "trainer.replay=" in notice and "another reward.custom_reward_function.path" in notice
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,17 @@ def test_a_machine_without_gpu() -> None:
     device.empty_cache()
 
 
+@pytest.mark.parametrize(
+    ("gpu", "native", "expected"),
+    [(True, True, "bfloat16"), (True, False, "float16"), (False, False, "bfloat16")],
+)
+def test_a_gpu_without_bfloat16_has_another_half_precision(monkeypatch, gpu, native, expected) -> None:
+    """Without a GPU it is asked for GPUs elsewhere, as by a forecast."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    assert (device.half_name(), device.half_precision()) == (expected, getattr(torch, expected))
+
+
 def test_memory_and_seed() -> None:
     stats = device.memory_stats()
     assert 0.05 < stats["max_memory_allocated_gb"] < stats["total_gb"] and 0 < stats["free_gb"] <= stats["total_gb"]

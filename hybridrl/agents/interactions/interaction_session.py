@@ -1,7 +1,6 @@
 """The simulated user of one session, within time limits and apart from all other sessions."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from hybridrl.agents.interactions.interaction import BaseInteraction
 from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
-from hybridrl.scored import Reason, UnscoredError
+from hybridrl.scored import Reason, UnscoredError, reward_number
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class InteractionSession:
                 "score, extra)"
             )
         ended, content, score, extra = returned
-        if score is not None and not math.isfinite(score := float(score)):
-            raise RolloutError(f"generate_response of {self.name} returned the score {score}; it must be finite")
+        if score is not None:
+            score = reward_number(score, f"generate_response of {self.name}: the score")
         return UserReply(bool(ended), content, score, dict(extra or {}))
 
     async def score(self) -> float | None:
@@ -75,15 +74,13 @@ class InteractionSession:
         if self._id is None:
             return None
         try:
-            score = float(await self._ending(self._interaction.calculate_score))
+            score = await self._ending(self._interaction.calculate_score)
         except (UnscoredError, CallTimeoutError):
             raise
         except Exception as error:
             problem = f"calculate_score of {self.name}: {type(error).__name__}: {error}"
             raise UnscoredError(Reason.GRADING, problem) from error
-        if not math.isfinite(score):
-            raise UnscoredError(Reason.GRADING, f"calculate_score of {self.name} returned {score}")
-        return score
+        return reward_number(score, f"calculate_score of {self.name}: the result")
 
     async def close(self) -> None:
         """End the conversation; what this raises is reported and has no other effect."""

@@ -112,7 +112,7 @@ class ModelUser(BaseInteraction):
                 [{"role": "user", "content": question}],
                 own.timeout_s,
                 **{"temperature": own.temperature, "max_tokens": own.max_tokens, **own.extra_body},
-            )
+            ).text
         except ServiceError as error:
             raise UnscoredError(error.reason, f"{self.name} gave no answer: {error}") from error
         if own.end in reply:

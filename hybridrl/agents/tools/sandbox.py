@@ -5,7 +5,7 @@ from typing import Any
 from hybridrl.agents.session_executor import in_thread
 from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.agents.tools.tool import BaseTool, ToolResponse
-from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.config.schema.multi_turn import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.sandbox import EXPOSURE, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox, SandboxError

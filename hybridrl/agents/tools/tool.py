@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, overload
 
 from hybridrl.agents.session_executor import in_thread
-from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.config.schema.multi_turn import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.scored import Scored, Unscored
 
@@ -206,8 +206,10 @@ def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
     return whole
 
 
-def as_result(value: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+def as_result(value: Any) -> tuple[ToolResponse, Any, dict[str, Any]]:
     """Convert a function's return value to that of `BaseTool.execute`: (response, reward, metrics).
+
+    `ToolSession` checks the reward.
 
     Raises:
         TypeError: a tuple of another length.
@@ -216,7 +218,7 @@ def as_result(value: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         return _response(value), None, {}
     if not 1 <= len(value) <= 3:
         raise TypeError(f"the tool returned a tuple of {len(value)}; return (result, reward, metrics) or less")
-    reward = None if len(value) < 2 or value[1] is None else float(value[1])
+    reward = None if len(value) < 2 else value[1]
     return _response(value[0]), reward, dict(value[2] or {}) if len(value) == 3 else {}
 
 

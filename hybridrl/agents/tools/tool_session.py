@@ -1,7 +1,6 @@
 """Runs the tool calls of one session: side by side, within time limits, and never to the harm of another session."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from hybridrl.agents.session_executor import CallTimeoutError, SessionExecutor
 from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.chat.parsers.tool_parser import FunctionCall
 from hybridrl.chat.session_images import ImageReader
-from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.config.schema.multi_turn import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.scored import Reason, Scored, Unscored, UnscoredError
+from hybridrl.scored import Reason, Unscored, UnscoredError, reward_number
 
 
 @dataclass
@@ -117,18 +116,13 @@ class ToolSession:
         kwargs = self._row_kwargs(tool, "calc_reward_kwargs")
         try:
             score = await self._limited(lambda: tool.calc_reward(instance, **kwargs))
-            if isinstance(score, Unscored):
-                return score
-            number = float(score.reward if isinstance(score, Scored) else score)
-            if not math.isfinite(number):
-                raise ValueError(f"calc_reward returned {number}")
+            return reward_number(score, f"calc_reward of tool {tool.name}: the result")
         except UnscoredError as error:
             return error.unscored
         except CallTimeoutError as error:
             return Unscored(Reason.TIMEOUT, f"calc_reward of tool {tool.name}: {error}")
         except Exception as error:
             return Unscored(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
-        return number
 
     def _row_kwargs(self, tool: BaseTool, name: str) -> dict[str, Any]:
         """Return an entry of the row's `tools_kwargs`; Parquet has None where only other rows have the entry."""
@@ -161,7 +155,7 @@ class ToolSession:
             return self._failed(str(error), "timeout")
         except Exception as error:
             return self._failed(f"{type(error).__name__}: {error}", "error")
-        points = None if reward is None else float(reward)
+        points = None if reward is None else reward_number(reward, f"tool {tool.name}: the reward of a call")
         return ToolResult(self._cut(text or ""), points, dict(metrics or {}), images=images)
 
     async def _images(self, response: Any) -> list[ImageTensors]:

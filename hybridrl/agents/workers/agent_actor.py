@@ -68,7 +68,7 @@ class SessionWorker:
             elif kind == "completion":
                 future = self._completions.pop(value.id, None)
                 if future is not None and not future.done():
-                    future.set_result(value)
+                    future.set_result(value.lists())
             elif (session := self._sessions.get(key)) is not None:
                 session.cancel()
 
@@ -147,6 +147,7 @@ def _pickled(attempt: SessionResult) -> bytes:
     if attempt.failure is not None:
         attempt.failure = SessionFailedError("".join(traceback.format_exception(attempt.failure)))
     try:
+        attempt.trajectories = [trajectory.with_arrays() for trajectory in attempt.trajectories]
         return cloudpickle.dumps(attempt)
     except Exception as error:
         return cloudpickle.dumps(

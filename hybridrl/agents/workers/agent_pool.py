@@ -19,7 +19,7 @@ from hybridrl.agents.workers.setup import SessionWorkerSetup
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.request import Request, request_number
+from hybridrl.rollout.request import CompletionArrays, Request, request_number
 from hybridrl.scored import Reason, Unscored
 from hybridrl.utils import work_folder
 
@@ -243,7 +243,7 @@ class SessionPool:
             return
         session.generating.discard(own.id)
         if worker.sessions.get(session.key) is session:
-            self._send(worker, ("completion", session.key, replace(completion, id=request.id)))
+            self._send(worker, ("completion", session.key, CompletionArrays.of(replace(completion, id=request.id))))
 
     def _worker_died(self, worker: _Worker, error: RayError) -> None:
         """The attempts of a process that has died gave no score."""

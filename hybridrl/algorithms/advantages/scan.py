@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.functional import keep, masked_row_sum, row_blocks
+from hybridrl.algorithms.functional import keep, row_blocks
 from hybridrl.errors import AlgorithmError
 
 # Rows per block: enough to amortise the call of a scan step, few enough to fit the cache.
@@ -39,7 +39,8 @@ def check_finite(values: Tensor, response_mask: Tensor, name: str) -> None:
     The message names the rows.
     """
     check_same_shape(response_mask, **{name: values})
-    bad = ~torch.isfinite(masked_row_sum(values, response_mask))
+    # Not by their sum, which is infinite for numbers near the largest of their dtype.
+    bad = torch.cat([~torch.isfinite(keep(values[b], response_mask[b])).all(-1) for b in row_blocks(values)])
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)[:8].tolist()
         raise AlgorithmError(f"{name} are NaN or infinite in rows {rows}: look at where they come from.")
@@ -68,9 +69,9 @@ def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float
     """y_t = r_t + gamma V_{t+1} - V_t + decay y_{t+1} over response tokens, [B, T]; finite but undefined elsewhere.
 
     t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values`, V
-    is 0. With values it is computed in float64, where small differences of large values are not lost. The rows are
-    processed in blocks that stay in the cache. Each block is transposed to put time first, so that every step of the
-    scan reads contiguous memory.
+    is 0. It is computed in float64: small differences of large values are not lost, and the rounding of thousands of
+    sums does not add up. The rows are processed in blocks that stay in the cache. Each block is transposed to put time
+    first, so that every step of the scan reads contiguous memory.
     """
     out = torch.empty_like(rewards)
     step = _ROWS if rewards.device.type == "cpu" else max(len(rewards), 1)
@@ -79,10 +80,10 @@ def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float
         m = mask[block]
         # If no row has a hole, everything after its last token is already zero and the mask is not needed.
         holes = bool((m[:, 1:] & ~m[:, :-1]).any())
-        terms = keep(rewards[block], m)
+        terms = keep(rewards[block], m).double()
         if values is not None:
             v = keep(values[block], m).double()
-            terms = terms.double() - v
+            terms = terms - v
             if holes:
                 # The value of the next response token is a scan too: v_t on a response token, else the later value.
                 upcoming = reverse_scan(_time_first(v), _time_first((~m).to(v.dtype))).t()

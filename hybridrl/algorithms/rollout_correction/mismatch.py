@@ -9,8 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.rollout_correction.thresholds import check_same_shape, floats, require_tokens, safe
+from hybridrl.algorithms.functional import EPS
+from hybridrl.algorithms.rollout_correction.thresholds import (
+    SAFETY_BOUND,
+    check_same_shape,
+    floats,
+    require_tokens,
+    safe,
+)
 from hybridrl.errors import AlgorithmError
 
 
@@ -37,18 +43,30 @@ def compute_offpolicy_metrics(
     """
     require_tokens(response_mask)
     mask = response_mask.bool()
-    rows = mask.any(-1)
-    train = masked_mean(old_log_prob, mask, axis=-1)[rows]
+    outside, lengths = ~mask, mask.sum(-1)
+    rows, tokens = lengths > 0, lengths.sum()
+    values = torch.empty_like(old_log_prob)  # one array for all sums: large new ones cost more than what is computed
+
+    def zero_outside(log_probs: Tensor) -> Tensor:
+        target = values if log_probs.dtype == values.dtype else torch.empty_like(log_probs)
+        return target.copy_(log_probs).masked_fill_(outside, 0.0)
+
+    train = (zero_outside(old_log_prob).sum(-1) / (lengths + EPS))[rows]
     metrics = {"training_ppl": (-train).exp().mean(), "training_log_ppl": -train.mean()}
     if rollout_log_prob is None:
         return floats(metrics)
     check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    log_rho = keep(old_log_prob - rollout_log_prob, mask)
-    rollout = masked_mean(rollout_log_prob, mask, axis=-1)[rows]
+    rollout = (zero_outside(rollout_log_prob).sum(-1) / (lengths + EPS))[rows]
+    log_rho = (old_log_prob - rollout_log_prob).masked_fill_(outside, 0.0)
+    values = torch.empty_like(log_rho) if log_rho.dtype != values.dtype else values
     difference = rollout - train
+
+    def token_mean(terms: Tensor) -> Tensor:
+        return terms.masked_fill_(outside, 0.0).sum() / (tokens + EPS)
+
     metrics |= {
-        "kl": masked_mean(-log_rho, mask),
-        "k3_kl": masked_mean(log_rho.exp() - log_rho - 1.0, mask),
+        "kl": token_mean(torch.neg(log_rho, out=values)),
+        "k3_kl": token_mean(torch.exp(log_rho, out=values).sub_(log_rho).sub_(1.0)),
         "rollout_ppl": (-rollout).exp().mean(),
         "rollout_log_ppl": -rollout.mean(),
         "log_ppl_diff": difference.mean(),
@@ -56,7 +74,7 @@ def compute_offpolicy_metrics(
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
-        "chi2_token": masked_mean(safe(log_rho).exp().square(), mask) - 1.0,
+        "chi2_token": token_mean(values.copy_(log_rho).clamp_(-SAFETY_BOUND, SAFETY_BOUND).exp_().square_()) - 1.0,
         "chi2_seq": (2.0 * safe(log_rho.sum(-1)[rows])).exp().mean() - 1.0,
     }
     return floats(metrics)
@@ -84,17 +102,19 @@ def rollout_probs_diff_metrics(
     mask = response_mask.bool()
     if not bool(mask.any()):
         return {"training/rollout_probs_diff_valid": 0.0}
-    p, q = (log_prob[mask].double().exp() for log_prob in (old_log_prob, rollout_log_prob))
-    difference = (p - q).abs()
-    p, q = p - p.mean(), q - q.mean()
-    spread = (p.square().sum() * q.square().sum()).sqrt()
+    places = mask.flatten().nonzero().squeeze(1)
+    p, q = (each.flatten().index_select(0, places).double().exp_() for each in (old_log_prob, rollout_log_prob))
+    difference = (p - q).abs_()
+    p, q = p.sub_(p.mean()), q.sub_(q.mean())
+    product = (p * q).sum()
+    spread = (p.square_().sum() * q.square_().sum()).sqrt()
     differences = {
         "diff_max": difference.max(),
         "diff_mean": difference.mean(),
         "diff_std": difference.std() if len(difference) > 1 else difference.new_zeros(()),
     }
     metrics = {f"training/rollout_probs_{name}": value for name, value in floats(differences).items()}
-    correlation = torch.where(spread > 0, (p * q).sum() / spread.clamp(min=1e-300), 0.0)
+    correlation = torch.where(spread > 0, product / spread.clamp(min=1e-300), 0.0)
     metrics["training/rollout_actor_probs_pearson_corr"] = float(correlation)
     return {"training/rollout_probs_diff_valid": 1.0, **metrics}
 

@@ -156,15 +156,18 @@ def tool_parser_of(name: str, tokenizer: Any) -> ToolParser:
 
 def pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, bool, bool]]:
     """The parts of a text as (part, whether it stood between the marks, whether it was closed), in order."""
-    rest = text
-    while True:
-        before, mark, rest = rest.partition(begin)
-        yield before, False, True
-        if not mark:
-            return
-        inner, closing, after = rest.partition(end)
-        yield inner, True, bool(closing)
-        rest = after
+    place = 0
+    while (first := text.find(begin, place)) >= 0:
+        yield text[place:first], False, True
+        inner = first + len(begin)
+        last = text.find(end, inner)
+        if last < 0:
+            yield text[inner:], True, False
+            place = len(text)
+        else:
+            yield text[inner:last], True, True
+            place = last + len(end)
+    yield text[place:], False, True
 
 
 def without_thoughts(text: str) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridrl.compat.projects.imported_projects import imported_project
+from hybridrl.compat.projects.project_settings import default_of
+from hybridrl.compat.projects.run_report import MAPPED, NO_EFFECT, REFUSED, RunReport, written
 from hybridrl.compat.trl import configs
 from hybridrl.config.convert import show
-from hybridrl.config.schema.node import default_tree
-from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.short_names import ShortSettings, rows
 from hybridrl.errors import ConfigError
 from hybridrl.programs import PROGRAMS
@@ -54,26 +54,31 @@ class ScriptSettings:
         config: the name of TRL's config.
         fields: values of the config.
         words: `key=value` of the command, from the arguments of the trainer and from a LoraConfig.
-        lines: the lines of the report about these.
         unread: settings whose values are known only when the script runs.
-        refused: whether something is refused.
+        report: the states of the settings.
     """
 
     program: str
     config: str
     fields: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
-    refused: bool = False
+    report: RunReport = field(default_factory=lambda: RunReport(""))
 
 
-def report(script: Path) -> tuple[str, bool]:
-    """Return the report on a script, and whether everything in it can run here.
+@imported_project("trl", reads="Python scripts with a trainer of TRL")
+def trl(words: Sequence[str]) -> list[RunReport]:
+    """Report on a script.
+
+    Args:
+        words: the script alone.
 
     Raises:
         ConfigError: the file cannot be read, or uses no trainer of TRL.
     """
+    if len(words) != 1:
+        raise ConfigError(f"{' '.join(words)}: give one Python script")
+    script = Path(words[0])
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
@@ -95,7 +100,8 @@ def report(script: Path) -> tuple[str, bool]:
     for call in calls:
         if _called(call) == "LoraConfig":
             _read_adapter(call, names, settings)
-    return _text(settings, script)
+    _finish(settings, script)
+    return [settings.report]
 
 
 def _called(call: ast.Call) -> str:
@@ -163,24 +169,23 @@ def _read_trainer(call: ast.Call, names: Names, settings: ScriptSettings, script
         if names.literal(node) in (None, []):
             continue
         if name not in _PASSED:
-            settings.lines.append(_line("refused", f"{name}={ast.unparse(node)}", "there is no such argument here"))
-            settings.refused = True
+            settings.report.add(REFUSED, f"{name}={ast.unparse(node)}", "there is no such argument here")
             continue
         if name in ("args", "processing_class", "tokenizer", "peft_config"):
             continue
         if name == "callbacks":
             reason = "a command has none; hybridrl.compat.trl calls them"
-            settings.lines.append(_line("no effect here", f"{name}={ast.unparse(node)}", reason))
+            settings.report.add(NO_EFFECT, f"{name}={ast.unparse(node)}", reason)
             continue
         word = _word_of(name, node, names, Path("reward.py") if names.trains_on_import else script)
         if word is None:
             settings.unread.append(f"{name}={ast.unparse(node)}")
         else:
             settings.words.append(word)
-            settings.lines.append(_line("mapped", f"{name}={ast.unparse(node)}", word))
+            settings.report.add(MAPPED, f"{name}={ast.unparse(node)}", word)
             if name == "reward_funcs" and names.trains_on_import:
-                settings.lines.append(
-                    "  copy the reward functions and what they need into reward.py: importing the script would train"
+                settings.report.notes.append(
+                    "copy the reward functions and what they need into reward.py: importing the script would train"
                 )
 
 
@@ -219,59 +224,35 @@ def _read_adapter(call: ast.Call, names: Names, settings: ScriptSettings) -> Non
         if keyword.arg in ("task_type", "bias", "inference_mode") or (keyword.arg == "lora_dropout" and value == 0):
             continue
         if keyword.arg not in _ADAPTER:
-            settings.lines.append(_line("refused", word, "an adapter is plain LoRA here (docs/lora.md)"))
-            settings.refused = True
+            settings.report.add(REFUSED, word, "an adapter is plain LoRA here (docs/lora.md)")
         elif value is _UNKNOWN:
             settings.unread.append(word)
         else:
-            settings.words.append(f"{_ADAPTER[keyword.arg]}={_written(value)}")
-            settings.lines.append(_line("mapped", word, settings.words[-1]))
+            settings.words.append(f"{_ADAPTER[keyword.arg]}={written(value)}")
+            settings.report.add(MAPPED, word, settings.words[-1])
 
 
-def _line(state: str, word: str, why: str = "") -> str:
-    return f"  {state:16}{word}{f' ({why})' if why else ''}"
-
-
-def _written(value: Any) -> str:
-    """A value as a word of the command line."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(_written(item) for item in value)}]"
-    return value if isinstance(value, str) else show(value)
-
-
-def _text(settings: ScriptSettings, script: Path) -> tuple[str, bool]:
-    tree = PROGRAMS[settings.program].tree
+def _finish(settings: ScriptSettings, script: Path) -> None:
+    """Report the fields of the config, and compose the command."""
+    tree, report = PROGRAMS[settings.program].tree, settings.report
     table = rows(tree)
-    lines = [f"{script}: {settings.config} -> hybridrl {settings.program}", *settings.lines]
+    report.heading, report.program = f"{script}: {settings.config} -> hybridrl {settings.program}", settings.program
     for name, value in settings.fields.items():
         meaning = ShortSettings()
-        word = f"{name}={_written(value)}"
+        word = f"{name}={written(value)}"
         if name not in table:
             meaning.faults.append("TRL has no such field, or had it in an older version")
         else:
             meaning.read(tree, name, value)
         if meaning.faults:
-            settings.refused = True
-            lines.append(_line("refused", word, meaning.faults[0].removeprefix(f"{name}={show(value)}: ")))
+            report.add(REFUSED, word, meaning.faults[0].removeprefix(f"{name}={show(value)}: "))
         elif meaning.notices:
-            why = meaning.notices[0].partition("has no effect: ")[2]
-            lines.append(_line("no effect here", word, why))
+            report.add(NO_EFFECT, word, meaning.notices[0].partition("has no effect: ")[2])
         else:
-            keys = ", ".join(f"{item.key}={_written(item.value)}" for item in meaning.assignments)
-            lines.append(_line("mapped", word, keys or table[name].key_in(tree) or "as it is here anyway"))
-    words = command_words(settings)
-    lines += [f"  not read: {item} (set it in the command)" for item in settings.unread]
-    if settings.refused:
-        lines.append("  the refused settings have to go; the command is without them:")
-    lines += ["", shlex.join(["hybridrl", settings.program]) + " \\", *_wrapped(words)]
-    return "\n".join(lines), not settings.refused
-
-
-def _wrapped(words: list[str]) -> list[str]:
-    return [
-        f"    {shlex.quote(word)}{' ' + chr(92) if number < len(words) - 1 else ''}"
-        for number, word in enumerate(words)
-    ]
+            keys = ", ".join(f"{item.key}={written(item.value)}" for item in meaning.assignments)
+            report.add(MAPPED, word, keys or table[name].key_in(tree) or "as it is here anyway")
+    report.words = command_words(settings)
+    report.notes += [f"not read: {item} (set it in the command)" for item in settings.unread]
 
 
 def command_words(settings: ScriptSettings) -> list[str]:
@@ -295,19 +276,11 @@ def command_words(settings: ScriptSettings) -> list[str]:
         meaning.read(tree, name, value)
         if meaning.faults:
             continue
-        differs = any(_default(tree, item.key, settings.program) != item.value for item in meaning.assignments)
+        differs = any(default_of(tree, item.key, settings.program) != item.value for item in meaning.assignments)
         if differs or (meaning.derived and not _is_usual(name, value)):
-            assignments.append(f"{name}={_written(value)}")
-    return [*settings.words, *assignments, *(f"{name}={_written(value)}" for name, value in own.items())]
+            assignments.append(f"{name}={written(value)}")
+    return [*settings.words, *assignments, *(f"{name}={written(value)}" for name, value in own.items())]
 
 
 def _is_usual(name: str, value: Any) -> bool:
     return (name, value) in (("max_steps", -1), ("adam_beta1", 0.9), ("adam_beta2", 0.999))
-
-
-def _default(tree: str, key: str, program: str) -> Any:
-    defaults: Mapping[str, Any] = PROGRAMS[program].defaults
-    value: Any = defaults[key] if key in defaults else default_tree(ROOTS[tree])
-    for part in () if key in defaults else key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

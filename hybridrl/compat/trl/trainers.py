@@ -214,7 +214,7 @@ def refuse(trainer: str, unsupported: Mapping[str, Any]) -> None:
 _OPTIMIZERS = "the optimizer is chosen by args (optim, learning_rate, ...)"
 _QUANTIZATION = "load_in_4bit=True in hybridrl.grpo and its relatives keeps a frozen base in 4 bits (docs/lora.md)"
 _COLLATOR = "rows become batches by columns (docs/data.md)"
-_METRICS = "validation computes the metrics of docs/metrics.md"
+_METRICS = "validation computes the metrics of docs/observe.md"
 
 
 def _functions(reward_funcs: Any) -> Any:

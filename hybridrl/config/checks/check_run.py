@@ -20,6 +20,7 @@ from hybridrl.config.checks.check_algorithm import (
 from hybridrl.config.checks.check_distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.check_judge import check_judge
 from hybridrl.config.checks.check_mappings import check_mappings
+from hybridrl.config.checks.check_places import check_places
 from hybridrl.config.checks.check_roles import (
     check_contents,
     check_hub,
@@ -84,14 +85,21 @@ def validate(config: RootConfig) -> None:
         notify(notice, once=True)
 
 
-def check(config: RootConfig) -> list[str]:
-    """Do what `validate` does, and return the notices."""
+def check(config: RootConfig, elsewhere: bool = False) -> list[str]:
+    """Do what `validate` does, and return the notices.
+
+    Args:
+        elsewhere: the run will have other devices than this machine's, which are not compared with the settings.
+    """
     misfits = check_values(config)
     if misfits:  # the other checks rely on types
         raise ConfigError(misfits)
     faults = [fault for faults_of_check in _checks(config) for fault in faults_of_check]
+    if not elsewhere and not isinstance(config, EvaluationConfig):
+        faults += _check_devices(config.trainer, config.ray_kwargs.ray_init)
     idle, notices = check_idle(config, faults)
     faults += [*idle, *check_mappings(config)]
+    faults += check_places(config, faults)
     if faults:
         raise ConfigError(faults)
     return [*notices, *consequences(config)]
@@ -140,7 +148,6 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_transfer(policy.rollout, policy.model.adapted)
     yield _check_run(trainer)
     yield _check_keep(config)
-    yield _check_devices(trainer, config.ray_kwargs.ray_init)
 
 
 def _named_entries(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
@@ -173,7 +180,6 @@ def _supervised_checks(config: SupervisedConfig) -> Iterator[Iterable[str]]:
     yield check_optimizer("optim", config.optim)
     yield _check_run(config.trainer)
     yield check_placement(config.placement, config.trainer, [("model",)], [("model",)])
-    yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
 
 
 def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
@@ -190,7 +196,6 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
         yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     places = [("actor_rollout_ref",)]
     yield check_placement(config.placement, config.trainer, places, places)
-    yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
 
 
 def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:

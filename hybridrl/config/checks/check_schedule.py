@@ -16,6 +16,7 @@ def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
     if replay is not None:
         yield from _check_replay(config, replay)
     yield from _check_stored(config)
+    yield from _check_number_of_replicas(config)
     if not mode.staleness:
         return
     rollout = config.actor_rollout_ref.rollout
@@ -63,6 +64,31 @@ def _check_stored(config: PPOTrainerConfig) -> Iterator[str]:
         yield "skip.rollout.action=repeat: no steps to repeat; set skip.rollout.steps, such as [1,2]"
     if any(step < 1 for step in skip.steps):
         yield f"skip.rollout.steps={skip.steps}: steps count from 1"
+
+
+def _check_number_of_replicas(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check that replicas can join and leave, and that the run starts with a number that is allowed."""
+    rollout, where = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.replicas"
+    size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
+    initial, limits = rollout.nnodes * rollout.n_gpus_per_node // size, rollout.replicas
+    bounds = limits.bounds(initial)
+    if bounds is None:
+        return
+    settings = " ".join(
+        f"{where}.{name}={value}" for name, value in (("min", limits.min), ("max", limits.max)) if value is not None
+    )
+    mode = config.trainer.v1.trainer_mode
+    if mode != "separate_async":
+        yield (
+            f"{settings} with {_MODE}={mode}: replicas join and leave only where they have devices of their own, also "
+            f"during updates. Set {_MODE}=separate_async with actor_rollout_ref.rollout.nnodes, or leave {where} away"
+        )
+    elif initial and not bounds[0] <= initial <= bounds[1]:
+        yield (
+            f"{settings}: the run starts with {initial} replicas (rollout.nnodes={rollout.nnodes} times "
+            f"n_gpus_per_node={rollout.n_gpus_per_node}, {size} devices each). Set min to at most {initial} and max to "
+            f"at least {initial}, or change nnodes or n_gpus_per_node"
+        )
 
 
 def _check_sizes(config: PPOTrainerConfig, where: str) -> Iterator[str]:

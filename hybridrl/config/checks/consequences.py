@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.check_distillation import distillation_notices
 from hybridrl.config.roles import active_roles, pool_of
-from hybridrl.config.schema.root import PPOTrainerConfig, RootConfig
-from hybridrl.registry import ADV_ESTIMATORS
+from hybridrl.config.schema.root import GenerationConfig, PPOTrainerConfig, RootConfig, SupervisedConfig
+from hybridrl.registry import ADV_ESTIMATORS, INFERENCE_ENGINES
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -15,6 +15,33 @@ def consequences(config: RootConfig) -> Iterator[str]:
     """Yield the notices about a configuration without faults."""
     if isinstance(config, PPOTrainerConfig):
         yield from _of_training(config)
+    if isinstance(config, PPOTrainerConfig | SupervisedConfig):
+        yield from _of_validation(config)
+    if isinstance(config, GenerationConfig):
+        yield from _of_loading(config)
+
+
+def _of_loading(config: GenerationConfig) -> Iterator[str]:
+    """Name settings by which a model would be loaded for training, where an engine reads the checkpoint itself."""
+    engine, group = config.actor_rollout_ref.rollout.name, "actor_rollout_ref.actor.fsdp_config."
+    if not INFERENCE_ENGINES.is_builtin(engine) or INFERENCE_ENGINES.metadata(engine).in_place:
+        return
+    if names := sorted(key for key in config.set_keys if key.startswith(group)):
+        yield f"no effect here, because {_ROLLOUT}.name={engine} loads the model itself: {', '.join(names)}"
+
+
+def _of_validation(config: PPOTrainerConfig | SupervisedConfig) -> Iterator[str]:
+    """Say that files for validation are not read."""
+    trainer = config.trainer
+    if not config.data.val_files or trainer.test_freq not in (-1, 0):
+        return
+    if isinstance(config, PPOTrainerConfig) and (trainer.val_before_train or trainer.val_only):
+        return
+    more = ", or trainer.val_before_train=True" if isinstance(config, PPOTrainerConfig) else ""
+    yield (
+        f"data.val_files with trainer.test_freq={trainer.test_freq}: there is no validation. Set trainer.test_freq to "
+        f"the number of steps between validations{more}, or leave data.val_files out"
+    )
 
 
 def _of_training(config: PPOTrainerConfig) -> Iterator[str]:

@@ -28,6 +28,12 @@ def check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
     for name in ("tokenizer_path", "hf_config_path"):
         if value := getattr(model, name):
             yield from check_source(f"{where}.{name}", value)
+    template = model.custom_chat_template
+    if template and "{" not in template:
+        yield (
+            f"{where}.custom_chat_template={template[:60]}: is no Jinja template, so every prompt would be this text; "
+            f'give the text of the template ({where}.custom_chat_template="$(cat FILE)")'
+        )
     attention = str(model.override_config.get("attn_implementation", ""))
     if attention.startswith("flash_attention") and device == "cpu":
         yield f"{where}.override_config.attn_implementation={attention} needs a GPU, and trainer.device=cpu; use sdpa"

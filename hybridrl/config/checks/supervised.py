@@ -21,6 +21,8 @@ def check_supervised(config: SupervisedConfig) -> Iterator[str]:
     if isinstance(config.data, SFTDataConfig):
         yield from _check_conversations(config.data)
     yield from _check_sizes(config)
+    if config.engine.forward_only:
+        yield "engine.forward_only=True: the model is trained; remove it"
     if OBJECTIVES.knows(config.objective.loss_type):
         yield from _check_objective(config)
 

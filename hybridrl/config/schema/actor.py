@@ -134,7 +134,12 @@ class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor`: how the policy is updated."""
 
     strategy: str = strategy_key(follows="${oc.select:model_engine,fsdp2}")
-    ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
+    ppo_mini_batch_size: int = key(
+        256,
+        "prompts per optimizer step, counted over all processes; 256, or the whole batch where it has fewer",
+        follows="${at_most:256,${oc.select:data.train_batch_size,256}}",
+        gt=0,
+    )
     ppo_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
         "sequences that a process computes at once",
@@ -272,6 +277,7 @@ class RefConfig(ConfigNode):
         ulysses_sequence_parallel_size=Follow(
             "${oc.select:actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size,1}", 1
         ),
+        expert_parallel_size=Follow("${oc.select:actor_rollout_ref.actor.fsdp_config.expert_parallel_size,1}", 1),
         **_chunking_of("ref"),
     )
     megatron: MegatronConfig = group(

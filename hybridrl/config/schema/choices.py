@@ -78,7 +78,6 @@ LR_SCHEDULERS: tuple[str, ...] = ("constant", "linear", "cosine", "wsd")
 CHECKPOINT_CONTENTS: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model")
 
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
-DTYPES_LATER: tuple[str, ...] = ("float16",)
 
 #: other spellings of a value, mapped to its canonical name
 OPTIMIZER_SYNONYMS: dict[str, str] = {"adam": "AdamW", "muon": "Muon"}

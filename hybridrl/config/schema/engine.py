@@ -76,9 +76,9 @@ class EngineConfig(ConfigNode):
     optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates", needs=LEARNS)
     dtype: str = key(
         "auto",
-        "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=choices.DTYPES,
-        later=choices.DTYPES_LATER,
+        "dtype of the computation; auto: bfloat16 on a GPU (float16 on one that lacks it), float32 on a CPU. Training "
+        "in float16 scales the loss (strategy=fsdp2)",
+        choices=(*choices.DTYPES, "float16"),
         synonyms=choices.DTYPE_SYNONYMS,
     )
     forward_only: bool = key(False, "no gradients, no optimizer")
@@ -102,6 +102,12 @@ class FSDPConfig(EngineConfig):
     fsdp_size: int = key(-1, "ranks that share one copy of the weights; -1: all (smaller: HSDP)", ge=-1)
     ulysses_sequence_parallel_size: int = key(
         1, "ranks that share each sequence (Ulysses), for long ones; 1: none", ge=1
+    )
+    expert_parallel_size: int = key(
+        1,
+        "mixture of experts: ranks among which the experts of each layer are divided, and to which tokens are sent; "
+        "it divides fsdp_size; 1: none",
+        ge=1,
     )
     offload_policy: bool = key(False, "let FSDP2 itself keep parameters, gradients and optimizer state in host memory")
     reshard_after_forward: bool = key(True, "free gathered weights after the forward pass and gather them again")

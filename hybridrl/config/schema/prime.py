@@ -25,7 +25,12 @@ class PrimeConfig(ConfigNode):
     correct_above: float = key(0.0, "a response counts as right if its score is above this")
     strategy: str = strategy_key()
     optim: OptimConfig = group(OptimConfig, lr=1e-6, clip_grad=10.0)
-    ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
+    ppo_mini_batch_size: int = key(
+        256,
+        "prompts per optimizer step, counted over all processes; 256, or the whole batch where it has fewer",
+        follows="${at_most:256,${oc.select:data.train_batch_size,256}}",
+        gt=0,
+    )
     ppo_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0, needs=off(".use_dynamic_bsz")
     )

@@ -29,6 +29,7 @@ from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.trainer import (
     JobConfig,
     PlacementConfig,
+    PlannedPlacementConfig,
     RayConfig,
     SFTRunConfig,
     SkipConfig,
@@ -85,7 +86,7 @@ class PPOTrainerConfig(ConfigNode):
     distillation: DistillationConfig = group(DistillationConfig, needs=on("distillation.enabled"))
     trainer: TrainerConfig = group(TrainerConfig)
     skip: SkipConfig = group(SkipConfig)
-    placement: PlacementConfig = group(PlacementConfig)
+    placement: PlannedPlacementConfig = group(PlannedPlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)
     global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)
 

@@ -29,7 +29,7 @@ class ServingConfig(ConfigNode):
     )
     dtype: str = key(
         "auto",
-        "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
+        "dtype of the computation; auto: bfloat16 on a GPU (float16 on one that lacks it), float32 on a CPU",
         choices=(*choices.DTYPES, "float16"),
         synonyms=choices.DTYPE_SYNONYMS,
         needs=_SERVED,

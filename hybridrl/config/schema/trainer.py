@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import choices
-from hybridrl.config.schema.conditions import A_CRITIC, above, among, any_of, is_not_set, is_set, not_among, on
+from hybridrl.config.schema.conditions import A_CRITIC, above, among, any_of, is_not_set, is_set, not_among, off, on
 from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.node import ConfigNode, group, key
 
@@ -187,6 +187,12 @@ class SeparateAsyncConfig(ConfigNode):
         gt=0,
         needs=among("..trainer_mode", "separate_async"),
     )
+    background_validation: bool = key(
+        True,
+        "validate next to the following step, which waits for its end before it sends new weights; False: training "
+        "waits for the whole validation",
+        needs=(among("..trainer_mode", "separate_async"), is_set("data.val_files")),
+    )
 
 
 @dataclass
@@ -253,7 +259,9 @@ class TrainerConfig(RunConfig):
     critic_warmup: int = key(
         0, "steps in which only the critic learns, before the policy starts to learn", ge=0, needs=A_CRITIC
     )
-    val_before_train: bool = key(True, "validate before the first step", needs=is_set("data.val_files"))
+    val_before_train: bool = key(
+        True, "validate before the first step", needs=(is_set("data.val_files"), off("trainer.val_only"))
+    )
     val_only: bool = key(False, "validate and exit")
     log_val_generations: int = key(0, "validation samples sent to tracking", ge=0, needs=is_set("data.val_files"))
     max_critic_ckpt_to_keep: int | None = key(
@@ -298,6 +306,12 @@ class TrainerConfig(RunConfig):
         None,
         "folder of a run with trainer.record: learn from its batches, without generating or scoring others",
         place="output",
+    )
+    journal: bool = key(
+        False,
+        "write each transition of a prompt's samples (admitted, ready, void, taken, trained on) to ledger.jsonl in "
+        "default_local_dir",
+        needs=is_not_set(".replay"),
     )
     health: HealthConfig = group(HealthConfig)
     v1: TrainerModeConfig = group(TrainerModeConfig)
@@ -351,6 +365,28 @@ class PlacementConfig(ConfigNode):
         {"actor_rollout_ref": "global", "critic": "global"},
         "pools of actor_rollout_ref and critic; ref: only if it has its own workers",
         read_by=Unchecked("hybridrl.config.checks.check_roles.check_placement"),
+    )
+
+
+@dataclass
+class PlannedPlacementConfig(PlacementConfig):
+    """`placement` of `ppo_trainer`: also the devices that a run is planned for, and the plan (docs/plan.md)."""
+
+    auto: bool = key(
+        False,
+        "have the planner choose pools, layouts and micro-batches at the start; settings that are given are kept",
+    )
+    devices: str | None = key(
+        None, "number and kind of the devices, such as 64xH100, for predictions; null: this machine's"
+    )
+    machine: int | None = key(None, "devices per machine; null: 8, and 4 for GB200", gt=0, needs=is_set(".devices"))
+    response: float | None = key(None, "mean tokens of a response, for predictions; null: half of the longest", gt=0)
+    prompt: float | None = key(None, "mean tokens of a prompt, likewise", gt=0)
+    planned: dict[str, Any] = key(
+        {},
+        "settings that the planner chose, which a run with auto records; a resumed run has them again",
+        read_by=Unchecked("hybridrl.plan.planned_run applies settings of the run"),
+        needs=on(".auto"),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from hybridrl.engine import saved_parts
 from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.fsdp.state import FSDPState
+from hybridrl.engine.loss_scale import LossScale
 from hybridrl.engine.optim import low_bit
 from hybridrl.engine.saved_parts import SEPARATOR, HFModel
 from hybridrl.engine.saved_slices import SavedSlice, SavedSlices
@@ -28,13 +29,14 @@ from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device, distributed
 
 
-def parts(state: FSDPState, model: HFModel, seed: int) -> saved_parts.Parts:
+def parts(state: FSDPState, model: HFModel, seed: int, loss_scale: LossScale | None = None) -> saved_parts.Parts:
     """Return the parts of an engine's checkpoints.
 
     Args:
         state: what is saved and loaded.
         model: whose state it is.
         seed: that new random states are made from.
+        loss_scale: of float16 training.
     """
     state.offload.wait_for_state()
     adapter, settings = state.adapter, model.settings
@@ -45,6 +47,7 @@ def parts(state: FSDPState, model: HFModel, seed: int) -> saved_parts.Parts:
         load_optimizer=partial(_load_optimizer, state),
         schedule=state.schedule,
         seed=seed,
+        loss_scale=loss_scale,
         hf_writer=partial(_hf_writer, state, model),
         notes={} if adapter is None else adapted.notes(adapter, settings, state.compute_dtype),
         check_notes=None if adapter is None else partial(adapted.check_saved, adapter, settings),

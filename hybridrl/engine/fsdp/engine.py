@@ -26,6 +26,7 @@ from hybridrl.engine.capabilities import (
 from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
+from hybridrl.engine.fsdp.expert_parallel import check_expert_parallel
 from hybridrl.engine.fsdp.forward_pass import ForwardPass
 from hybridrl.engine.fsdp.offload import warn_unused_policy
 from hybridrl.engine.fsdp.packing import check_attention, check_windows, keeps_rows_apart, may_pack
@@ -38,6 +39,7 @@ from hybridrl.engine.fsdp.source import ModuleSource, check_four_bit
 from hybridrl.engine.fsdp.state import FSDPState
 from hybridrl.engine.fsdp.vision_models import check_vision, prepare_vision
 from hybridrl.engine.logits_functions import FullKL, LogitsFunction
+from hybridrl.engine.loss_scale import LossScale
 from hybridrl.engine.micro_batched import MicroBatchedEngine, OutputRequest, ShareOfLoss
 from hybridrl.engine.microbatch import BatchPlan, MicroBatchLayout
 from hybridrl.engine.saved_parts import HFModel, Parts, State
@@ -122,6 +124,8 @@ class FSDPEngine(
             check_sharing(model, engine)
         if engine.ulysses_sequence_parallel_size > 1:
             check_sequence_parallel(engine.ulysses_sequence_parallel_size, ranks, model, config_of(model))
+        if engine.expert_parallel_size > 1:
+            check_expert_parallel(model, engine, ranks, optim)
 
     @classmethod
     def check_replay(cls, model: Any, engine: Any) -> None:
@@ -131,11 +135,13 @@ class FSDPEngine(
         model, engine = self.model_config, self.engine_config
         self.compute_dtype = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
         self.model_dtype = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype")
-        if torch.float16 in (self.compute_dtype, self.model_dtype):
+        if self.optim_config is not None and self.model_dtype == torch.float16:
             raise ModelError(
-                "float16 training needs loss scaling, which this engine does not support; set "
-                "fsdp_config.dtype to bfloat16"
+                "master weights in float16 would lose most updates: set fsdp_config.model_dtype to float32; "
+                "fsdp_config.dtype=float16 computes in float16"
             )
+        if self.optim_config is not None and self.compute_dtype == torch.float16:
+            self.loss_scale = LossScale()
         if self.optim_config is None:  # nothing accumulates in these weights, so they need no more precision
             self.model_dtype = self.compute_dtype
         device.manual_seed(engine.seed + distributed.get_rank())
@@ -259,7 +265,10 @@ class FSDPEngine(
                     loss = loss + self._router_loss.share(layout)
                 # FSDP averages gradients over the ranks; the shares of the loss are to be summed, and where ranks
                 # share sequences, the gradients of their parts.
-                (loss if ranks == 1 else loss * ranks).backward()
+                factor = ranks if self.loss_scale is None else self.loss_scale.value
+                (loss if factor == 1 else loss * factor).backward()
+        if self.loss_scale is not None:  # and multiply by the ranks, where nothing overflows any more
+            self.model_state.divide_gradients(self.loss_scale.value / ranks)
         self.module.eval()
 
     @functools.cached_property
@@ -403,4 +412,4 @@ class FSDPEngine(
 
     def _parts(self) -> Parts:
         model = HFModel(self.model_type, self.model_config, self.config)
-        return checkpoint.parts(self.model_state, model, self.engine_config.seed)
+        return checkpoint.parts(self.model_state, model, self.engine_config.seed, self.loss_scale)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.fsdp.master_weights import MasterWeights
+from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.layouts.module_slices import ModuleSlice, module_slices
 from hybridrl.layouts.slices import whole
 from hybridrl.models import four_bit, loading, lora
@@ -29,6 +30,7 @@ class Exported:
         masters: the master weights next to it, if any.
         compute_dtype: dtype of the forward pass.
         adapter: of the module, if it has one.
+        sharded: its shards under FSDP2.
 
     Attributes:
         parameters: master weights by their names in the module.
@@ -40,8 +42,9 @@ class Exported:
         masters: MasterWeights | None,
         compute_dtype: torch.dtype,
         adapter: lora.Adapter | None,
+        sharded: ShardedModule | None = None,
     ) -> None:
-        self.module = module
+        self.module, self._sharded = module, sharded
         self.adapter = adapter
         self.parameters: Mapping[str, torch.Tensor] = dict(masters.named if masters else module.named_parameters())
         self._copied_to = compute_dtype if masters else None
@@ -141,7 +144,9 @@ class Exported:
         layer = self._packed.get(name)
         if dtype is not None and layer is None:
             tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            assert self._sharded is not None
+            tensor = self._sharded.full_tensor(tensor)
         if layer is None:
             return tensor
         values = four_bit.unpack(tensor, layer.in_features, self._computes_in)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hybridrl.engine.fsdp.expert_parallel import ExpertParallel
 from hybridrl.errors import ModelError
 from hybridrl.layouts.slices import TensorSlice
 from hybridrl.layouts.topology import ShardedLayout
@@ -54,6 +55,7 @@ class ShardedModule:
     """A module under FSDP2.
 
     Each decoder layer is one unit, as are the embedding and the head unless they are tied. The root holds the rest.
+    With expert parallelism, the experts of a layer are a unit of their own on another mesh.
 
     Args:
         module: On the meta device; `fill` gives it its weights.
@@ -75,17 +77,28 @@ class ShardedModule:
             head_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         again = bool(engine.reshard_after_forward)
 
-        def shard(part: Any, after_forward: bool, mixed: MixedPrecisionPolicy = policy) -> None:
-            fully_shard(
-                part, mesh=self.mesh, reshard_after_forward=after_forward, mp_policy=mixed, offload_policy=offload
-            )
+        def shard(part: Any, after_forward: bool, mixed: MixedPrecisionPolicy = policy, **options: Any) -> None:
+            arguments = {"mesh": self.mesh, "mp_policy": mixed, "offload_policy": offload, **options}
+            fully_shard(part, reshard_after_forward=after_forward, **arguments)
             self._reshard[part] = after_forward
 
+        self.experts: ExpertParallel | None = None
+        if engine.expert_parallel_size > 1:
+            replicas = self.mesh.size(0) if self.replicated else 1
+            self.experts = ExpertParallel(module, engine.expert_parallel_size, replicas, self.mesh.size(-1))
+            # Weights of the routing keep their precision: the experts' function converts what it computes with.
+            uncast = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            for part in self.experts.modules:
+                own = {"mesh": self.experts.fsdp_mesh, "shard_placement_fn": self.experts.placement}
+                shard(part, again, uncast, **own)
+                # The tokens of all ranks contribute to its gradient, which FSDP2 would divide by the ranks of its mesh.
+                part.set_gradient_divide_factor(float(distributed.get_world_size()))
+                part.set_force_sum_reduction_for_comms(self.experts.fsdp_mesh.size(-1) > 1)  # gloo has no other
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
         ends = [] if head is None or head is embedding else [embedding, head]
         tied = bool(ends) and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
         # Tied weights must be in one unit: the root.
-        units = self._units(module, engine, apart=ends)
+        units = self._units(module, engine, apart=[*ends, *(self.experts.modules if self.experts else [])])
         for unit in units:
             shard(unit, again)
         if ends and not tied:
@@ -155,7 +168,10 @@ class ShardedModule:
             torch.empty(shape, dtype=dtype, device=where) if value is None else value.detach().to(where).contiguous()
         )
         dist.broadcast(whole, src=0)
-        if isinstance(target, DTensor):
+        if isinstance(target, DTensor) and self.experts is not None and self.experts.holds(target):
+            every = TensorSlice((0,) * len(shape), shape)
+            target.to_local().copy_(whole[self.experts.tensor_slice(target).within(every)])
+        elif isinstance(target, DTensor):
             shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
             target.to_local().copy_(shard)
         else:
@@ -177,7 +193,8 @@ class ShardedModule:
     @property
     def layout(self) -> ShardedLayout:
         """Return the layout of the parameters on all ranks."""
-        return ShardedLayout(self.mesh.size(-1), self.mesh.size(0) if self.replicated else 1)
+        experts = 1 if self.experts is None else self.experts.size
+        return ShardedLayout(self.mesh.size(-1), self.mesh.size(0) if self.replicated else 1, experts)
 
     @property
     def replica(self) -> int:
@@ -186,12 +203,20 @@ class ShardedModule:
 
     def tensor_slice(self, tensor: DTensor) -> TensorSlice:
         """Return the elements of a parameter that are on this rank: FSDP2 cuts the first dimension as `torch.chunk`."""
+        if self.experts is not None and self.experts.holds(tensor):
+            return self.experts.tensor_slice(tensor)
         rows, shards, index = tensor.shape[0], self.mesh.size(-1), self.mesh.get_local_rank(self.mesh.ndim - 1)
         size = -(-rows // shards)
         begin, end = min(index * size, rows), min((index + 1) * size, rows)
         if not tensor.placements[-1].is_shard(0) or tuple(tensor.to_local().shape) != (end - begin, *tensor.shape[1:]):
             raise ModelError(f"a parameter has placements {tensor.placements}, and only rows can be exported")
         return TensorSlice((begin, *(0 for _ in tensor.shape[1:])), (end, *tensor.shape[1:]))
+
+    def full_tensor(self, tensor: DTensor) -> torch.Tensor:
+        """Return a whole parameter, or a whole tensor like it. All ranks call it together."""
+        if self.experts is not None and self.experts.holds(tensor):
+            return self.experts.full_tensor(tensor)
+        return tensor.full_tensor()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -200,8 +225,12 @@ class ShardedModule:
             for part in self._reshard:
                 part.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
                 part.unshard()  # type: ignore[operator]
+            if self.experts is not None:
+                self.experts.gather()
             yield self.module
         finally:
+            if self.experts is not None:
+                self.experts.release()
             for part, again in self._reshard.items():
                 part.reshard()  # type: ignore[operator]
                 part.set_reshard_after_forward(again, recurse=False)  # type: ignore[operator]

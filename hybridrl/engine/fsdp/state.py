@@ -15,6 +15,7 @@ from hybridrl.engine.fsdp.exported import Exported
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.offload import FSDPOffload
 from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.optim.meshes import by_mesh, total_norm
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, state_bytes
 from hybridrl.engine.saved_slices import SavedSlice
@@ -60,7 +61,7 @@ class FSDPState:
         self._settings, self._optim = settings, optim
         separate = sharded is None and compute_dtype != master_dtype
         self.masters = MasterWeights(module, compute_dtype) if separate else None
-        self.exported = Exported(module, self.masters, compute_dtype, adapter)
+        self.exported = Exported(module, self.masters, compute_dtype, adapter, sharded)
         self.trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: Any = None
@@ -132,13 +133,18 @@ class FSDPState:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients, over all ranks."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return total_norm(p.grad for p in self.trainable.values() if p.grad is not None)
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of parameters whose gradient on this rank is not finite."""
         gradients = ((name, p.grad) for name, p in self.trainable.items() if p.grad is not None)
         return [name for name, gradient in gradients if not bool(torch.isfinite(_local(gradient)).all())]
+
+    def divide_gradients(self, scale: float) -> None:
+        """Divide the gradients by the scale of the loss."""
+        for parameter in self.trainable.values():
+            if parameter.grad is not None:
+                _local(parameter.grad).div_(scale)
 
     def discard_gradients(self) -> None:
         """Forget gradients, also those of an interrupted backward pass."""
@@ -150,7 +156,8 @@ class FSDPState:
         """Clip by the norm, take a step of the optimizer and one of the schedule, and discard the gradients."""
         assert self.optimizer is not None
         if limit := self._optim.clip_grad:
-            torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), limit, norm)
+            for parameters in by_mesh(self.trainable.values()):
+                torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self.offload.wait_for_state()
         self.optimizer.step()
         self.schedule.step()

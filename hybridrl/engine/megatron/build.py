@@ -103,7 +103,8 @@ def dtype_of(engine: Any) -> torch.dtype:
     dtype = loading.resolve_dtype(engine.dtype, "megatron.dtype")
     if dtype == torch.float16:
         raise ModelError(
-            "float16 training needs loss scaling, which this engine does not support; set megatron.dtype to bfloat16"
+            "float16 training scales the loss, which strategy=megatron does not support: set megatron.dtype to "
+            "bfloat16, or train with strategy=fsdp2"
         )
     return dtype
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridrl.config.schema.choices import LR_SCHEDULERS
 from hybridrl.engine.optim import low_bit
+from hybridrl.engine.optim.meshes import by_mesh
 from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.errors import ModelError
 from hybridrl.utils import device
@@ -142,8 +143,9 @@ def _make(kind: Any, parameters: Sequence[torch.Tensor], optim: Any, overrides: 
             f"optimizer {optim.optimizer_impl}.{kind.__name__} does not accept {', '.join(unknown)} "
             "(see optim.override_optimizer_config); it accepts " + ", ".join(name for name in takes if name != "params")
         )
+    groups = by_mesh(parameters)  # fused kernels take parameters of one mesh
     try:
-        return kind(parameters, **arguments)
+        return kind(parameters if len(groups) == 1 else [{"params": group} for group in groups], **arguments)
     except (ValueError, TypeError) as error:
         raise ModelError(
             f"optimizer {optim.optimizer_impl}.{kind.__name__} refuses its settings: {error}; change "

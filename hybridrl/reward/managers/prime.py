@@ -13,5 +13,7 @@ class PrimeRewardManager(RewardManager):
     A sample that fails or takes too long follows `reward.on_error` and `algorithm.missing`; in verl it scores 0.
     """
 
+    every_score_is_accuracy = True
+
     def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
         return score, {"acc": score, **extra}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import mmap
 import os
 import pickle
@@ -112,10 +113,10 @@ def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell
     start = cell.begin(number)
     try:
         with _only_this_process(), cell.measured(number):
-            result = _checked(function(sample), function.how)
+            result = _checked(_settled(function(sample)), function.how)
     except BaseException as error:  # sys.exit() in a reward function is an error of that function, too
         result = _raised(error)
-    signal.alarm(0)  # of the function: it must not end the next call
+    _stop_timers()
     cell.end()
     return JobResults(number, [result], time.monotonic() - start)
 
@@ -127,7 +128,7 @@ def _score_batch(
     try:
         with _only_this_process(), cell.measured(number):
             value = function.batch(samples)
-            value = loop.wait(value) if loop is not None else value
+            value = loop.wait(value) if loop is not None else _settled(value)
         results = [
             Result("bad", text=str(score)) if isinstance(score, BadScore) else _result(score)
             for score in check_scores(value, len(samples), function.how.may_abstain)
@@ -136,9 +137,27 @@ def _score_batch(
         results = [Result("bad", text=str(error))]
     except BaseException as error:
         results = [_raised(error)]
-    signal.alarm(0)
+    _stop_timers()
     cell.end()
     return JobResults(number, results, time.monotonic() - start)
+
+
+def _settled(value: Any) -> Any:
+    """A result, waited for where a function that is not async itself returned an awaitable, as decorators do."""
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio
+
+    async def outer() -> Any:
+        return await value
+
+    return asyncio.run(outer())
+
+
+def _stop_timers() -> None:
+    """Stop those of the function that has returned: they must not end the next call."""
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from decimal import Decimal
+from fractions import Fraction
 
 from hybridrl.reward.score.relations import in_order_of_names, interval_of, is_interval
 from hybridrl.reward.score.work_limit import limited_work
@@ -24,6 +25,12 @@ _PERCENT = re.compile(
     r"^(?P<value>.*?[\d})])\s*(?:\\?%|(?:\\(?:text|mbox|mathrm)\{\s*)?(?:percent|per cent)\}?)\s*\.?$"
 )
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_POWER_OF_TEN = re.compile(r"(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))\\(?:times|cdot)10\^\{?(?P<exponent>[+-]?\d{1,3})\}?")
+#: digits below a bar repeat, and a single one below a dot
+_REPEATING = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>\d+)\.(?P<before>\d{0,50})\\(?:overline\{(?P<bar>\d{1,50})\}|dot\{(?P<dot>\d)\})"
+)
+_FRACTION = re.compile(r"(?P<sign>[+-]?)(?:\\frac\{)?(?P<top>\d{1,100})(?:\}\{|/)(?P<bottom>\d{1,100})\}?")
 _MIXED = re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s+(?P<top>\d+)\s*/\s*(?P<bottom>\d+)")
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNITS = re.compile(
@@ -150,6 +157,7 @@ def normalize(answer: str) -> str:
     text = re.sub(r"\^\s*\{?\\circ\}?", "", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(log\s*_\s*\d)\s+(?=\d)", r"\1", text)  # a base, and what it is the logarithm of
     text = re.sub(r"(?<=\d)\s+(?=\d)", "~", text)  # two numbers, not one
     text = re.sub(r"\s+", "", text).rstrip(".")
     return re.sub(r"(?<=\d)\.0+$", "", text)
@@ -241,7 +249,8 @@ def _same_value(answer: str, reference: str) -> bool:
         return True
     if _differ_in_case(ours, theirs):
         return False
-    if _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs) and Decimal(ours) == Decimal(theirs):
+    values = _value_of(ours), _value_of(theirs)
+    if None not in values and values[0] == values[1]:
         return True
     if max(ours.count(":"), theirs.count(":")) > 1:  # ratios of several numbers, whose order counts
         return False
@@ -250,6 +259,22 @@ def _same_value(answer: str, reference: str) -> bool:
     if _is_astronomic(answer):
         return False
     return _verify(_written_out(answer), _written_out(reference))
+
+
+def _value_of(text: str) -> Fraction | None:
+    """The exact value of a number, of one with a power of ten, or of one with digits that repeat; None for others."""
+    if _NUMBER.fullmatch(text):
+        return Fraction(text)
+    if (match := _POWER_OF_TEN.fullmatch(text)) is not None:
+        return Fraction(match["number"]) * Fraction(10) ** int(match["exponent"])
+    if (match := _REPEATING.fullmatch(text)) is not None:
+        before, repeated = match["before"], match["bar"] or match["dot"]
+        part = Fraction(int(repeated), 10 ** len(before) * (10 ** len(repeated) - 1))
+        value = Fraction(int(match["whole"])) + Fraction(int(before or 0), 10 ** len(before)) + part
+        return -value if match["sign"] == "-" else value
+    if (match := _FRACTION.fullmatch(text)) is not None and int(match["bottom"]):
+        return Fraction(int(match["sign"] + match["top"]), int(match["bottom"]))
+    return None
 
 
 def _same_writing(answer: str, reference: str) -> tuple[str, str]:

@@ -11,7 +11,9 @@ import contextlib
 import functools
 import json
 import math
+import re
 import secrets
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -156,16 +158,33 @@ def compute_score(
     return {"score": score, "acc": passed == count, "tests": count, "passed": passed, "fault": first}
 
 
+_PYTHON = ("python", "py", "python3")
+#: what begins and ends a block of code
+_FENCE = re.compile(r"`{3,}|^[ ]{0,3}~{3,}", re.MULTILINE)
+
+
 def program_of(solution_str: str) -> str | None:
-    """The last code block of a response (of those in Python, where there are any); None where there is none."""
-    parts = solution_str.split("```")
-    blocks = parts[1 : len(parts) - 1 : 2]  # without one that was cut off
-    named = [block for block in blocks if block.partition("\n")[0].strip().lower() in ("python", "py", "python3")]
-    for block in reversed(named or blocks):
+    """The last code block of a response (of those in Python, where there are any); None where there is none.
+
+    A block in a list is indented as a whole, and that of no text is none.
+    """
+    parts = _FENCE.split(solution_str)
+    numbers = range(1, len(parts) - 1, 2)  # without one that was cut off
+    blocks = [(parts[number], parts[number - 1].rpartition("\n")[2]) for number in numbers]
+    blocks = [(block, before) for block, before in blocks if block.strip() not in ("", *_PYTHON)]
+    named = [each for each in blocks if _language(each[0]) in _PYTHON]
+    for block, before in reversed(named or blocks):
         first, newline, rest = block.partition("\n")
         language = first.strip().replace("+", "")
-        return rest if newline and (not language or language.isalnum()) else block
+        if not newline or not (not language or language.isalnum() or _language(block) in _PYTHON):
+            return block
+        return textwrap.dedent(rest) if before.isspace() else rest
     return None
+
+
+def _language(block: str) -> str:
+    """The language that the first line of a block names, also beside attributes: `python title="a.py"`, `{python}`."""
+    return (block.partition("\n")[0].split() or [""])[0].strip("{}.").lower()
 
 
 def read_tests(ground_truth: Any) -> Tests:

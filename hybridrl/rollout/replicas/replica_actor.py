@@ -21,7 +21,7 @@ from hybridrl.notify import notify
 from hybridrl.processes.inherited import keep_exit_codes
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngine, create_inference_engine
 from hybridrl.rollout.parts import add_part, rest_of
-from hybridrl.rollout.request import Completion, PrefillRequest, Request
+from hybridrl.rollout.request import Completion, CompletionArrays, PrefillRequest, Request
 from hybridrl.rollout.request_images import ReceivedImages
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils import work_folder
@@ -171,12 +171,12 @@ class Replica:
                 self._busy_since = time.monotonic()
             self._tasks[request.id] = asyncio.create_task(self._answer(request))
 
-    async def collect(self, wait_s: float) -> list[Completion]:
+    async def collect(self, wait_s: float) -> list[CompletionArrays]:
         """Completions since the last call; waits up to `wait_s` for the first, and briefly for more."""
         if await self._await_done(1, wait_s):
             await self._await_done(max(1, len(self._tasks) // _GATHER_PART), _GATHER_S)
         completions, self._done = self._done, []
-        return completions
+        return [CompletionArrays.of(completion) for completion in completions]
 
     async def _await_done(self, count: int, wait_s: float) -> bool:
         """Wait for so many completions, or for the last one; False where none came in time."""

@@ -14,6 +14,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.replica_actor import Replica, ReplicaInfo, end_of_log
+from hybridrl.rollout.replicas.replica_number import ReplicaBounds
 from hybridrl.rollout.request import Request
 from hybridrl.utils import work_folder
 
@@ -22,13 +23,15 @@ class ReplicaState(Enum):
     """State of a replica.
 
     A replica goes from `DOWN` to `STARTING` when its devices' memory is available, to `EMPTY` when its engine runs, to
-    `READY` when it has weights, and back to `DOWN` when its process is lost.
+    `READY` when it has weights, and back to `DOWN` when its process is lost. It is `GONE` once its node is lost and the
+    number of replicas may change; a replica that joins takes its number.
     """
 
     DOWN = "down"
     STARTING = "starting"
     EMPTY = "empty"
     READY = "ready"
+    GONE = "gone"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class PoolSettings:
     Attributes:
         processes: number of processes of a replica's engine that hold weights.
         log_folder: where replicas' output goes; None leaves it to Ray.
+        bounds: of the number of replicas; None: it does not change.
     """
 
     engine_name: str
@@ -68,6 +72,7 @@ class PoolSettings:
     stuck_timeout_s: float = 300.0
     max_restarts: int = 3
     log_folder: Path | None = None
+    bounds: ReplicaBounds | None = None
 
 
 class ReplicaProcess(NamedTuple):
@@ -79,8 +84,8 @@ class ReplicaProcess(NamedTuple):
 
     def target(self, processes: int) -> UpdateTarget:
         """The target of weight updates."""
-        placement = self.replica.placement
-        return UpdateTarget(self.actor, self.incarnation, placement.node_id, placement.ranks, processes)
+        replica = self.replica
+        return UpdateTarget(self.actor, self.incarnation, replica.node_id, replica.placement.ranks, processes)
 
 
 @dataclass
@@ -101,11 +106,22 @@ class ReplicaHandle:
     collecting: Any = None
     health: Any = None
     health_asked: float = 0.0
+    is_new: bool = False  # joins the others, and has not generated yet
 
     @property
     def is_running(self) -> bool:
         """Whether its engine runs."""
         return self.state in (ReplicaState.EMPTY, ReplicaState.READY)
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of the node of its present process, or of the last one."""
+        return self.placement.node_id if self.info is None else self.info.node_id
+
+    @property
+    def node_ip(self) -> str:
+        """Address of that node, for messages."""
+        return self.node_id[:8] if self.info is None else self.info.node_ip
 
     def process(self) -> ReplicaProcess:
         """The current process."""

@@ -3,6 +3,9 @@
 One thread watches the replicas: it collects completions and asks for their health. Another sends the trainer's weights
 to restarted replicas, but only while the trainer keeps the weights of the last `update_weights`, that is until
 `release` or `weights_will_change`. After that a restarted replica waits for the next `update_weights`.
+
+Where the number of replicas may change (`PoolSettings.bounds`), one whose node is lost leaves for ever, and others join
+wherever Ray has room: they are started like a lost replica is restarted.
 """
 
 import logging
@@ -15,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from hybridrl.errors import RolloutError
+from hybridrl.errors import RolloutError, TooFewReplicasError
 from hybridrl.hybrid_engine.transports import UpdateTarget
 from hybridrl.notify import notify
 from hybridrl.rollout.replicas.replica_actor import ReplicaHealth, ReplicaInfo, end_of_log
@@ -26,8 +29,10 @@ from hybridrl.rollout.replicas.replica_handle import (
     ReplicaProcess,
     ReplicaState,
 )
+from hybridrl.rollout.replicas.replica_number import ReplicaNumber
+from hybridrl.rollout.replicas.replica_places import ReplicaPlaces
 from hybridrl.rollout.replicas.scheduler import Scheduler
-from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.rollout.request import MEMORY_TAGS, Request
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,9 @@ _COLLECT_S = 5.0
 _POLL_S = 0.5
 _HEALTH_EVERY_S = 10.0
 _CLOSE_S = 20.0
+_ADJUST_EVERY_S = 5.0
+_LOOK_AT_NODE_S = 2.0
+_NODE_NOTICED_S = 40.0  # Ray notices a lost node within its health checks: 5 of 3 s each, and as much before the first
 
 
 class Supervisor:
@@ -45,10 +53,12 @@ class Supervisor:
         placements: one per replica.
         send_weights: sends the trainer's present weights to these engines, and returns what `stream` reports; None
             where weights never change.
+        places: of replicas that join; needed with `settings.bounds`.
 
     Attributes:
         settings: as given.
-        replicas: one for each placement.
+        replicas: those of the placements, those that have joined, and those that are gone.
+        replicas_joined, replicas_left: number of replicas that have joined, and that are gone, so far.
         scheduler: takes requests, gets completions and the requests of lost replicas.
         version: of the weights of the last update; -1 before the first.
     """
@@ -58,9 +68,15 @@ class Supervisor:
         settings: PoolSettings,
         placements: Sequence[ReplicaPlacement],
         send_weights: Callable[[list[UpdateTarget]], Any] | None = None,
+        places: ReplicaPlaces | None = None,
     ) -> None:
         if not placements:
             raise ValueError("at least one replica is needed")
+        self._number = None if settings.bounds is None else ReplicaNumber(settings.bounds)
+        self._places = places
+        self._adjusted = 0.0
+        self._joining = False  # a place is about to become a replica
+        self.replicas_joined = self.replicas_left = 0
         self.version = -1
         self.settings = settings
         self.replicas = [ReplicaHandle(index, placement) for index, placement in enumerate(placements)]
@@ -73,7 +89,8 @@ class Supervisor:
         self._paused = False
         self._closed = threading.Event()
         self._update_seconds = 0.0
-        self._restarting = ThreadPoolExecutor(max_workers=len(placements), thread_name_prefix="replica-restart")
+        most = len(placements) if settings.bounds is None else settings.bounds.maximum
+        self._restarting = ThreadPoolExecutor(max_workers=most, thread_name_prefix="replica-restart")
         self._watcher = threading.Thread(target=self._watch, name="replica-watcher", daemon=True)
         self._sender = threading.Thread(target=self._send_to_restarted, name="replica-weights", daemon=True)
 
@@ -114,6 +131,8 @@ class Supervisor:
                 ray.kill(replica.actor)
         self.scheduler.fail(RolloutError("the rollout was closed"))
         self._restarting.shutdown(wait=False, cancel_futures=True)
+        if self._places is not None:
+            self._places.close()
 
     def _fail(self, problem: str, error: Exception) -> None:
         """End all requests for an error in a thread of this class; the log has its traceback."""
@@ -126,6 +145,7 @@ class Supervisor:
     def _watch(self) -> None:
         while not self._closed.is_set():
             try:
+                self._adjust_number()
                 self._poll()
             except Exception as error:
                 self._fail("watching the replicas failed", error)
@@ -186,6 +206,7 @@ class Supervisor:
             why: for messages.
         """
         replica = process.replica
+        has_node = self._has_node(replica)
         with self._lock:
             if self._closed.is_set() or replica.incarnation != process.incarnation:
                 return
@@ -193,6 +214,9 @@ class Supervisor:
             replica.incarnation = ""
             ray.kill(process.actor)  # it may be alive, hang, and hold what others wait for
             requests = self.scheduler.remove_from(replica)
+            if not has_node or replica.is_new:
+                self._leave(replica, requests, why, has_node)
+                return
             replica.failures += 1
             replica.restarts += 1
             limit = self.settings.max_restarts
@@ -208,6 +232,40 @@ class Supervisor:
             self.scheduler.run_again(replica, requests, why)
         notify(f"replica {replica.index}: {why}; {len(requests)} requests run again", "warning")
         self._restart_if_down(replica)
+
+    def _has_node(self, replica: ReplicaHandle) -> bool:
+        """Return whether the node of a lost replica lives.
+
+        A process ends before Ray notices that its node is lost. Where a failure of the replica would end the run, that
+        is waited for.
+        """
+        if self._places is None:
+            return True
+        ends_the_run = replica.failures >= self.settings.max_restarts and not replica.is_new
+        deadline = time.monotonic() + (_NODE_NOTICED_S if ends_the_run else 0)
+        while is_alive := self._places.is_alive(replica.node_id):
+            if time.monotonic() >= deadline or self._closed.wait(_POLL_S):
+                break
+        return is_alive
+
+    def _leave(self, replica: ReplicaHandle, requests: Sequence[Request], why: str, has_node: bool) -> None:
+        """Go on without a replica whose node is lost, or that could not join. The lock is held."""
+        assert self._places is not None and self._number is not None
+        replica.state = ReplicaState.GONE
+        self.replicas_left += not replica.is_new
+        if replica.is_new and has_node:
+            self._number.has_failed(time.monotonic())
+        self.scheduler.run_again(replica, requests, why, blameless=True)
+        remaining = [other for other in self.replicas if other.state is not ReplicaState.GONE]
+        group = replica.placement.placement_group
+        if not any(other.placement.placement_group == group for other in remaining):
+            self._places.remove(group)
+        cause = f"its node {replica.node_ip} is lost" if not has_node else f"it could not join: {why}"
+        notify(
+            f"replica {replica.index} has left, {len(requests)} requests run again, {len(remaining)} replicas remain "
+            f"(actor_rollout_ref.rollout.replicas.min={self._number.bounds.minimum}): {cause}",
+            "warning",
+        )
 
     def _restart_if_down(self, replica: ReplicaHandle) -> None:
         """Restart a replica that is down, unless training has the memory of its devices: then `resume` does."""
@@ -228,7 +286,7 @@ class Supervisor:
                     return
                 ref = replica.create(self.settings)
                 process = replica.process()
-            replica.wait_started(ref, self.settings.start_timeout_s)
+            self._wait_started(replica, ref)
             with self._lock:
                 replica.health_asked = time.monotonic()
                 replica.state = ReplicaState.EMPTY
@@ -243,12 +301,94 @@ class Supervisor:
         except Exception as error:
             self._fail(f"replica {replica.index} could not be restarted", error)
 
+    def _wait_started(self, replica: ReplicaHandle, ref: Any) -> None:
+        """Wait until a replica runs again; no longer than its node lives, if the run can go on without it."""
+        deadline = time.monotonic() + self.settings.start_timeout_s
+        while self._places is not None and time.monotonic() < deadline:
+            if ray.wait([ref], timeout=_LOOK_AT_NODE_S)[0]:
+                break
+            if not self._places.is_alive(replica.node_id):
+                raise RolloutError("its node was lost")
+        replica.wait_started(ref, deadline - time.monotonic())
+
     def _mark_ready(self, processes: Sequence[ReplicaProcess]) -> None:
         with self._lock:
             for process in processes:
-                if process.replica.incarnation == process.incarnation and process.replica.is_running:
-                    process.replica.state = ReplicaState.READY
+                replica = process.replica
+                if replica.incarnation == process.incarnation and replica.is_running:
+                    replica.state = ReplicaState.READY
+                    if replica.is_new:
+                        self._welcome(replica)
             self.scheduler.dispatch()
+
+    # ------------------------------------------------------------------ replicas that join
+
+    def _adjust_number(self) -> None:
+        """Have a replica join if there is room for it, and end the requests if there are too few for too long."""
+        now = time.monotonic()
+        if self._number is None or self._places is None or now - self._adjusted < _ADJUST_EVERY_S:
+            return
+        self._adjusted = now
+        with self._lock:
+            present = [replica for replica in self.replicas if replica.state is not ReplicaState.GONE]
+            starting = sum(replica.is_new and not replica.is_running for replica in present) + self._joining
+        bounds, serving = self._number.bounds, len(present) + self._joining - starting
+        if self._number.is_too_low(serving, starting, now):
+            error = TooFewReplicasError(
+                f"{serving} replicas are left, fewer than actor_rollout_ref.rollout.replicas.min={bounds.minimum} for "
+                f"more than {bounds.wait_s:g} s (replicas.wait_s), and no node with room for another has joined"
+            )
+            self.scheduler.fail(error)
+        # Before the first weights there is nothing to generate.
+        wants_more = self._number.wants_more(serving + starting, now) and self.version >= 0 and self._may_take_memory()
+        if not wants_more or self.scheduler.error is not None:
+            self._places.withdraw()
+        elif not self._places.is_requested:
+            self._places.request()
+        elif (group := self._places.take()) is not None:
+            self._joining = True
+            self._restarting.submit(self._join, group)
+
+    def _join(self, group: Any) -> None:
+        """Start a replica in a new place."""
+        assert self._places is not None and self._number is not None
+        try:
+            placement = self._places.placement_of(group)
+        except (RolloutError, RayError) as error:
+            notify(f"no replica joins, because the devices of its place were not found: {error}", "warning")
+            with self._lock:
+                self._number.has_failed(time.monotonic())
+                self._joining = False
+            self._places.remove(group)
+            return
+        except Exception as error:
+            self._fail("a replica could not join", error)
+            return
+        with self._lock:
+            if self._closed.is_set():
+                return
+            replica = next((replica for replica in self.replicas if replica.state is ReplicaState.GONE), None)
+            if replica is None:
+                replica = ReplicaHandle(len(self.replicas), placement)
+                self.replicas.append(replica)
+            replica.placement, replica.info, replica.failures = placement, None, 0
+            replica.is_new, replica.state = True, ReplicaState.DOWN
+            self._joining = False
+        self._restart_if_down(replica)
+
+    def _welcome(self, replica: ReplicaHandle) -> None:
+        """Note that a replica that has joined generates. The lock is held."""
+        assert self._number is not None
+        replica.is_new = False
+        self.replicas_joined += 1
+        self._number.has_joined()
+        present = sum(other.state is not ReplicaState.GONE for other in self.replicas)
+        notify(
+            f"replica {replica.index} has joined on node {replica.node_ip} with the weights of step {self.version}; "
+            f"there are {present} replicas (actor_rollout_ref.rollout.replicas.max={self._number.bounds.maximum})"
+        )
+
+    # ------------------------------------------------------------------ calls
 
     def _running(self) -> list[ReplicaProcess]:
         with self._lock:
@@ -294,8 +434,10 @@ class Supervisor:
             RolloutError: replicas cannot be kept alive.
         """
         with self._flow_lock:
-            if self.scheduler.error is not None:
-                raise self.scheduler.error
+            error = self.scheduler.error
+            # With too few replicas the step that ends now is kept: it has been trained. The next one has no responses.
+            if error is not None and not isinstance(error, TooFewReplicasError):
+                raise error
             self.version = version
             self._trainer_has_version = True
             return self._update(self._running())
@@ -425,11 +567,12 @@ class Supervisor:
             statistics = {
                 str(replica.index): {"restarts": float(replica.restarts), "in_flight": float(len(replica.in_flight))}
                 for replica in self.replicas
+                if replica.state is not ReplicaState.GONE
             }
         refs = [(process.replica, process.actor.stats.remote()) for process in self._running()]
         deadline = time.monotonic() + _CLOSE_S
         for replica, ref in refs:
-            values = statistics[str(replica.index)]
+            values = statistics.setdefault(str(replica.index), {})
             try:
                 values |= ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
             except RayError:  # just lost, or stuck; the watcher handles it

@@ -11,7 +11,8 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.replicas.balancer import Balancer
 from hybridrl.rollout.replicas.replica_actor import end_of_log
 from hybridrl.rollout.replicas.replica_handle import PoolSettings, ReplicaHandle, ReplicaState
-from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
+from hybridrl.rollout.request import TRAINING_PRIORITY, CompletionArrays, Request
+from hybridrl.utils.background import ended_by
 
 
 class Scheduler:
@@ -37,7 +38,7 @@ class Scheduler:
         room = config.max_num_seqs * config.data_parallel_size
         # The engine's queue never runs dry, and clients leave half of its places to training.
         self.balancer = Balancer(window=room + max(8, room // 4), client_window=max(1, room // 2))
-        self._futures: dict[str, Future[Completion]] = {}
+        self._futures: dict[str, Future[CompletionArrays]] = {}
         self._aborted: set[str] = set()
         self._losses: Counter[str] = Counter()  # how often a request's replica was lost
 
@@ -51,7 +52,7 @@ class Scheduler:
         """Number of requests that are not completed."""
         return len(self._futures)
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> list[Future[CompletionArrays]]:
         """Queue requests; replicas get them as they have room.
 
         Raises:
@@ -60,11 +61,11 @@ class Scheduler:
         with self._lock:
             if self.error is not None:
                 raise self.error
-            futures: list[Future[Completion]] = []
+            futures: list[Future[CompletionArrays]] = []
             for request in requests:
                 if request.id in self._futures:
                     raise ValueError(f"a request with id {request.id} is in flight already")
-                future: Future[Completion] = Future()
+                future: Future[CompletionArrays] = Future()
                 self._futures[request.id] = future
                 futures.append(future)
             self.balancer.add(requests)
@@ -73,9 +74,9 @@ class Scheduler:
         return futures
 
     def generate(
-        self, requests: Sequence[Request], done: Callable[[int, Completion], None] | None = None
-    ) -> list[Completion]:
-        """A completion of each request, in their order.
+        self, requests: Sequence[Request], done: Callable[[int, CompletionArrays], None] | None = None
+    ) -> list[CompletionArrays]:
+        """A completion of each request, in their order. They end early where nobody waits for the calling thread.
 
         Args:
             done: is called with the number of a request and its completion as soon as that is there, in any thread.
@@ -88,7 +89,8 @@ class Scheduler:
         if done is not None:
             for number, future in enumerate(futures):
                 future.add_done_callback(partial(_report, done, number))
-        completions = [future.result() for future in futures]
+        with ended_by(partial(self.abort, [request.id for request in requests])):
+            completions = [future.result() for future in futures]
         for completion in completions:
             if completion.finish_reason == "error":
                 raise RolloutError(f"request {completion.id} failed: {completion.error}")
@@ -109,7 +111,7 @@ class Scheduler:
             replica.in_flight |= {request.id: request for request in requests}
             replica.submitted = replica.actor.submit.remote([_sent(request) for request in requests])
 
-    def collect(self, replica: ReplicaHandle, completions: Sequence[Completion]) -> None:
+    def collect(self, replica: ReplicaHandle, completions: Sequence[CompletionArrays]) -> None:
         """Complete the requests that a replica has answered."""
         with self._lock:
             if completions:
@@ -119,7 +121,7 @@ class Scheduler:
                     self._complete(completion)
             self.dispatch()
 
-    def _complete(self, completion: Completion) -> None:
+    def _complete(self, completion: CompletionArrays) -> None:
         self._aborted.discard(completion.id)
         del self._losses[completion.id]
         future = self._futures.pop(completion.id, None)
@@ -135,7 +137,7 @@ class Scheduler:
             self.balancer.add(request for request in waiting if request.id not in request_ids)
             for request in waiting:
                 if request.id in request_ids:
-                    self._complete(Completion(request.id, [], [], "abort"))
+                    self._complete(CompletionArrays.empty(request.id, "abort"))
             for replica in self._replicas:
                 here = sorted(replica.in_flight.keys() & request_ids)
                 if here:
@@ -148,17 +150,22 @@ class Scheduler:
         self.balancer.forget(replica.index)
         return requests
 
-    def run_again(self, replica: ReplicaHandle, requests: Sequence[Request], why: str) -> None:
-        """Queue lost requests before the others; one that was lost too often is given up. The lock is held."""
+    def run_again(self, replica: ReplicaHandle, requests: Sequence[Request], why: str, blameless: bool = False) -> None:
+        """Queue lost requests before the others; one that was lost too often is given up. The lock is held.
+
+        Args:
+            blameless: the node was lost, which no request can have caused.
+        """
         limit = self._settings.max_restarts
-        self._losses.update(request.id for request in requests)
+        if not blameless:
+            self._losses.update(request.id for request in requests)
         for request in requests:
             if request.id in self._aborted:
-                self._complete(Completion(request.id, [], [], "abort"))
+                self._complete(CompletionArrays.empty(request.id, "abort"))
             elif self._losses[request.id] > limit:  # it may be what ends the replicas
                 times = self._losses[request.id]
                 fault = f"its replica was lost {times} times (rollout.max_restarts={limit}); the last time {why}"
-                self._complete(Completion(request.id, [], [], "error", error=fault + end_of_log(replica.log_file)))
+                self._complete(CompletionArrays.empty(request.id, "error", fault + end_of_log(replica.log_file)))
         self.balancer.add([request for request in requests if request.id in self._futures], first=True)
         self.dispatch()  # to the other replicas
 
@@ -180,7 +187,7 @@ class Scheduler:
         return peak
 
 
-def _report(done: Callable[[int, Completion], None], number: int, future: Future[Completion]) -> None:
+def _report(done: Callable[[int, CompletionArrays], None], number: int, future: Future[CompletionArrays]) -> None:
     """Pass on the completion of a request, if it has one."""
     if not future.cancelled() and future.exception() is None and future.result().finish_reason != "error":
         done(number, future.result())

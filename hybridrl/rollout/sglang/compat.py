@@ -118,7 +118,7 @@ def use_stand_ins() -> None:
 def dtype_of(spec: EngineSpec) -> str:
     """Return the dtype of the model's computation."""
     dtype = spec.config.dtype
-    return dtype if dtype != "auto" else ("bfloat16" if spec.devices else "float32")
+    return dtype if dtype != "auto" else (device.half_name() if spec.devices else "float32")
 
 
 def arguments(spec: EngineSpec) -> dict[str, Any]:

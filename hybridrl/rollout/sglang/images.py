@@ -19,10 +19,8 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.model_config import config_of
 from hybridrl.models.vision import RotaryPositions, is_vision_model, offset_after
+from hybridrl.models.vision_families import vision_family
 from hybridrl.rollout.request_images import PromptImages, check_interleaved, split_images
-
-#: numbers of a patch, by model type; SGLang takes patches of another size for embeddings of tokens
-_PATCH_NUMBERS = {"qwen2_5_vl": 1176}
 
 
 def check_images(config: RolloutConfig, model: ModelConfig) -> None:
@@ -37,7 +35,7 @@ def check_images(config: RolloutConfig, model: ModelConfig) -> None:
     check_interleaved(reader, model.path, "SGLang")
     vision = reader.vision_config
     numbers = vision.patch_size**2 * vision.temporal_patch_size * getattr(vision, "in_channels", 3)
-    if numbers != (readable := _PATCH_NUMBERS.get(reader.model_type, numbers)):
+    if numbers != (readable := vision_family(reader).sglang_patch_numbers or numbers):
         raise RolloutError(
             f"{model.path}: its patches have {numbers} numbers (vision_config of its config.json), and SGLang reads "
             f"patches of {readable} alone (patch_size=14); set actor_rollout_ref.rollout.name=vllm or hf"

@@ -35,6 +35,7 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat, leftovers, prefill
 from hybridrl.rollout.vllm.images import ImageInputs, check_images
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
+from hybridrl.utils import device
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -85,7 +86,7 @@ class VLLMEngine(InferenceEngine):
     def _dtype(self) -> str:
         """The data type that the model computes in."""
         dtype = self.spec.config.dtype
-        return dtype if dtype != "auto" else ("bfloat16" if self.spec.devices else "float32")
+        return dtype if dtype != "auto" else (device.half_name() if self.spec.devices else "float32")
 
     @property
     def _processes(self) -> int:

@@ -33,15 +33,9 @@ from hybridrl.models.vision import (
     offset_after,
     tokens_per_image,
 )
-from hybridrl.models.vision_families import vision_family
+from hybridrl.models.vision_families import FAMILIES, vision_family
 from hybridrl.rollout.request_images import PromptImages, check_interleaved
 from hybridrl.utils.stand_ins import gpu_packages
-
-#: the classes of vLLM that compute the models of `hybridrl.models.vision_families`
-_CLASSES = {
-    "qwen2_5_vl": ("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": ("vllm.model_executor.models.qwen3_vl", "Qwen3VLForConditionalGeneration"),
-}
 
 
 def check_images(config: RolloutConfig, model: ModelConfig) -> None:
@@ -54,6 +48,11 @@ def check_images(config: RolloutConfig, model: ModelConfig) -> None:
     if not is_vision_model(reader):
         return
     check_interleaved(reader, model.path, "vLLM")
+    if vision_family(reader).vllm_class is None:
+        raise RolloutError(
+            f"{model.path}: the family of model_type={reader.model_type} names no class of vLLM (vllm_class of "
+            "register_vision_family); set actor_rollout_ref.rollout.name=hf"
+        )
     if model.adapted and config.lora_transfer == "adapter":
         raise RolloutError(
             f"actor_rollout_ref.rollout.lora_transfer=adapter: {model.path} is a vision-language model, and vLLM would "
@@ -213,7 +212,7 @@ def _replace_processor(model_type: str) -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    module, name = _CLASSES[model_type]
+    module, name = FAMILIES[model_type].vllm_class or ("", "")  # `check_images` refuses families without one
     with torchvision_or_stand_in():
         model_class = getattr(importlib.import_module(module), name)
     ModelRegistry.register_model(name, model_class)  # vLLM would import the module again, in a process of its own

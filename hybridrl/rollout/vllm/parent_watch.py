@@ -33,7 +33,9 @@ def end_with_owner() -> None:
         os._exit(1)
 
     def watch() -> None:
-        select.select([owners_end], [], [])
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(owners_end, select.POLLIN)
+        poll.poll()
         try:
             if core is not None:
                 with contextlib.suppress(ProcessLookupError):

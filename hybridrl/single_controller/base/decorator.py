@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from hybridrl.protocol import DataProto, DataProtoFuture, concat_tensordict
+from hybridrl.protocol.fields import declare_stage, stages_by_field
 from hybridrl.single_controller.base.padding import CollectUnpadded, Padding, pad_to_divisor, unpad_output
 
 # Attribute of the function that holds how the method was registered.
@@ -424,6 +425,9 @@ def register(
     execute_mode: Any = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
+    *,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a worker method callable on the whole worker group.
 
@@ -434,6 +438,9 @@ def register(
         blocking: whether the group's method waits for the outputs. Otherwise it returns at once with a
             `DataProtoFuture`, or with a `PendingOutputs` if the mode collects a list. Both have `get()`.
         materialize_futures: whether a `DataProtoFuture` argument is fetched in the worker before the method runs.
+        reads: fields that the first batch among the arguments must have. A call without one of them is refused before
+            anything is sent (`MissingFieldError`), with the stage that should have written it.
+        writes: all fields that the result may have.
     """
     mode = _checked_mode(dispatch_mode)
     if not isinstance(execute_mode, Execute):
@@ -441,8 +448,10 @@ def register(
     if mode is Dispatch.RANK_ZERO:
         execute_mode = Execute.RANK_ZERO
     attributes = {"dispatch_mode": mode, "execute_mode": execute_mode, "blocking": blocking}
+    attributes |= {"reads": tuple(reads), "writes": tuple(writes)}
 
     def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+        declare_stage(func.__qualname__, [name for name in writes if name not in stages_by_field()])
         if inspect.iscoroutinefunction(func):
 
             @functools.wraps(func)

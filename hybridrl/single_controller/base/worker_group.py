@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tensordict import TensorDict
+
 from hybridrl.notify import notify
+from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.protocol.fields import check_fields
 from hybridrl.single_controller.base.decorator import (
     MAGIC_ATTR,
     PADDING_KEY,
@@ -82,7 +86,10 @@ class ClassWithInitArgs:
 class GroupMethod:
     """A worker method as a method of the group: dispatch, run on the ranks, collect."""
 
-    __slots__ = ("__name__", "__wrapped__", "blocking", "collect_fn", "dispatch_fn", "group", "name", "rank_zero")
+    __slots__ = (
+        *("__name__", "__wrapped__", "blocking", "collect_fn", "dispatch_fn", "group", "name", "rank_zero"),
+        *("reads", "writes"),
+    )
 
     def __init__(self, group: WorkerGroup, method: Callable[..., Any], name: str) -> None:
         registered = getattr(method, MAGIC_ATTR)
@@ -93,16 +100,45 @@ class GroupMethod:
         self.collect_fn = mode.collect_fn
         self.blocking = registered["blocking"]
         self.rank_zero = registered["execute_mode"] is Execute.RANK_ZERO
+        self.reads: tuple[str, ...] = registered.get("reads", ())
+        self.writes: tuple[str, ...] = registered.get("writes", ())
         self.__name__ = name
         self.__wrapped__ = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.reads:
+            self._check_reads(args, kwargs)
         args, kwargs = self.dispatch_fn(self.group, *args, **kwargs)
         padding = kwargs.pop(PADDING_KEY, None)
-        return self.group.run_method(self, args, kwargs, padding)
+        result = self.group.run_method(self, args, kwargs, padding)
+        if self.writes and isinstance(result, DataProtoFuture):
+            result.fields = frozenset(self.writes)
+        return result
+
+    def _check_reads(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a batch that lacks what the method reads, before anything is sent.
+
+        Raises:
+            MissingFieldError: see `hybridrl.protocol.fields.check_fields`.
+        """
+        for batch in (*args, *kwargs.values()):
+            fields = _fields_of(batch)
+            if fields is not None:
+                check_fields(self.__wrapped__.__qualname__, self.reads, fields)
+                return
 
     def __repr__(self) -> str:
         return f"<worker method {self.name} on {self.group!r}>"
+
+
+def _fields_of(batch: Any) -> Collection[str] | None:
+    """The fields of a batch; None for anything else, and for a future whose fields nobody declares."""
+    if isinstance(batch, DataProtoFuture):
+        return batch.fields
+    if isinstance(batch, DataProto):
+        tensors = () if batch.batch is None else batch.batch.keys()
+        return {*map(str, tensors), *batch.non_tensor_batch}
+    return set(map(str, batch.keys())) if isinstance(batch, TensorDict) else None
 
 
 def registered_methods(cls: type) -> list[str]:

@@ -8,6 +8,7 @@ without a copy. An entry leaves the store when the controller's images do.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -72,5 +73,6 @@ def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def _replaced(batch: DataProto, entries: list[Any]) -> DataProto:
-    columns = {**batch.non_tensor_batch, MULTI_MODAL_INPUTS: object_array(entries)}
-    return DataProto(batch=batch.batch, non_tensor_batch=columns, meta_info=batch.meta_info)
+    replaced = copy.copy(batch)
+    replaced.non_tensor_batch[MULTI_MODAL_INPUTS] = object_array(entries)
+    return replaced

@@ -10,6 +10,7 @@ import ray
 import torch
 
 from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.protocol.packed import PackedProto
 
 # Up to this size an argument is sent inside the call itself, as Ray does by default. Measured on two workers, a put
 # pays off from 200 KB on.
@@ -58,7 +59,9 @@ def _bytes(value: Any, depth: int) -> int:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.size * 64 if isinstance(value, np.ndarray) and value.dtype.hasobject else int(value.nbytes)
     if isinstance(value, DataProto):
-        tensors = 0 if value.batch is None else sum(_bytes(tensor, 0) for tensor in value.batch.values())
+        tensors = value.packed_bytes if isinstance(value, PackedProto) else None
+        if tensors is None:
+            tensors = 0 if value.batch is None else sum(_bytes(tensor, 0) for tensor in value.batch.values())
         return (
             tensors
             + sum(_bytes(array, 0) for array in value.non_tensor_batch.values())

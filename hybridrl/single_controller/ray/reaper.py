@@ -2,8 +2,8 @@
 
 Ray's processes end with the process that started them, but two helpers on each node first look for the dead cluster
 for a minute. This script runs next to the controller and reads its raylet's id from its standard input. If that closes
-without a dismissal, the controller is gone, and the remaining processes that the raylet started are ended. The script
-imports only the standard library, so that it starts in milliseconds.
+without a dismissal, the controller is gone, and the remaining processes that the raylet and its workers started are
+ended. The script imports only the standard library, so that it starts in milliseconds.
 """
 
 import contextlib
@@ -36,6 +36,34 @@ def children_of(raylets: set[str]) -> dict[str, str]:
     """Return the start time of each process that one of the raylets started, by its id."""
     stats = {pid: stat_of(pid) for pid in os.listdir("/proc") if pid.isdigit()}
     return {pid: begun for pid, (parent, _, begun) in stats.items() if parent in raylets}
+
+
+def orphans_of_workers(raylets: set[str]) -> set[str]:
+    """Return the ids of what workers of the raylets started, and of these workers as far as they run.
+
+    A worker that began a moment ago may never have been seen below its raylet. What it started has the raylet's id in
+    its environment. What has left its worker's process group, as a daemon does, is not returned.
+    """
+    marks = {f"RAY_RAYLET_PID={pid}".encode() for pid in raylets}
+    orphans: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        group = stat_of(pid)[1]
+        if group and not marks.isdisjoint(_words_of(pid, "environ")):
+            leader = _words_of(group, "cmdline")[0]
+            if leader.startswith(b"ray::"):
+                orphans |= {pid, group}
+            elif not leader:  # it is gone
+                orphans.add(pid)
+    return orphans
+
+
+def _words_of(pid: str, file: str) -> list[bytes]:
+    """Read the words of a process' command or environment; an empty one where it is gone or another user's."""
+    try:
+        with open(f"/proc/{pid}/{file}", "rb") as opened:
+            return opened.read().split(b"\0")
+    except OSError:
+        return [b""]
 
 
 class Reaper:
@@ -90,10 +118,11 @@ def main() -> None:
             raylets.update(text.split())
         watched = children_of(raylets) or watched
     time.sleep(_PATIENCE_S)
+    orphans = orphans_of_workers(raylets)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         _, group, begun = stat_of(pid)
         # A worker leads a process group, in which its children are found even if the worker itself is gone.
-        if watched.get(pid) == begun or group in watched:
+        if watched.get(pid) == begun or group in watched or pid in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(pid), signal.SIGKILL)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hybridrl.errors import UserError, WorkerError
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.single_controller.ray import init_ray, shutdown_ray
 from hybridrl.trainer.certify.certified_runs import SAVED_STEP, STEPS, CertifiedRun, Incident
+from hybridrl.trainer.ppo.ledger import GroupState
+from hybridrl.trainer.ppo.ledger_journal import JOURNAL, read_journal
 
 _REWARD = '''"""Scores a response by the share of its early letters, so that random weights learn something."""
 
@@ -28,6 +31,7 @@ _REWARD = '''"""Scores a response by the share of its early letters, so that ran
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(char < "m" for char in solution_str) / max(len(solution_str), 1)
 '''
+_PROMPTS = 4  # of a step
 _PLACES = 4  # of Ray: a training process or two, and replicas
 
 
@@ -76,7 +80,7 @@ def run_words(folder: Path, model: Path, run: CertifiedRun) -> list[str]:
         f"data.train_files={folder / 'data' / 'train.parquet'}",
         f"reward.custom_reward_function.path={folder / 'early_letters.py'}",
         "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=4",
+        f"data.train_batch_size={_PROMPTS}",
         "data.max_prompt_length=64",
         "data.max_response_length=6",
         "actor_rollout_ref.rollout.n=3",
@@ -88,6 +92,7 @@ def run_words(folder: Path, model: Path, run: CertifiedRun) -> list[str]:
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED_STEP}",
         "trainer.record=True",
+        "trainer.journal=True",
         f"trainer.default_local_dir={run_folder(folder, run.name)}",
         *run.words,
     ]
@@ -133,6 +138,7 @@ def certify(
             try:
                 with redirect_stdout(output), redirect_stderr(output):
                     _carry_out(run, folder, path, python)
+                _check_journal(run, folder)
             except (UserError, WorkerError) as fault:
                 error = str(fault).splitlines()[0]
             if not error and run.reference is not None and rows[run.reference].error:
@@ -150,7 +156,11 @@ def _carry_out(run: CertifiedRun, folder: Path, model: Path, python: str) -> Non
         _run_until_killed(words, folder, python)
     if run.incident is Incident.REPLAYED:
         assert run.reference is not None
-        words += ["trainer.record=False", f"trainer.replay={run_folder(folder, run.reference)}"]
+        words += [
+            "trainer.record=False",
+            "trainer.journal=False",
+            f"trainer.replay={run_folder(folder, run.reference)}",
+        ]
     with started_trainer(load_config("ppo_trainer", words)) as trainer:
         if run.incident is Incident.REPLICA_LOST:
             assert isinstance(trainer.rollout, ReplicatedRollout)
@@ -164,6 +174,19 @@ def _carry_out(run: CertifiedRun, folder: Path, model: Path, python: str) -> Non
 
             trainer.learner.on_weights_change.append(lose)
         trainer.fit()
+
+
+def _check_journal(run: CertifiedRun, folder: Path) -> None:
+    """Read the journal of a run's ledger: each prompt was trained on once or is void.
+
+    Raises:
+        UserError: it was not, or the steps had other numbers of prompts.
+    """
+    if run.incident is Incident.REPLAYED:
+        return  # it has no ledger of its own
+    states = Counter(read_journal(run_folder(folder, run.name) / JOURNAL).states.values())
+    if (trained := states[GroupState.RELEASED]) != STEPS * _PROMPTS or states[GroupState.TAKEN]:
+        raise UserError(f"{trained} prompts were trained on in {STEPS} steps of {_PROMPTS}: {dict(states)}")
 
 
 def _run_until_killed(words: Sequence[str], folder: Path, python: str) -> None:

@@ -18,6 +18,7 @@ from hybridrl.models.model_config import config_of
 from hybridrl.models.work import Work, work_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen
+from hybridrl.protocol.packed import PackedProto
 from hybridrl.utils.seqlen_balancing import LINEAR_WORK, calculate_workload, get_seqlen_balanced_partitions
 from hybridrl.workers.losses import SEQUENCE_IDS, SEQUENCE_TOKENS
 from hybridrl.workers.update_plan import MiniBatch
@@ -108,13 +109,14 @@ def sequence_work(model: ModelConfig) -> Work | None:
     return work_of(config) if has_attention else Work()
 
 
-def _workload(batch: DataProto, work: Work | None) -> list[int]:
+def _workload(attention_mask: torch.Tensor, work: Work | None) -> list[int]:
     """The work for each row, in arbitrary units; None is the work of a 7B model."""
-    lengths = batch.batch["attention_mask"].sum(dim=1)
+    lengths = attention_mask.sum(dim=1)
     if work is None:
         return [int(each) for each in calculate_workload(lengths).tolist()]
     unit = max(1, work.per_token // LINEAR_WORK)  # keeps sums within 64 bits
-    return [work.of(length) // unit for length in lengths.tolist()]
+    of_length = {length: work.of(length) // unit for length in set(lengths.tolist())}
+    return [of_length[length] for length in lengths.tolist()]
 
 
 def balanced_order(
@@ -126,7 +128,7 @@ def balanced_order(
         families: for each row what it belongs to; see `split_rows`.
         work: what a sequence costs the model; None: a model with 7B parameters.
     """
-    parts = split_rows(_workload(batch, work), ranks, families)
+    parts = split_rows(_workload(batch.batch["attention_mask"], work), ranks, families)
     return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
 
 
@@ -197,7 +199,7 @@ def spread_over_ranks(
     copies of its first row. The copies have an empty `response_mask`, so they add nothing to any loss.
 
     Args:
-        batch: padded; see `padded_batch`.
+        batch: padded; see `padded_batch`. It may be packed, and what is returned is.
         mini_batches: the rows of each mini-batch.
         dp_size: number of shards, `WorkerGroup.dp_size`.
         seeds: seed of each mini-batch; None means 0 for all.
@@ -214,16 +216,18 @@ def spread_over_ranks(
     Raises:
         ValueError: the batch is jagged.
     """
-    if any(tensor.is_nested for tensor in _tensors(batch).values()):
+    is_packed = isinstance(batch, PackedProto) and batch.is_packed
+    if not is_packed and any(tensor.is_nested for tensor in _tensors(batch).values()):
         raise ValueError("spread_over_ranks was given a jagged batch; pass padded_batch(batch)")
-    tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
-    sequence_of = np.arange(len(batch)) if sessions is None else np.unique(sessions, return_inverse=True)[1]
+    packed = PackedProto.of(batch)
+    tokens_of = packed.field("response_mask").sum(dim=1).numpy()
+    sequence_of = np.arange(len(packed)) if sessions is None else np.unique(sessions, return_inverse=True)[1]
     if sessions is not None:
         tokens = np.bincount(sequence_of, weights=tokens_of).astype(np.int64)
-        batch = batch.select()
-        batch.batch[SEQUENCE_IDS] = torch.from_numpy(sequence_of)
-        batch.batch[SEQUENCE_TOKENS] = torch.from_numpy(tokens[sequence_of])
-    workload = np.asarray(_workload(batch, work), dtype=np.int64)
+        packed = packed.select()
+        packed.set_field(SEQUENCE_IDS, torch.from_numpy(sequence_of))
+        packed.set_field(SEQUENCE_TOKENS, torch.from_numpy(tokens[sequence_of]))
+    workload = np.asarray(_workload(packed.field("attention_mask"), work), dtype=np.int64)
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     is_copy: list[list[bool]] = [[] for _ in range(dp_size)]
     planned = []
@@ -244,9 +248,9 @@ def spread_over_ranks(
                 seed=0 if seeds is None else seeds[number],
             )
         )
-    spread = batch.select_idxs(np.asarray([row for shard in shards for row in shard]))
+    spread = packed.select_idxs(np.asarray([row for shard in shards for row in shard]))
     copies = torch.tensor([flag for flags in is_copy for flag in flags])
     if bool(copies.any()):
-        mask = spread.batch["response_mask"]
-        spread.batch["response_mask"] = torch.where(copies[:, None], torch.zeros_like(mask), mask)
+        mask = spread.field("response_mask")
+        spread.set_field("response_mask", torch.where(copies[:, None], torch.zeros_like(mask), mask))
     return spread, tuple(planned)

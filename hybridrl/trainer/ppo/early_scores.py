@@ -24,7 +24,7 @@ from hybridrl.rollout.trajectory import Trajectory
 
 _FinishedQueue: TypeAlias = queue.SimpleQueue[Sequence[Trajectory] | None]
 #: the tokens and the score of each trajectory, by its sample and its place in the session
-_Submitted: TypeAlias = Mapping[tuple[SampleName, int], tuple[Sequence[int], Future[RowScore]]]
+_Submitted: TypeAlias = Mapping[tuple[SampleName, int], tuple[list[int], Future[RowScore]]]
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def _submit_finished(
     manager: RewardManager, prompts: DataProto, finished: _FinishedQueue, submitted: Future[_Submitted]
 ) -> None:
     """Hand over trajectories as they finish, until None; those that finish together are handed over at once."""
-    scores: dict[tuple[SampleName, int], tuple[Sequence[int], Future[RowScore]]] = {}
+    scores: dict[tuple[SampleName, int], tuple[list[int], Future[RowScore]]] = {}
     ended = False
     try:
         row_of = {name: row for row, name in enumerate(sample_names(prompts))}
@@ -115,7 +115,7 @@ def _submit_finished(
             for trajectory, future in zip(
                 trajectories, _submitted(manager, prompts.non_tensor_batch, rows, trajectories), strict=True
             ):
-                scores[_name_of(trajectory), trajectory.turn] = trajectory.token_ids, future
+                scores[_name_of(trajectory), trajectory.turn] = np.asarray(trajectory.token_ids).tolist(), future
         submitted.set_result(scores)
     except BaseException as error:
         submitted.set_exception(error)
@@ -132,7 +132,7 @@ def _submitted(
         name: object_array([column[row] for row in rows]) for name, column in columns.items() if name not in own
     }
     return manager.submit_responses(
-        responses_of([list(trajectory.token_ids) for trajectory in trajectories], own | of_prompts)
+        responses_of([np.asarray(trajectory.token_ids).tolist() for trajectory in trajectories], own | of_prompts)
     )
 
 
@@ -161,7 +161,7 @@ def _futures(batch: DataProto, submitted: _Submitted) -> list[Future[RowScore] |
     futures: list[Future[RowScore] | None] = []
     for row, name in enumerate(sample_names(batch)):
         token_ids, future = submitted.get((name, 0 if turns is None else int(turns[row])), (None, None))
-        same = token_ids is not None and list(token_ids) == responses[row][: lengths[row]]
+        same = token_ids is not None and token_ids == responses[row][: lengths[row]]
         futures.append(future if same else None)
     return futures
 

@@ -150,9 +150,10 @@ class Feeder(Generic[P, R]):
         """Wait until nothing is in flight.
 
         Raises:
-            BaseException: what `draw` or `answer` raised.
+            BaseException: what `draw` or `answer` raised, now or since the last wait. A step that trained in spite of
+                it would leave the lot to the next weights.
         """
-        while self._lots:
+        while self._lots or self._error is not None:
             await self._change()
 
     def wake(self) -> None:

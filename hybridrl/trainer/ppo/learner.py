@@ -19,7 +19,9 @@ from hybridrl.errors import AlgorithmError, RolloutError
 from hybridrl.models.prefix_tree import WORTHWHILE_SHARE, share_saved
 from hybridrl.models.work import Work
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.fields import check_fields
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
+from hybridrl.protocol.packed import PackedProto
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
@@ -152,14 +154,17 @@ class Learner:
         passes = [(spec, each) for spec in self.roles for each in spec.passes if each.needed(self.needs)]
         # Engines on devices of other roles answer before the models there begin, whose memory they need.
         passes.sort(key=lambda pair: not getattr(self.groups[pair[0].name], "blocking", False))
-        inputs = _inputs(batch, [name for _, each in passes for name in each.optional])
-        inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
+        inputs, back, metrics = self._balanced(
+            _inputs(batch, [name for _, each in passes for name in each.optional]),
+            self._families(batch, ROLES[POLICY]),
+        )
         inputs.meta_info["ref_kl"] = self.needs.ref_kl
         pending = []
         for spec, each in passes:
             with timer.phase(each.phase):
                 call = getattr(self.groups[spec.name], each.method)
-                pending.append((each.phase, call(_inputs(inputs, each.optional))))
+                names = [name for name in _input_names(each.optional) if name in inputs.tensor_names()]
+                pending.append((each.phase, call(inputs.select(names))))
         for phase, future in pending:
             with timer.phase(phase):
                 result = future.get()
@@ -206,16 +211,16 @@ class Learner:
 
     def _balanced(
         self, inputs: DataProto, families: np.ndarray | None
-    ) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
-        """Return the rows in balanced order, the inverse order (None if nothing was reordered), and metrics."""
+    ) -> tuple[PackedProto, torch.Tensor | None, dict[str, float]]:
+        """Return the packed rows in balanced order, the inverse order (None: they keep theirs), and metrics."""
         ranks = self.policy.dp_size(ROLES[POLICY].mesh)
         if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
-            return inputs, None, {}
+            return PackedProto.of(inputs), None, {}
         order = balanced_order(inputs, ranks, families, self._work(ROLES[POLICY]))
         lengths = inputs.batch["attention_mask"].sum(dim=1)
         shards = [shard.tolist() for shard in order.chunk(ranks)]
         metrics = log_seqlen_unbalance(lengths.tolist(), shards, prefix="global_seqlen")
-        return inputs.select_idxs(order), torch.argsort(order), metrics
+        return PackedProto.of(inputs).select_idxs(order), torch.argsort(order), metrics
 
     def probe_adapter(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
         """With LoRA, until it is proven: check on a few rows that the sampler used the adapter; see `AdapterProbe`.
@@ -350,6 +355,7 @@ class Learner:
                 f"the role {spec.name} learns from one response per sample, and an agent loop returned several "
                 "trajectories for a session; return one, or leave the role out"
             )
+        check_fields(f"{spec.name}.{update.method}", fields, set(map(str, batch.batch.keys())))
         epochs = list(
             epochs_of_mini_batches(
                 objects.get(SLOT, objects["uid"]),
@@ -363,11 +369,12 @@ class Learner:
         if TRAINED_MASK in batch.batch.keys():
             inputs.batch["response_mask"] = batch.batch[TRAINED_MASK]
         inputs.batch[ROW_IDS] = torch.arange(len(batch))
+        packed = PackedProto.of(inputs)
         seed, families = partial(seed_of, settings.data_loader_seed, self.step), self._families(batch, spec)
         for epoch, mini_batches in enumerate(epochs):
             seeds = [seed(epoch, number) for number in range(len(mini_batches))]
             spread, planned = spread_over_ranks(
-                inputs,
+                packed,
                 mini_batches,
                 dp_size,
                 seeds,
@@ -417,10 +424,15 @@ class Learner:
 
 def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
     """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
-    further = dict.fromkeys([*OPTIONAL_INPUTS, *optional])
-    fields = [*MODEL_INPUTS, *(name for name in further if name in batch.batch.keys())]
+    check_fields("each model of the run", MODEL_INPUTS, set(map(str, batch.batch.keys())))
+    fields = [name for name in _input_names(optional) if name in MODEL_INPUTS or name in batch.batch.keys()]
     meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
     return batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=meta)
+
+
+def _input_names(optional: Sequence[str]) -> list[str]:
+    """The names of `MODEL_INPUTS`, and of the further fields that a batch may have."""
+    return [*MODEL_INPUTS, *dict.fromkeys([*OPTIONAL_INPUTS, *optional])]
 
 
 def _images(batch: DataProto) -> list[str]:

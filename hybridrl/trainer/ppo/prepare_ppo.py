@@ -4,11 +4,12 @@ The user's modules, tokenizer, data, reward function and sampling, and the check
 while Ray and the worker processes start.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
-from hybridrl.config.roles import POLICY, active_roles, pool_of, pools_of
+from hybridrl.config.roles import POLICY, RoleSpec, active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
@@ -43,25 +44,44 @@ def prepare(
     """
     model = config.actor_rollout_ref.model
     import_external_lib(model.external_lib)  # estimators run here; losses, engines and model classes in other processes
-    check_loggers(config.trainer.logger)
-    check_algorithm(config)
+    for check in checks_without_model(config):
+        check()
     tokenizer = tokenizer_of(model)
-    identity = checked_identity(model, tokenizer)
-    _check_images(config)
-    _check_tokenizers(config, tokenizer)
-    check_models(config)
-    check_kl_form(config)
-    check_teachers(config, tokenizer)
-    check_judge_model(config)
+    for check in checks_of_models(config, tokenizer):
+        check()
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
-        trainer = _with_data(config, tokenizer, reward, role_worker_mapping, resource_pool_manager, identity)
+        train, val = read_data(config, tokenizer)
+        trainer = trainer_of(config, tokenizer, reward, (train, val), role_worker_mapping, resource_pool_manager)
         trainer.run.look_for_checkpoint()
         return trainer
     except BaseException:
         reward.close()
         raise
+
+
+def checks_without_model(config: PPOTrainerConfig) -> tuple[Callable[[], object], ...]:
+    """Return the checks of a run that read no file of a model; each raises a `UserError`, whatever the others do."""
+    return partial(check_loggers, config.trainer.logger), partial(check_algorithm, config)
+
+
+def checks_of_models(
+    config: PPOTrainerConfig, tokenizer: Any, *, weights: bool = True
+) -> Iterator[Callable[[], object]]:
+    """Yield the checks of settings against the models that they name, which do not depend on each other either.
+
+    Args:
+        weights: whether the files of weights are on this machine.
+    """
+    yield partial(checked_identity, config.actor_rollout_ref.model, tokenizer)
+    yield partial(_check_images, config)
+    yield partial(_check_tokenizers, config, tokenizer)
+    yield from _checks_of_engines(config, weights)
+    yield partial(check_router_replay, config)
+    yield partial(check_kl_form, config)
+    yield partial(check_teachers, config, tokenizer)
+    yield partial(check_judge_model, config)
 
 
 def check_rollout(config: PPOTrainerConfig, manager: ResourcePoolManager) -> None:
@@ -71,10 +91,24 @@ def check_rollout(config: PPOTrainerConfig, manager: ResourcePoolManager) -> Non
         manager: knows whether the slots of the pools are GPUs. Only the cluster does: this process may be on a node
             without.
     """
-    policy, placement = config.actor_rollout_ref, config.placement
+    for check in checks_of_rollout(config, lambda role: manager.get_resource_pool(role).use_gpu):
+        check()
+
+
+def checks_of_rollout(config: PPOTrainerConfig, on_gpu: Callable[[str], bool | None]) -> Iterator[Callable[[], object]]:
+    """Yield the checks of engines that generate and that serve fixed models.
+
+    Args:
+        on_gpu: returns whether the slots of a role are GPUs; None: whether this machine has one.
+    """
     for spec in active_roles(config):
-        check_served(spec.served(config), manager.get_resource_pool(spec.name).use_gpu)
-    name = resolve_rollout(policy, manager.get_resource_pool(POLICY).use_gpu)
+        yield partial(check_served, spec.served(config), bool(on_gpu(spec.name)))
+    yield partial(_check_generation, config, on_gpu(POLICY))
+
+
+def _check_generation(config: PPOTrainerConfig, on_gpu: bool | None) -> None:
+    policy, placement = config.actor_rollout_ref, config.placement
+    name = resolve_rollout(policy, on_gpu)
     if name != policy.rollout.name:
         notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
     if INFERENCE_ENGINES.metadata(name).in_place:
@@ -110,20 +144,29 @@ def check_models(config: PPOTrainerConfig) -> None:
 
 def check_engines(config: PPOTrainerConfig) -> None:
     """Refuse settings of training engines that do not fit their processes or models, and models without weights."""
+    for check in _checks_of_engines(config):
+        check()
+
+
+def _checks_of_engines(config: PPOTrainerConfig, weights: bool = True) -> Iterator[Callable[[], object]]:
+    """Yield the checks of the training engine of each role."""
     for spec in active_roles(config):
-        settings, whole = spec.settings_of(config), spec.config_of(config)
-        model = getattr(whole, "model", None)
+        settings, model = spec.settings_of(config), getattr(spec.config_of(config), "model", None)
         if hasattr(settings, "strategy") and isinstance(model, ModelConfig) and not spec.served(config):
             pool = pool_of(spec, config)
             if pool is not None:  # without one, `resource_pools` refuses the role
                 ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)
                 saved = settings.checkpoint if spec.saved is not None else None
-                check_engine(spec.where, settings, model, ranks, optim, saved)
+                yield partial(check_engine, spec.where, settings, model, ranks, optim, saved, weights=weights)
                 if spec.passes or spec.update is not None:  # others read conversations
-                    rollout = config.actor_rollout_ref.rollout
-                    tokens = rollout.prompt_length + rollout.response_length
-                    subject = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
-                    check_length(config_of(model), tokens, subject)
+                    yield partial(_check_role_length, spec, model, config)
+
+
+def _check_role_length(spec: RoleSpec, model: ModelConfig, config: PPOTrainerConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    tokens = rollout.prompt_length + rollout.response_length
+    subject = f"{spec.where}: {model.path} with data.max_prompt_length + data.max_response_length"
+    check_length(config_of(model), tokens, subject)
 
 
 def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:
@@ -141,21 +184,38 @@ def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:
             check_same_tokenizer(frozen, tokenizer, spec.where, path=key)
 
 
-def _with_data(
+def read_data(config: PPOTrainerConfig, tokenizer: Any, rows: int | None = None) -> tuple[Any, Any]:
+    """Return the training data and those of validation; the latter are None if there are none.
+
+    Args:
+        rows: at most so many rows of either; None: as the settings say.
+    """
+    data = config.data
+    processor = processor_of(config.actor_rollout_ref.model, data.mm_processor_kwargs)
+
+    def read(files: list[str], most: int, key: str) -> Any:
+        count = most if rows is None else rows if most < 0 else min(rows, most)
+        return create_rl_dataset(files, data, tokenizer, count, key, processor)
+
+    train = read(data.train_files, data.train_max_samples, "data.train_files")
+    return train, read(data.val_files, data.val_max_samples, "data.val_files") if data.val_files else None
+
+
+def trainer_of(
     config: PPOTrainerConfig,
     tokenizer: Any,
     reward: RewardManager,
-    role_worker_mapping: Mapping[str, Any] | None,
-    resource_pool_manager: ResourcePoolManager | None,
-    identity: Mapping[str, Any],
+    data: tuple[Any, Any],
+    role_worker_mapping: Mapping[str, Any] | None = None,
+    resource_pool_manager: ResourcePoolManager | None = None,
 ) -> RayPPOTrainer:
-    """Read the data while the processes of the reward function start."""
-    data = config.data
-    processor = processor_of(config.actor_rollout_ref.model, data.mm_processor_kwargs)
-    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, "data.train_files", processor)
-    val = None
-    if data.val_files:
-        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files", processor)
+    """Return the trainer of these data, after checking that the roles and the reward function can read them.
+
+    Args:
+        reward: has been started, so that its processes started while the data were read.
+        data: see `read_data`.
+    """
+    train, val = data
     check_rows(train, config)
     reward.check(train, val)
     if config.reward.runs_functions and reward.takes_ground_truth:
@@ -170,5 +230,5 @@ def _with_data(
         reward_fn=reward,
         train_dataset=train,
         val_dataset=val,
-        identity=identity,
+        identity=checked_identity(config.actor_rollout_ref.model, tokenizer),
     )

@@ -7,30 +7,59 @@ settings, processes and first weights it ends with the same weights.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+from hybridrl.config import as_dict
+from hybridrl.config.convert import show
+from hybridrl.config.differences import leaves
+from hybridrl.config.entry_mappings import idle_settings
+from hybridrl.config.places import place_of
+from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.errors import UserError
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
+from hybridrl.trainer.experiment import changed_keys, definition_of
 from hybridrl.trainer.ppo.sampler import Sampler, ScoredBatch
+from hybridrl.utils.files import write_text
 
 RECORDING = "recording"
 _DUMPS = "~/.hybridrl/rollout_dump"
-_OWNER = "settings.json"
+_ORIGIN, _BATCHES = "origin.json", "step_*.safetensors"
+_ROLLOUT = "actor_rollout_ref.rollout."
+#: what makes batches: settings that take part by what they name (`hybridrl.trainer.experiment`)
+_MAKING = ("data.", "reward.", "roles.", "actor_rollout_ref.model.", _ROLLOUT)
+#: and those that take part by their values
+_DECIDING = (
+    "data.",
+    *(f"{_ROLLOUT}{name}" for name in ("temperature", "top_k", "top_p", "do_sample", "ignore_eos", "stop", "seed")),
+    "algorithm.filter_groups.",
+)
+#: but these, of validation, or of how data are read
+_ELSEWHERE = (
+    *(f"data.{name}" for name in ("val_", "validation_", "dataloader_num_workers", "filter_overlong_prompts_workers")),
+)
 _STEP_RESULTS = "recorded"  # in the meta_info of the file: metrics and names of columns
 
 
 class Recorder:
-    """Writes the scored batch of each step.
+    """Writes the scored batch of each step, and what made these batches.
 
     Args:
         folder: of the run.
+        config: of the run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: PPOTrainerConfig) -> None:
         self.folder = folder / RECORDING
+        self._config = config
+        self._has_begun = False
 
     def write(self, step: int, sampled: ScoredBatch) -> None:
         """Write the batch of a step, in place of an earlier one of this step. Errors are those of `write_batch`."""
+        if not self._has_begun:
+            write_origin(self.folder, self._config)
+            self._has_begun = True
         write_batch(self.folder, step, sampled)
 
 
@@ -92,32 +121,54 @@ def stored_batches_of(config: PPOTrainerConfig) -> Path:
 
 
 def check_stored_batches(config: PPOTrainerConfig) -> None:
-    """Check that stored batches are those of this run's model and data, and note both where nothing is stored yet.
+    """Check that stored batches were made as this run would make them. Note how, where nothing is stored yet.
 
     Raises:
-        UserError: they are another's.
+        UserError: they were made from other data, with another model or sampling, or with another reward.
     """
     folder = stored_batches_of(config)
-    model = config.actor_rollout_ref.model
-    owner = {
-        "actor_rollout_ref.model.path": model.path,
-        "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path,
-        "data.train_files": list(config.data.train_files),
-    }
-    file = folder / _OWNER
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(owner, indent=1), encoding="utf-8")
+    dumps = f"skip.rollout.dump_dir={config.skip.rollout.dump_dir or _DUMPS}"
+    if not (folder / _ORIGIN).exists():
+        if any(folder.glob(_BATCHES)):
+            raise UserError(f"{dumps}: {folder} has batches, and no {_ORIGIN} that says how they were made. Delete it")
+        write_origin(folder, config)
         return
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    for key, value in owner.items():
-        if stored.get(key) != value:
-            dumps = config.skip.rollout.dump_dir or _DUMPS
-            raise UserError(
-                f"skip.rollout.dump_dir={dumps}: the batches in {folder} were stored with "
-                f"{key}={stored.get(key)}, and this run has {key}={value}. Set another trainer.experiment_name or "
-                "dump_dir, or delete that folder"
-            )
+    if changes := _changes_since(folder, config):
+        raise UserError(
+            f"{dumps}: the batches in {folder} were stored with another {', another '.join(changes)}. Set another "
+            "trainer.experiment_name or dump_dir, or delete that folder"
+        )
+
+
+def write_origin(folder: Path, config: PPOTrainerConfig) -> None:
+    """Note what makes the batches of a run: data, model, sampling and reward, files by their contents."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / _ORIGIN, json.dumps(_origin_of(config), indent=1))
+
+
+def _origin_of(config: PPOTrainerConfig) -> dict[str, Any]:
+    without_effect = (*_ELSEWHERE, *idle_settings(config))
+    settings = {
+        key: value
+        for key, value in leaves(as_dict(config), set(declared(type(config))))
+        if key.startswith(_DECIDING) and not key.startswith(without_effect) and place_of(type(config), key) is None
+    }
+    return {"settings": settings, "definition": definition_of(config)}
+
+
+def _changes_since(folder: Path, config: PPOTrainerConfig) -> list[str]:
+    """Return the settings that made other batches of those in a folder; none if it does not say how they were made."""
+    file = folder / _ORIGIN
+    if not file.exists():
+        return []
+    origin, now = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(_origin_of(config)))
+    keys = [key for key in changed_keys(origin["definition"], now["definition"]) if key.startswith(_MAKING)]
+    before, after = origin["settings"], now["settings"]
+    keys += [key for key in before if key in after and before[key] != after[key]]
+    return [
+        f"{key} ({show(before[key])}, now {show(after[key])})" if key in before and key in after else key
+        for key in dict.fromkeys(keys)
+    ]
 
 
 def write_batch(folder: Path, step: int, sampled: ScoredBatch) -> None:
@@ -144,22 +195,31 @@ def read_batch(folder: Path, step: int) -> ScoredBatch:
     return ScoredBatch(batch, dict(results["metrics"]), {}, tuple(results["reward_columns"]), probe)
 
 
-def check_recording(replay: str, steps: int) -> None:
-    """Check that a recording has the batches of all steps.
+def check_recording(config: PPOTrainerConfig, steps: int) -> None:
+    """Check that the recording of `trainer.replay` has the batches of all steps.
+
+    Settings that would make other batches have no effect. A notice names them.
 
     Args:
-        replay: `trainer.replay`.
-        steps: of the run that reads them.
+        config: of the run that reads them.
+        steps: of that run.
 
     Raises:
         UserError: names the first step that is missing.
     """
+    replay = str(config.trainer.replay)
     folder = recording_of(replay)
     missing = next((step for step in range(1, steps + 1) if not _batch_file(folder, step).exists()), None)
     if missing is not None:
         raise UserError(
             f"trainer.replay={replay}: {folder} has no batch of step {missing}, and this run has {steps} steps. Record "
             f"a run with trainer.record=True, or set trainer.total_training_steps={missing - 1 or 1}"
+        )
+    if changes := _changes_since(folder, config):
+        notify(
+            f"trainer.replay={replay}: tokens and scores are those of the recording, which was made with another "
+            f"{', another '.join(changes)}",
+            "warning",
         )
 
 

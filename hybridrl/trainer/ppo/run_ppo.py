@@ -13,6 +13,7 @@ from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.hub_upload import open_repository, upload_result
 from hybridrl.trainer.own_folder import settle_folder
+from hybridrl.trainer.planning import with_plan
 from hybridrl.trainer.ppo.role_groups import resource_pools, spawn_worker_groups
 from hybridrl.trainer.startup import depends_on_model, workers_starting
 
@@ -30,6 +31,7 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | N
         ConfigError: `validate` finds faults in the configuration.
     """
     validate(config)
+    config = with_plan(config)
     open_repository(config.trainer.hub)
     result = _fit(config, role_worker_mapping)
     upload_result(config.trainer.hub, result, str(ROLES[POLICY].saved))
@@ -59,6 +61,9 @@ def started_trainer(
     Workers, rollout and reward function end with the block. Arguments and errors are those of `run_ppo`.
     """
     validate(config)
+    if config is not (planned := with_plan(config)):
+        config = planned
+        validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
     if depends_on_model(config):
         from hybridrl.trainer.ppo.prepare_ppo import check_models

@@ -36,6 +36,7 @@ from hybridrl.trainer.ppo.early_scores import EarlyScores, scored_early
 from hybridrl.trainer.ppo.episode import EpisodeBatch, counts_of, merged
 from hybridrl.trainer.ppo.feeder import Feeder, Lot, LotResult, TakenGroups
 from hybridrl.trainer.ppo.ledger import AdmissionSchedule, Group, GroupState, Ledger
+from hybridrl.trainer.ppo.ledger_journal import JOURNAL, LedgerJournal
 from hybridrl.trainer.ppo.lot_report import LotReport, filter_metrics, merged_metrics, summed_seconds
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.missing import MissingPolicy
@@ -149,8 +150,10 @@ class Sampler:
             prompts, mode.staleness, mode.window, loader.batch_size, max_age=None if oldest is None else oldest - 1
         )
         self.total_steps: int | None = None
+        folder = Path(config.trainer.default_local_dir)
+        self._journal = LedgerJournal(folder / JOURNAL) if config.trainer.journal else None
         self._feeder: Feeder[DrawnPrompts, None] = Feeder(
-            Ledger(schedule), self._draw, self._answer, mode.drain, self._awaits_weights, self.enough
+            Ledger(schedule, self._journal), self._draw, self._answer, mode.drain, self.awaits_weights, self.enough
         )
         self._loop = BackgroundLoop("sampler")  # of the feeder; lots are answered in threads of their own
         self.is_out = False
@@ -242,7 +245,7 @@ class Sampler:
         finally:
             looking.cancel()
 
-    def _awaits_weights(self) -> bool:
+    def awaits_weights(self) -> bool:
         """Return whether every replica was lost since training began, and restarts without weights."""
         states = [] if self.rollout.in_place else self.rollout.health()
         return bool(states) and ReplicaState.READY.value not in states
@@ -480,6 +483,7 @@ class Sampler:
             "reward_columns": list(self.reward_columns),
             "missing": self.missing_statistics.state(),
             "ledger": self._feeder.ledger.state(),
+            "journal_bytes": 0 if self._journal is None else self._journal.size,
             "inflight": [[group.seq for group in lot.groups] for lot in lots],
             "reports": {str(seq): report.state() for seq, report in self._feeder.reports().items()},
         }
@@ -510,6 +514,8 @@ class Sampler:
         ]
         reports = {int(seq): LotReport.from_state(report) for seq, report in state.get("reports", {}).items()}
         self._loop.call(self._feeder.restore, ledger, lots, dict.fromkeys(ready), reports)
+        if self._journal is not None:
+            self._journal.resume(state.get("journal_bytes", 0), self._feeder.ledger)
 
     def close(self) -> None:
         """End what is in flight, and the thread of the feeder."""

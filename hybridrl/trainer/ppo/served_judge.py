@@ -20,6 +20,7 @@ from hybridrl.models.model_config import checked_source, config_of
 from hybridrl.models.rendering import rendered
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
+from hybridrl.reward.judge import JudgeAnswer
 from hybridrl.reward.scorers import JudgeScorer, judges_in
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.request import Request, request_number
@@ -64,7 +65,7 @@ class ServedJudge(ServedRole):
         finally:
             self._give_back(supervisor)
 
-    async def answer(self, judge: JudgeConfig, messages: list[dict[str, str]]) -> tuple[str, float]:
+    async def answer(self, judge: JudgeConfig, messages: list[dict[str, str]]) -> JudgeAnswer:
         """Answer a conversation.
 
         Args:
@@ -93,7 +94,8 @@ class ServedJudge(ServedRole):
             where = f"{self.models[0].where}.max_model_len"
             detail = f"the judge gave no answer: {why}. Questions and answers may have {self._longest} tokens ({where})"
             raise UnscoredError(Reason.INFRA, detail)
-        return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)), self._seconds_since(started)
+        text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        return JudgeAnswer(text, self._seconds_since(started), completion.finish_reason == "length")
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

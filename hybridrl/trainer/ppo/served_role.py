@@ -27,7 +27,7 @@ from hybridrl.rollout.replicas.replica_handle import PoolSettings
 from hybridrl.rollout.replicas.replica_supervisor import Supervisor
 from hybridrl.rollout.request import (
     GREEDY_TOKEN,
-    Completion,
+    CompletionArrays,
     PrefillRequest,
     PromptLogprobs,
     Request,
@@ -152,7 +152,7 @@ class ServedRole:
             answer: makes the result of the findings of each model.
         """
         started = time.time()
-        futures: list[Sequence[Future[Completion]]] = []
+        futures: list[Sequence[Future[CompletionArrays]]] = []
         for supervisor, of_model in zip(self.supervisors, requests, strict=True):
             if self.blocking and of_model:
                 supervisor.resume()
@@ -319,7 +319,7 @@ def _request(prompt_ids: list[int], prefill: PrefillRequest) -> Request:
     return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, prefill=prefill)
 
 
-def _prompt_logprobs(model: ServedModel, completion: Completion) -> PromptLogprobs:
+def _prompt_logprobs(model: ServedModel, completion: CompletionArrays) -> PromptLogprobs:
     if completion.prompt_logprobs is None:
         why = completion.error or f"it ended with {completion.finish_reason}"
         raise RolloutError(

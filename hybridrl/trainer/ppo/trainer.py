@@ -6,7 +6,8 @@ replaces a phase in a subclass of `Sampler` or `Learner` (`sampler_class`, `lear
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.schema.profiler import RoleProfilerConfig
 from hybridrl.data import create_train_loader, create_val_loader
-from hybridrl.errors import DataError, RewardError, UserError
+from hybridrl.errors import DataError, RewardError, TooFewReplicasError, UserError
 from hybridrl.notify import notify
 from hybridrl.observe.step_metrics import (
     compute_data_metrics,
@@ -30,6 +31,7 @@ from hybridrl.serve import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.interrupt import StepAbandoned
 from hybridrl.trainer.memory_peaks import as_metrics, check_memory
+from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.health_checks import MISMATCH, HealthMonitor
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, pass_metrics, phase_peaks
@@ -41,7 +43,8 @@ from hybridrl.trainer.ppo.sampler import Sampler, ScoredBatch
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.served_judge import judges_of
 from hybridrl.trainer.ppo.validation import validate
-from hybridrl.trainer.run import TrainingRun
+from hybridrl.trainer.ppo.validation_lane import ValidationLane, ValidationResult
+from hybridrl.trainer.run import VALIDATION_SECONDS, TrainingRun
 from hybridrl.trainer.run_profiler import ProfiledRole, StepProfiler
 from hybridrl.trainer.utilization import Utilization
 
@@ -95,11 +98,12 @@ class RayPPOTrainer:
             check_backend(service)
         self.agents = create_agents(config, tokenizer, (train_dataset, val_dataset))
         self.health = HealthMonitor(config.trainer.health)
-        self.validation_failed = False  # of the step that is saved
+        self.lane: ValidationLane[ValidationResult] = ValidationLane()
+        self.owes_validation = False  # that of the step that is saved has not ended
         prompts_per_epoch = len(self.train_loader) * generated_at_once
         steps = total_training_steps(config, prompts_per_epoch)
         if config.trainer.replay is not None:
-            check_recording(config.trainer.replay, steps)
+            check_recording(config, steps)
         if config.skip.rollout.enable:
             check_stored_batches(config)
         self.groups: dict[str, RayWorkerGroup] = {}
@@ -172,7 +176,7 @@ class RayPPOTrainer:
             self.run.failed_batches,
         )
         self.sampler.total_steps = self.run.total_steps
-        self.recorder = Recorder(self.run.folder)
+        self.recorder = Recorder(self.run.folder, self.config)
 
     def _measured_roles(self) -> dict[str, Utilization]:
         """Return the measure of the updates of each role whose group can tell its device, by the role's name."""
@@ -250,14 +254,13 @@ class RayPPOTrainer:
         """
         result = None
         # What a second stop request abandons, it has saved the last complete step before (`keeping_progress`).
-        with self.run as run, suppress(StepAbandoned):
+        with self.run as run, closing(self.lane), suppress(StepAbandoned):
             resumed = self.restore()
             self.reshard()
-            # A checkpoint is written after its step's validation, unless that failed.
-            if self.config.trainer.val_only or not resumed or self.validation_failed:
+            if self.config.trainer.val_only or not resumed or self.owes_validation:
                 with run.abandonable():
                     self.validate_if_due()
-                self.validation_failed = False
+                self.owes_validation = False
             if self.config.trainer.val_only:
                 return None
             while not run.is_last:
@@ -269,15 +272,21 @@ class RayPPOTrainer:
                         self.recorder.write(run.step, sampled)
                     self.make_room()  # training needs the rollout's memory now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
+                    self.end_validation()  # of the step before: all its answers are by the weights of that step
                     self.sampler.before_publish()  # prompts that would be too old under the new weights
                     synced = self.reshard()  # training weights -> generation weights
                     self.train_loader.after_step(result.batch)  # a curriculum uses it to choose the next prompts
                     self.sampler.release()  # the rollout has the weights that were trained on the batch
+                self.report_validation()
                 metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})
                 self.watch(metrics)
                 with self.keeping_progress(validating=True), run.abandonable():
                     self.validate_if_due()
                 self.save_if_due()
+            with self.keeping_progress(validating=True), run.abandonable():
+                self.lane.wait()
+                self.report_validation()
+                self.lane.check()
             self.save_if_due()  # a stop request may arrive between the last save and the end of the loop
         return result
 
@@ -338,13 +347,13 @@ class RayPPOTrainer:
             samples.add(batch, batch.batch["token_level_scores"].sum(dim=-1).tolist(), extra)
             if dumped:
                 samples.write(run.rollout_folder, run.step)
-            self._trace(samples, validate=False)
+            self._trace(samples, run.step, validate=False)
         return metrics
 
-    def _trace(self, samples: Samples, validate: bool) -> None:
+    def _trace(self, samples: Samples, step: int, validate: bool) -> None:
         """Send samples to the service of `rollout.trace`."""
         if self.run.traces is not None:
-            self.run.traces.send(samples.traced(self.run.traces.prompts), self.run.step, validate)
+            self.run.traces.send(samples.traced(self.run.traces.prompts), step, validate)
 
     def watch(self, metrics: Mapping[str, Any]) -> None:
         """Check the health of the run after a step, before its state is saved as good (`trainer.health`)."""
@@ -363,29 +372,74 @@ class RayPPOTrainer:
         self.run.checkpoints.go_back(self.health.good, self.learner.load)
         self.reshard()
 
+    # ------------------------------------------------------------------ validation
+
     def validate_if_due(self) -> None:
-        """Generate and score greedy answers (or sampled ones, by `rollout.val_kwargs`) to the validation prompts."""
+        """Generate and score greedy answers (or sampled ones, by `rollout.val_kwargs`) to the validation prompts.
+
+        With `trainer.v1.separate_async.background_validation` this only begins; the next step goes on beside it.
+
+        Raises:
+            UserError: the validation failed, or the one that ended next to this step.
+        """
+        self.lane.check()
         trainer, run = self.config.trainer, self.run
         due = trainer.val_before_train if run.step == 0 else run.due(trainer.test_freq)
-        if self.val_loader is None or not (due or trainer.val_only):
+        if self.val_loader is None or not (due or trainer.val_only or self.owes_validation):
             return
-        samples = Samples(self.tokenizer, trainer.dump_tokens)
-        rollout = self.config.actor_rollout_ref.rollout
-        with run.phase("testing"):
+        mode = trainer.v1
+        beside = mode.trainer_mode == "separate_async" and mode.separate_async.background_validation
+        self.owes_validation = False
+        if beside and not trainer.val_only and not run.is_last:
+            self.lane.start(run.step, partial(self._validate, run.step))
+        else:
+            self._log_validation(self._validate(run.step))
+
+    def _validate(self, step: int) -> ValidationResult:
+        assert self.val_loader is not None
+        timer = PhaseTimer(memory_advice())
+        samples = Samples(self.tokenizer, self.config.trainer.dump_tokens)
+        with timer.phase("testing"):
             metrics = validate(
                 self.val_loader,
                 self.rollout,
                 self.val_reward_fn,
-                rollout,
-                run.step,
+                self.config.actor_rollout_ref.rollout,
+                step,
                 samples,
                 self.sampler.missing,
                 self.scorer,
             )
-        samples.write(run.validation_folder, run.step)
-        self._trace(samples, validate=True)
-        run.tracking.log_generations(samples.rows(trainer.log_val_generations), step=run.step)
-        run.report(metrics | {"timing_s/testing": run.timing.pop("testing")})
+        return ValidationResult(step, samples, metrics, timer.seconds["testing"])
+
+    def end_validation(self) -> None:
+        """Wait for the end of the validation of the step before, because new weights are about to be sent.
+
+        It cannot end if every replica was lost, and need not after a second stop request. Then the present step's
+        weights are validated in its place.
+        """
+        step = self.lane.step
+        if step is None:
+            return
+        with self.run.phase("testing_wait"):
+            ended = self.lane.wait(lambda: self.run.abandons or self.sampler.awaits_weights())
+        if not ended:
+            reason = "the run stops" if self.run.abandons else "every replica was lost"
+            then = f"step {self.run.step} is validated in its place"
+            notify(f"the validation of step {step} is given up ({reason}); {then}", "warning")
+            self.owes_validation = True
+
+    def report_validation(self) -> None:
+        """Log the validation that has ended next to the step in progress. `lane.check` raises what went wrong in it."""
+        if (result := self.lane.take()) is not None:
+            self._log_validation(result)
+
+    def _log_validation(self, result: ValidationResult) -> None:
+        samples, run = result.samples, self.run
+        samples.write(run.validation_folder, result.step)
+        self._trace(samples, result.step, validate=True)
+        run.tracking.log_generations(samples.rows(self.config.trainer.log_val_generations), step=result.step)
+        run.report(result.metrics | {VALIDATION_SECONDS: result.seconds}, result.step)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -396,9 +450,10 @@ class RayPPOTrainer:
             self.learner.load(folder, state)
             self.sampler.load(folder, state)
             self.health.load_state_dict(state["health"], folder)
-            self.validation_failed = state.get("validation_failed", False)
+            self.owes_validation = state.get("owes_validation", False)
 
         resumed = self.run.restore(load)
+        self.owes_validation = self.owes_validation and not self.run.has_validated()  # it may have ended afterwards
         self.learner.step = self.sampler.step = self.run.step
         return resumed
 
@@ -411,12 +466,13 @@ class RayPPOTrainer:
         """Write a checkpoint into `folder`, and return the controller's state."""
         state = self.learner.save(folder) | self.sampler.save(folder)
         self.health.saved = self.run.checkpoints.store.folder(self.run.step)
-        return state | {"health": self.health.state_dict(), "validation_failed": self.validation_failed}
+        owed = self.owes_validation or self.lane.step is not None
+        return state | {"health": self.health.state_dict(), "owes_validation": owed}
 
     @contextmanager
     def keeping_progress(self, validating: bool = False) -> Iterator[None]:
-        """Save the last complete step if the reward function fails inside the block, or if a second stop request leaves
-        it; the sampler keeps the batch.
+        """Save the last complete step if the reward function fails inside the block, if there are too few replicas, or
+        if a second stop request leaves the block; the sampler keeps the batch.
 
         A resumed run answers the same prompts again.
 
@@ -426,13 +482,18 @@ class RayPPOTrainer:
         step = self.run.step
         try:
             yield
-        except (RewardError, StepAbandoned) as error:
+        except (RewardError, TooFewReplicasError, StepAbandoned) as error:
             self.run.abandon_step(step)
-            self.validation_failed = validating
+            self.owes_validation |= validating
             self.sampler.give_back()
             self.rollout.release(training=True)  # saving needs its memory, whatever is still in flight
             self.run.save(self._write)
             self.run.checkpoints.complete()
+            if self.run.outcome.checkpoint is not None and isinstance(error, TooFewReplicasError):
+                error.add_note(
+                    f"step {step}, the last complete one, is kept in {self.run.outcome.checkpoint}; to go on from "
+                    "there, run the same command again once there are nodes"
+                )
             if self.run.outcome.checkpoint is not None and isinstance(error, RewardError):
                 error.add_note(
                     f"step {step}, the last complete one, is kept in {self.run.outcome.checkpoint}; to go on from "

@@ -44,13 +44,16 @@ def validate(
         missing: says what becomes of samples without a score.
         scorer: adds the scores of roles; None: there are none.
 
+    Raises:
+        RolloutError: no sample has a reward, or the answers have tokens of several versions of the weights.
+
     Returns:
         `val-core/*` and `val-aux/*`, see `hybridrl.observe.validation_metrics`; and `val-aux/missing`, the share of
         samples without a score, if there are any.
     """
     scorer = scorer or Scorer({})
     columns: dict[str, None] = {}
-
+    versions: set[int] = set()
     count = left_out = 0
     for batch in prompts:
         episodes = EpisodeBatch(missing, repeat_for_sampling(batch, settings.val_kwargs.n))
@@ -60,6 +63,12 @@ def validate(
                 meta[ATTEMPT] = episodes.attempt
             with scored_early(reward_fn, rows) as scores:
                 answer = respond(rollout, rows, settings.temperature, scores.on_finished, **meta)
+                versions |= _versions_in(answer)
+                if len(versions) > 1:
+                    raise RolloutError(
+                        f"the validation of step {step} has tokens of the versions {sorted(versions)} of the weights, "
+                        "and measures none of them: no weights may be sent while it runs"
+                    )
             episodes.add(answer, scorer(scores, answer, PhaseTimer()) if len(answer) else None)
         columns |= dict.fromkeys(episodes.columns)
         count, left_out = count + len(episodes.prompts), left_out + episodes.left_out
@@ -76,3 +85,10 @@ def validate(
         raise RolloutError(f"validation: none of {count} samples has a reward; the warnings say why")
     metrics = validation_metrics(samples.sources, samples.uids, {**samples.extra, "reward": samples.scores})
     return metrics | ({"val-aux/missing": left_out / count} if left_out else {})
+
+
+def _versions_in(answer: DataProto) -> set[int]:
+    """The versions of the weights that generated the tokens of an answer; none if it does not tell."""
+    if not len(answer) or "weight_versions" not in answer.batch.keys():
+        return set()
+    return set(answer.batch["weight_versions"][answer.batch["response_mask"].bool()].unique().tolist())

@@ -1,5 +1,9 @@
 """Reads and checks tokenizer and data before a model is loaded, while Ray and the worker processes start."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from hybridrl.config import PairsDataConfig, SupervisedConfig
 from hybridrl.config.entry_settings import engine_settings
 from hybridrl.data import create_preference_dataset, create_sft_dataset
@@ -16,10 +20,14 @@ from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 from hybridrl.workers.objectives import Objective
 
 
-def check_training_engine(config: SupervisedConfig) -> None:
-    """Refuse settings of the training engine that do not fit the model."""
+def check_training_engine(config: SupervisedConfig, *, weights: bool = True) -> None:
+    """Refuse settings of the training engine that do not fit the model.
+
+    Args:
+        weights: whether the files of its weights are on this machine.
+    """
     ranks = sum(config.placement.pools[config.placement.roles["model"]])
-    check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint)
+    check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint, weights=weights)
 
 
 def prepare(config: SupervisedConfig) -> SupervisedTrainer:
@@ -28,12 +36,34 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
     Raises:
         UserError: a setting or file cannot work. No model has been loaded yet.
     """
-    data = config.data
     check_loggers(config.trainer.logger)
     tokenizer = tokenizer_of(config.model)
-    identity = checked_identity(config.model, tokenizer)
-    check_training_engine(config)
-    check_length(config_of(config.model), data.max_length, f"model.path={config.model.path} with data.max_length")
+    for check in checks_of_model(config, tokenizer):
+        check()
+    trainer = trainer_of(config, tokenizer, read_data(config, tokenizer))
+    trainer.run.look_for_checkpoint()
+    return trainer
+
+
+def checks_of_model(
+    config: SupervisedConfig, tokenizer: Any, *, weights: bool = True
+) -> tuple[Callable[[], object], ...]:
+    """Return the checks of settings against the model; each raises a `UserError`, whatever the others do.
+
+    Args:
+        weights: whether the files of its weights are on this machine.
+    """
+    subject = f"model.path={config.model.path} with data.max_length"
+    return (
+        partial(checked_identity, config.model, tokenizer),
+        partial(check_training_engine, config, weights=weights),
+        lambda: check_length(config_of(config.model), config.data.max_length, subject),
+        partial(_check_objective, config, tokenizer),
+    )
+
+
+def _check_objective(config: SupervisedConfig, tokenizer: object) -> None:
+    """Refuse models of which no reward model can be made."""
     engine_settings(config.engine, config.model.external_lib)  # registers the objectives of external_lib
     if Objective(config.objective.loss_type, config.objective).output == "values":
         if is_vision_model(config_of(config.model)):
@@ -43,29 +73,31 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
             )
         check_reward_model(config_of(config.model))
         _warn_of_padding(tokenizer)
+
+
+def read_data(config: SupervisedConfig, tokenizer: Any, rows: int | None = None) -> tuple[Any, Any]:
+    """Return the training data and those of validation; the latter are None if there are none.
+
+    Args:
+        rows: at most so many rows of either; None: as the settings say.
+    """
+    data = config.data
     processor = processor_of(config.model, data.mm_processor_kwargs)
-    create = create_preference_dataset if isinstance(data, PairsDataConfig) else create_sft_dataset
-    train = create(
-        data.train_files,
-        data,  # type: ignore[arg-type]
-        tokenizer,
-        data.train_max_samples,
-        key="data.train_files",
-        processor=processor,
-    )
-    val = None
-    if data.val_files:
-        val = create(
-            data.val_files,
-            data,  # type: ignore[arg-type]
-            tokenizer,
-            data.val_max_samples,
-            key="data.val_files",
-            processor=processor,
-        )
-    trainer = SupervisedTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
-    trainer.run.look_for_checkpoint()
-    return trainer
+    create: Any = create_preference_dataset if isinstance(data, PairsDataConfig) else create_sft_dataset
+
+    def read(files: list[str], most: int, key: str) -> Any:
+        count = most if rows is None else rows if most < 0 else min(rows, most)
+        return create(files, data, tokenizer, count, key=key, processor=processor)
+
+    train = read(data.train_files, data.train_max_samples, "data.train_files")
+    return train, read(data.val_files, data.val_max_samples, "data.val_files") if data.val_files else None
+
+
+def trainer_of(config: SupervisedConfig, tokenizer: Any, data: tuple[Any, Any]) -> SupervisedTrainer:
+    """Return the trainer of these data, see `read_data`."""
+    train, val = data
+    identity = checked_identity(config.model, tokenizer)
+    return SupervisedTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
 
 
 def _warn_of_padding(tokenizer: object) -> None:

@@ -1,0 +1,1 @@
+"""Settings of OpenRLHF's scripts, for `hybridrl import openrlhf` (docs/coming_from.md)."""

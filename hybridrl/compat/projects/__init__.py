@@ -1,0 +1,1 @@
+"""`hybridrl import`: projects whose scripts it reads, and the parts that they share."""

@@ -1,0 +1,1 @@
+"""Settings of slime's scripts, for `hybridrl import slime` (docs/coming_from.md)."""

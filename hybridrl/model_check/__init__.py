@@ -1,0 +1,1 @@
+"""Checks of a model before it is trained (`hybridrl check model`)."""
