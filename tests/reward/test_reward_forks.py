@@ -28,12 +28,13 @@ FUNCTIONS = {
         """,
     "process that is interrupted": """
         import multiprocessing, os, signal, time
-        def sleep():
-            try: time.sleep(1000)
+        def sleep(ready):
+            try: os.write(ready, b"."); time.sleep(1000)
             except KeyboardInterrupt: os._exit(15)
         def f(solution_str, ground_truth):
-            process = multiprocessing.get_context("fork").Process(target=sleep)
-            process.start(); time.sleep(0.1); os.kill(process.pid, signal.SIGINT); process.join()
+            read, write = os.pipe()
+            process = multiprocessing.get_context("fork").Process(target=sleep, args=(write,))
+            process.start(); os.read(read, 1); os.kill(process.pid, signal.SIGINT); process.join()
             return process.exitcode if process.exitcode == 15 else 0
         """,
     "pool": """
