@@ -42,6 +42,9 @@ class TrainingResult:
         checkpoint: the last checkpoint; None if there is none.
         model_path: the trained model in Hugging Face format, in the last checkpoint; None if there is none.
         history: for each step, its number as `step` and its metrics.
+        ended_early: it ended before the last step because its validations did not improve any more.
+        best_checkpoint: the best checkpoint by `best_metric`; None if there is none.
+        best_model_path: the model in it, in Hugging Face format; None if there is none.
     """
 
     folder: Path
@@ -50,11 +53,14 @@ class TrainingResult:
     checkpoint: Path | None
     model_path: Path | None
     history: list[dict[str, float]] = field(repr=False)
+    ended_early: bool = False
+    best_checkpoint: Path | None = None
+    best_model_path: Path | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done; otherwise the run was asked to stop (Ctrl-C, SIGTERM), and can be resumed."""
-        return self.step >= self.total_steps
+        """Whether nothing is left to train; if not, the run was asked to stop (Ctrl-C, SIGTERM), and can be resumed."""
+        return self.step >= self.total_steps or self.ended_early
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -249,16 +255,23 @@ class Trainer:
         for record in jsonl.read(outcome.folder / METRICS):
             numbers = {name: jsonl.number(value) for name, value in record.items()}
             steps.setdefault(record["step"], {}).update({k: v for k, v in numbers.items() if v is not None})
-        model = None if outcome.checkpoint is None else outcome.checkpoint / trained_part(self.program) / "hf_model"
         self.result = TrainingResult(
             folder=outcome.folder,
             step=outcome.step,
             total_steps=outcome.total_steps,
             checkpoint=outcome.checkpoint,
-            model_path=model if model is not None and model.is_dir() else None,
+            model_path=self._model_in(outcome.checkpoint),
             history=[steps[step] for step in sorted(steps)],
+            ended_early=outcome.ended_early,
+            best_checkpoint=outcome.best_checkpoint,
+            best_model_path=self._model_in(outcome.best_checkpoint),
         )
         return self.result
+
+    def _model_in(self, checkpoint: Path | None) -> Path | None:
+        """Return the folder of the trained model in a checkpoint; None if there is none."""
+        model = None if checkpoint is None else checkpoint / trained_part(self.program) / "hf_model"
+        return model if model is not None and model.is_dir() else None
 
 
 def trained_part(program: str) -> str:
