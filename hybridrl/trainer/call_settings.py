@@ -143,6 +143,7 @@ class PolicySettings(TypedDict, total=False):
     lr_scheduler_type: Any
     lr_warmup_steps: int
     lr_warmup_steps_ratio: float
+    m2_threshold: float
     machine: int | None
     mark: str | None
     match: str
