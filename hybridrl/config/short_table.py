@@ -205,6 +205,7 @@ _ACTING: tuple[ShortName, ...] = (
     _common("lora_alpha", "{model}.lora_alpha"),
     _row("target_modules lora_target_modules", "{model}.target_modules"),
     _row("load_in_4bit", "{model}.load_in_4bit"),
+    _row("external_lib", "{model}.external_lib"),
     _row(
         "lora_dropout",
         refused="an adapter has no dropout here (docs/lora.md); leave it out",

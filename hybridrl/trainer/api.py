@@ -18,6 +18,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.call_arguments import adapter_settings, renamed, settings_of_args
+from hybridrl.trainer.call_objects import put_objects
 from hybridrl.trainer.callbacks import Callback, EventKind, EventStream, RunEvent, calling
 
 _PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
@@ -109,6 +110,7 @@ class Trainer:
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings; settings replace them.
         callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint;
             `event.stop()` ends the run.
+        tools: functions that the model may call, with type hints and a docstring (`hybridrl.agents.function_tool`).
         settings: settings by their short names (`hybridrl grpo --help` lists them), or by the last part of a key that
             no other key has, e.g. `total_epochs=3`. TRL's names mean what they mean in TRL.
 
@@ -136,6 +138,7 @@ class Trainer:
         peft_config: Any = None,
         args: Any = None,
         callbacks: Sequence[Callback] = (),
+        tools: Sequence[Callable[..., Any]] | None = None,
         **settings: Any,
     ) -> None:
         forget()  # an earlier trainer of this process may have been refused
@@ -172,7 +175,8 @@ class Trainer:
                 folder = undo.enter_context(_new_folder(folder.parent, program))
                 put(tree, "trainer.experiment_name", folder.name)
             self.folder = folder
-            undo.enter_context(_removing_new_files(folder / "data", folder / "reward"))
+            undo.enter_context(_removing_new_files(folder / "data", folder / "reward", folder / "registered"))
+            put_objects(tree, folder / "registered", model_key.removesuffix(".path"), tools)
             put(tree, "data.train_files", self._files(data, "train"))
             if val_data is not None:
                 put(tree, "data.val_files", self._files(val_data, "val"))

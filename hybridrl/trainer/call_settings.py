@@ -82,6 +82,7 @@ class PolicySettings(TypedDict, total=False):
     eval_strategy: Any
     experiment_name: str
     expert_parallel_size: int
+    external_lib: str | None
     extra_body: dict[str, Any]
     file: str
     filter_overlong_prompts: bool
