@@ -278,7 +278,7 @@ def test_scores_are_those_of_an_independent_count(tmp_path: Path, capsys: pytest
     report = json.loads((tmp_path / "answers.eval.json").read_text())
     assert report["metrics"] == metrics and report["rows"] == 6 and report["responses"] == 18
     low, high = report["intervals"]["test_score/hybridrl/sort"]
-    assert 0.0 <= low < right.mean() < high <= 2 / 3
+    assert 0.0 <= low < right.mean() < high < 2 / 3 + 1e-9
     printed = capsys.readouterr().out
     assert "hybridrl/sort" in printed and f"{low:.4f} to {high:.4f}" in printed and "pass@2" in printed
 
