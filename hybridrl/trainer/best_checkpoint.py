@@ -88,7 +88,9 @@ class BestCheckpoint:
             records: lines of `metrics.jsonl`.
             has_checkpoint: whether there is a checkpoint of a step. Without one, a step cannot be the best.
         """
-        for record in records if self.metric is not None else ():
+        if self.metric is None:
+            return
+        for record in records:
             value = number(record.get(self.metric))
             if value is not None:
                 self._add(int(record["step"]), value, has_checkpoint(int(record["step"])))
