@@ -230,19 +230,19 @@ def interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float]:
 def sign_change_probability(differences: np.ndarray, seed: int = 0) -> float:
     """Return the two-sided p-value of a mean of 0 for `differences [n]`, by changes of sign.
 
-    Random changes count the one that was seen, too, so that p is never 0.
+    Random changes count the one that was observed, too, so that p is never 0.
     """
     count = len(differences)
-    seen = abs(differences.sum())
+    observed = abs(differences.sum())
     tolerance = 1e-9 * max(float(np.abs(differences).sum()), 1e-300)
     if count <= _EXACT:
         bits = np.arange(2**count)[:, None] >> np.arange(count) & 1
-        return float((np.abs((2 * bits - 1) @ differences) >= seen - tolerance).mean())
+        return float((np.abs((2 * bits - 1) @ differences) >= observed - tolerance).mean())
     generator = np.random.default_rng(seed)
     extreme = 0
     for draws in _blocks(_DRAWS, count):
         signs = 2.0 * generator.integers(0, 2, size=(draws, count)) - 1.0
-        extreme += int((np.abs(signs @ differences) >= seen - tolerance).sum())
+        extreme += int((np.abs(signs @ differences) >= observed - tolerance).sum())
     return (extreme + 1) / (_DRAWS + 1)
 
 

@@ -38,8 +38,8 @@ def put_objects(
     if (file := _value(tree, f"{_MULTI_TURN}.function_tool_path")) is not None:
         raise ConfigError(f"tools= and {_MULTI_TURN}.function_tool_path={file}: name all tools in one place")
     put(tree, f"{_MULTI_TURN}.function_tool_path", str(_write_tools(tools, folder)))
-    chosen = (f"{_MULTI_TURN}.enable", f"{_LOOP}.default_agent_loop", f"{_LOOP}.agent_loop_config_path")
-    if all(_value(tree, key) is None for key in chosen):
+    loops = (f"{_MULTI_TURN}.enable", f"{_LOOP}.default_agent_loop", f"{_LOOP}.agent_loop_config_path")
+    if all(_value(tree, key) is None for key in loops):
         put(tree, f"{_MULTI_TURN}.enable", True)
 
 
