@@ -69,7 +69,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """The difference between two runs on one data source; "" is all of them.
 
     Attributes:
@@ -154,7 +154,7 @@ def _prompts(rows: Sequence[Mapping[str, Any]], metric: str, file: Path) -> Iter
             yield ValidatedPrompt(source, text, uid, json.dumps(samples[0].get("gts")), tuple(present))
 
 
-def compare(first: Validation, second: Validation, seed: int = 0) -> list[Comparison]:
+def compare(first: Validation, second: Validation, seed: int = 0) -> list[PairedComparison]:
     """Compare two validations on the prompts that both have, by data source; also on all of several sources.
 
     Prompts are paired by their text; where the runs have no text in common, because their templates differ, by their
@@ -200,11 +200,11 @@ def _paired(first: Validation, second: Validation) -> list[tuple[str, float, flo
     return []
 
 
-def _compared(source: str, pairs: Sequence[tuple[str, float, float]], seed: int) -> Comparison:
+def _compared(source: str, pairs: Sequence[tuple[str, float, float]], seed: int) -> PairedComparison:
     first, second = (np.asarray([pair[which] for pair in pairs]) for which in (1, 2))
     differences = second - first
     low, high = interval(differences, seed)
-    return Comparison(
+    return PairedComparison(
         source,
         len(pairs),
         float(first.mean()),

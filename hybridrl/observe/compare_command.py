@@ -17,7 +17,7 @@ from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.errors import UserError
 from hybridrl.notify import write_out
-from hybridrl.observe.compare import Comparison, Validation, compare, read_validation
+from hybridrl.observe.compare import PairedComparison, Validation, compare, read_validation
 from hybridrl.observe.run_history import load_history, show_number
 
 _FEW = 20  # prompts below which the interval is too narrow
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, command: str = "hybridrl compar
     return 0
 
 
-def _as_json(first: Validation, results: Sequence[tuple[Validation, list[Comparison]]]) -> str:
+def _as_json(first: Validation, results: Sequence[tuple[Validation, list[PairedComparison]]]) -> str:
     records = [
         {
             "runs": [str(first.run), str(other.run)],
@@ -71,7 +71,7 @@ def _as_json(first: Validation, results: Sequence[tuple[Validation, list[Compari
     return json.dumps(records, indent=1, ensure_ascii=False)
 
 
-def _texts(first: Validation, results: Sequence[tuple[Validation, list[Comparison]]]) -> Iterator[str]:
+def _texts(first: Validation, results: Sequence[tuple[Validation, list[PairedComparison]]]) -> Iterator[str]:
     for other, comparisons in results:
         yield f"{first.metric} of\n  first   {first.run}, step {first.step}\n  second  {other.run}, step {other.step}"
         yield _table(comparisons)
@@ -89,7 +89,7 @@ def _texts(first: Validation, results: Sequence[tuple[Validation, list[Compariso
         yield ""
 
 
-def _table(comparisons: Sequence[Comparison]) -> str:
+def _table(comparisons: Sequence[PairedComparison]) -> str:
     table = Table(box=box.SIMPLE)
     for heading in _HEADERS:
         table.add_column(heading, justify="left" if heading == _HEADERS[0] else "right", no_wrap=True)

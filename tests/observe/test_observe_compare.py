@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.errors import UserError
-from hybridrl.observe.compare import Comparison, compare, interval, read_validation, sign_change_probability
+from hybridrl.observe.compare import PairedComparison, compare, interval, read_validation, sign_change_probability
 from hybridrl.observe.compare_command import main
 from hybridrl.observe.dump import dump_generations
 from hybridrl.observe.run_folder import BEST
@@ -45,7 +45,7 @@ def run(
     return folder
 
 
-def compared(first: Path, second: Path, **more: Any) -> list[Comparison]:
+def compared(first: Path, second: Path, **more: Any) -> list[PairedComparison]:
     return compare(read_validation(first, **more), read_validation(second, **more))
 
 
