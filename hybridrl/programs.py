@@ -48,6 +48,8 @@ class ProgramResult:
         total_steps: the step after which the run is complete.
         checkpoint: the last checkpoint; None if there is none.
         stopped_by: the signal that asked the run to stop before that step; None if there was none.
+        ended_early: it ended before that step because its validations did not improve any more.
+        best_checkpoint: the best checkpoint by `trainer.best_metric`; None if there is none.
     """
 
     folder: Path
@@ -55,6 +57,13 @@ class ProgramResult:
     total_steps: int
     checkpoint: Path | None = None
     stopped_by: str | None = None
+    ended_early: bool = False
+    best_checkpoint: Path | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.step >= self.total_steps or self.ended_early
 
     @property
     def exit_code(self) -> int:
@@ -123,6 +132,9 @@ class SubCommand:
 
 COMMANDS = {
     "report": SubCommand("write the report of a run's folder and print its summary", "hybridrl.observe.report:main"),
+    "compare": SubCommand(
+        "compare the validations of runs, prompt by prompt, with intervals", "hybridrl.observe.compare_command:main"
+    ),
     "reward-bench": SubCommand(
         "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
     ),

@@ -12,14 +12,14 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
 from hybridrl.utils.python_source import parsed
-from hybridrl.utils.user_code import load_module, load_object
+from hybridrl.utils.user_code import OBJECT_SUFFIX, load_module, load_object, load_pickled
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -84,11 +84,16 @@ class LossMetadata(EntryMetadata):
         requires: settings of `actor.policy_loss` that have no default and must be set for this loss.
         samplers_old: its old log-probabilities are the sampler's, so no pass of the policy computes any before the
             update. `algorithm.rollout_correction.bypass_mode` chooses it, not `policy_loss.loss_mode`.
+        prepare, prepare_needed, whole_sequences: see `hybridrl.algorithms.register_policy_loss`; those of a built-in
+            loss are known once it is imported.
     """
 
     needs: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     samplers_old: bool = False
+    prepare: Callable[..., Any] | None = None
+    prepare_needed: Callable[[Any], bool] | None = None
+    whole_sequences: bool | Callable[[Any], bool] = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.needs) - {"old_log_probs", "ref_log_prob"}:
@@ -283,7 +288,7 @@ class Registry(Generic[F]):
             UserError: the name belongs to another entry or to a built-in one.
         """
         existing = self.objects.get(name)
-        conflict = existing is not None and existing is not entry and _origin(existing) != _origin(entry)
+        conflict = existing is not None and not self.has_same(name, entry)
         if not conflict and existing is None and name in self._declared:
             conflict = _module(entry) != self._declared[name].module
         if conflict or ":" in name:
@@ -292,6 +297,11 @@ class Registry(Generic[F]):
         locations = [other for other, value in self.objects.items() if value is existing and ":" in other]
         for each in (name, *locations):
             self.objects[each], self._metadata[each] = entry, metadata
+
+    def has_same(self, name: str, entry: Any) -> bool:
+        """Whether a name belongs to this entry, or to one that was defined at the same place."""
+        existing = self.objects.get(name)
+        return existing is not None and (existing is entry or _origin(existing) == _origin(entry))
 
     def remove(self, name: str) -> None:
         """Forget an entry that was registered; nothing happens if there is none of this name."""
@@ -417,11 +427,21 @@ def _origin(entry: Any) -> tuple[str, str]:
 def import_external_lib(name: str | None) -> None:
     """Import the modules of `model.external_lib` (comma separated), which may register user code.
 
+    A file of pickled entries (`hybridrl.registered_entries`) among them is loaded once, and its entries are registered.
+
     Raises:
         ModelError: one of them cannot be imported, or raises an error on import.
     """
-    for module in filter(None, (part.strip() for part in (name or "").split(","))):
-        load_module(module, "model.external_lib", ModelError)
+    for part in filter(None, (part.strip() for part in (name or "").split(","))):
+        if part.endswith(OBJECT_SUFFIX):
+            _load_entries(part)
+        else:
+            load_module(part, "model.external_lib", ModelError)
+
+
+@functools.cache
+def _load_entries(path: str) -> None:
+    load_pickled(path, "model.external_lib", ModelError).register()
 
 
 ADV_ESTIMATORS = Registry(

@@ -35,8 +35,6 @@ PrepareFn = Callable[..., Tensor]
 #: verl's names for the entries that were imported
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = ADV_ESTIMATORS.objects
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = POLICY_LOSSES.objects
-_PREPARE: dict[str, tuple[PrepareFn, Callable[[Any], bool] | None]] = {}
-_WHOLE_SEQUENCES: dict[str, bool | Callable[[Any], bool]] = {}
 
 #: verl's enum of the built-in estimators
 AdvantageEstimator: Any = StrEnum(  # type: ignore[misc]
@@ -133,12 +131,15 @@ def register_policy_loss(
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
         metadata = LossMetadata(
-            needs=tuple(needs), requires=tuple(requires), settings=settings, samplers_old=samplers_old
+            needs=tuple(needs),
+            requires=tuple(requires),
+            settings=settings,
+            samplers_old=samplers_old,
+            prepare=prepare,
+            prepare_needed=prepare_needed,
+            whole_sequences=whole_sequences,
         )
         POLICY_LOSSES.add(name, fn, metadata)
-        if prepare is not None:
-            _PREPARE[name] = (prepare, prepare_needed)
-        _WHOLE_SEQUENCES[name] = whole_sequences
         return fn
 
     return decorate
@@ -220,19 +221,17 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
 
     If `config`, the actor's settings, is given, the result is also None if these settings do not need the pass.
     """
-    fn = get_policy_loss_fn(name)
-    registered = next((key for key, entry in POLICY_LOSS_REGISTRY.items() if entry is fn and key in _PREPARE), "")
-    prepare, needed = _PREPARE.get(registered, (None, None))
-    if config is not None and needed is not None and not needed(config):
+    get_policy_loss_fn(name)  # imports it
+    metadata = POLICY_LOSSES.metadata(name)
+    if config is not None and metadata.prepare_needed is not None and not metadata.prepare_needed(config):
         return None
-    return prepare
+    return metadata.prepare
 
 
 def reads_whole_sequences(name: str, config: Any) -> bool:
     """Whether a policy loss reads sums over whole sequences with these settings of the actor."""
-    fn = get_policy_loss_fn(name)
-    registered = next(key for key, entry in POLICY_LOSS_REGISTRY.items() if entry is fn)
-    reads = _WHOLE_SEQUENCES.get(registered, False)
+    get_policy_loss_fn(name)  # imports it
+    reads = POLICY_LOSSES.metadata(name).whole_sequences
     return reads if isinstance(reads, bool) else reads(config)
 
 

@@ -41,8 +41,6 @@ class RunStore:
         config_digest: hash of the resolved configuration, recorded in each checkpoint.
         notice: called with each message for the user; by default, messages are printed to stderr.
 
-    Attributes:
-        protected: a checkpoint that is kept besides the newest `keep`, or None.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class RunStore:
         self.world: dict[str, Any] = json.loads(json.dumps(dict(world or {})))
         self.config_digest = config_digest
         self._notice = notice
-        self.protected: Path | None = None
+        self._protected: dict[str, Path] = {}
         self._in_use: Path | None = None
         self._unfinished: Unfinished | None = None
 
@@ -78,6 +76,13 @@ class RunStore:
             return []
         matches = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
+
+    def protect(self, reason: str, folder: Path | None) -> None:
+        """Keep a checkpoint besides the newest `keep`, in place of the earlier one of this reason; None: none."""
+        if folder is None:
+            self._protected.pop(reason, None)
+        else:
+            self._protected[reason] = folder
 
     # ------------------------------------------------------------------ writing
 
@@ -241,7 +246,7 @@ class RunStore:
             folder = self.folder(step)
             if free > needed:
                 return
-            if folder not in (self._in_use, self.protected):
+            if folder not in (self._in_use, *self._protected.values()):
                 self._notice(
                     f"{self.root}: {free / 2**20:.0f} MiB are free and a checkpoint takes {needed / 2**20:.0f}, so "
                     f"{folder.name} is removed before the next one is saved, not after it"
@@ -259,7 +264,7 @@ class RunStore:
             return
         for step in self._ranked()[self.keep :]:
             folder = self.folder(step)
-            if folder not in (written, self._in_use, self.protected):
+            if folder not in (written, self._in_use, *self._protected.values()):
                 self._remove(folder)
         # The checkpoint that the run resumed from needs no protection any more: the run now has its own.
         self._in_use = None

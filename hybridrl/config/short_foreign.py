@@ -81,7 +81,6 @@ FOREIGN: tuple[ShortName, ...] = (
     *_idle("completion_only_loss", "only answers of the assistant are learned from"),
     *_idle("assistant_only_loss", "only answers of the assistant are learned from"),
     *_idle("pad_token eos_token", "the tokens are those of the tokenizer"),
-    *_idle("greater_is_better metric_for_best_model", "the newest checkpoints are kept, not the best"),
     *_idle("full_finetuning torch_compile_backend torch_compile_mode lr_scheduler_kwargs optim_args",
            "give the settings by their keys (--cfg job)"),
     ShortName(
@@ -91,7 +90,8 @@ FOREIGN: tuple[ShortName, ...] = (
     # refused
     *_refused("fp16 fp16_full_eval", "training in float16 is not built; bf16=true, or neither", False),
     *_refused("hub_token", "settings are written to config.yaml; set HF_TOKEN, or log in with hf auth login"),
-    *_refused("load_best_model_at_end", "the last checkpoint is the result; report.html shows the best step", False),
+    *_refused("load_best_model_at_end",
+              "set best_metric=NAME, which keeps the best checkpoint; its model is result.best_model_path", False),
     *_refused("auto_find_batch_size", "set use_dynamic_bsz=true, which fills micro-batches by tokens", False),
     *_refused("mask_truncated_completions",
               "truncated responses are not masked; reward.reward_manager.name=dapo gives long ones a penalty", False),

@@ -151,6 +151,10 @@ def _resume(value: Any) -> Any:
     return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(value)}
 
 
+def _validation_metric(value: Any) -> Any:
+    return "val/loss" if value in ("loss", "eval_loss") else value
+
+
 def _model_init(value: Any) -> Any:
     settings: dict[str, Any] = {}
     for name, setting in (value or {}).items():
@@ -201,6 +205,7 @@ _ACTING: tuple[ShortName, ...] = (
     _common("lora_alpha", "{model}.lora_alpha"),
     _row("target_modules lora_target_modules", "{model}.target_modules"),
     _row("load_in_4bit", "{model}.load_in_4bit"),
+    _row("external_lib", "{model}.external_lib"),
     _row(
         "lora_dropout",
         refused="an adapter has no dropout here (docs/lora.md); leave it out",
@@ -344,6 +349,7 @@ _ACTING: tuple[ShortName, ...] = (
     ),
     _row("eval_on_start", {_PPO: "trainer.val_before_train"}),
     _row("save_total_limit", "trainer.max_actor_ckpt_to_keep"),
+    _row("best_metric metric_for_best_model", "trainer.best_metric", _validation_metric),
     _row("resume_from_checkpoint", "trainer.resume_mode", _resume, meaning="true, false, or a checkpoint's folder"),
     _common("nnodes", "trainer.nnodes"),
     _common("n_gpus_per_node", "trainer.n_gpus_per_node"),
@@ -433,5 +439,5 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "save_every": ("save_steps",),
     "eval_every": ("eval_steps",),
     "name": ("run_name",),
-    "early_stopping": ("callbacks",),
+    "early_stopping": ("best_metric", "early_stopping_patience"),
 }

@@ -27,6 +27,8 @@ from hybridrl.utils.files import write_text
 from hybridrl.version import __version__
 
 CHANGES = "config_changes.yaml"
+#: names the best checkpoint (`trainer.best_metric`): `metric`, `value`, `step`, `checkpoint`
+BEST = "best_checkpoint.json"
 
 
 def as_dict(config: Any) -> dict[str, Any]:

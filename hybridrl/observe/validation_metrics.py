@@ -1,10 +1,11 @@
-"""Validation metrics over several samples per prompt: mean@N, best@n, worst@n, maj@n.
+"""Validation metrics over several samples per prompt: mean@N, pass@k, best@n, worst@n, maj@n.
 
 With N samples per prompt, `best@n` is the score of drawing n of them and keeping the best, `worst@n` of keeping
 the worst, and `maj@n` of taking the majority answer of the n. Each is estimated by the bootstrap: n samples are drawn
 with replacement, many times. The mean over the draws is the estimate, and their standard deviation is its spread. The
 draws come from a separate generator with the same seed for every prompt, so results are reproducible and the global
-random state does not change.
+random state does not change. Of scores that are 0 or 1, `pass@k` is the probability that k samples drawn without
+replacement have a 1 among them: the unbiased estimate of Chen et al. 2021, arXiv 2107.03374, without draws.
 
 Legend: U prompts, N samples per prompt, D bootstrap draws, n samples per draw.
 """
@@ -102,6 +103,24 @@ def _subset_sizes(n: int) -> list[int]:
     return [2**k for k in range(1, math.ceil(math.log2(n)))] + [n] if n > 1 else []
 
 
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k), from n samples of which c are right.
+
+    Raises:
+        ValueError: k is not between 1 and n, or c not between 0 and n.
+    """
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(f"pass_at_k needs 1 <= k <= n and 0 <= c <= n; k={k}, n={samples}, c={right}")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def _pass_at(values: np.ndarray, size: int) -> np.ndarray:
+    """Compute pass@k of each prompt. `values [U, N]` of 0 and 1 -> `[U]`."""
+    count = values.shape[1]
+    table = np.asarray([pass_at_k(count, right, size) for right in range(count + 1)])
+    return np.asarray(table[values.sum(axis=1).astype(np.int64)])
+
+
 def _best_worst(values: np.ndarray, size: int, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
     """Compute best@n and worst@n, mean and std over draws, of each prompt. `values [U, N]` -> arrays `[U]`."""
     index = _draws(values.shape[1], size, n_bootstrap, seed)
@@ -174,8 +193,15 @@ def _group(
     return grouped
 
 
-def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
-    """Compute every metric of one variable, for prompts with the same N. `values [U, N]` -> arrays `[U]`."""
+def _prompt_metrics(
+    values: np.ndarray, votes: np.ndarray | None, binary: bool, n_bootstrap: int, seed: int
+) -> dict[str, np.ndarray]:
+    """Compute every metric of one variable, for prompts with the same N. `values [U, N]` -> arrays `[U]`.
+
+    Args:
+        votes: answers as integers, `[U, N]`; None: there is no `maj@n`.
+        binary: whether all values of the data source are 0 or 1.
+    """
     n = values.shape[1]
     metrics = {f"mean@{n}": values.mean(axis=1)}
     if n == 1:
@@ -183,6 +209,8 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, n_bootstrap: i
     metrics[f"std@{n}"] = values.std(axis=1)
     for size in _subset_sizes(n):
         metrics |= _best_worst(values, size, n_bootstrap, seed)
+        if binary:
+            metrics[f"pass@{size}"] = _pass_at(values, size)
         if votes is not None:
             metrics |= _majority(values, votes, size, n_bootstrap, seed)
     return metrics
@@ -198,8 +226,8 @@ def process_validation_metrics(
     """Compute mean@N, std@N, best@n, worst@n and maj@n of each variable, averaged over the prompts of a data source.
 
     Samples with equal data source and uid belong to the same prompt. n runs over 2, 4, 8, ... and N. `maj@n` exists
-    only if `infos_dict` has the answers under `pred`. A variable is averaged over the prompts whose values are all
-    numbers (booleans count as 0 and 1). Text appears only in the dumps.
+    only if `infos_dict` has the answers under `pred`, and `pass@n` only if all values are 0 or 1. A variable is
+    averaged over the prompts whose values are all numbers (booleans count as 0 and 1). Text appears only in the dumps.
 
     Args:
         data_sources: one per sample.
@@ -251,10 +279,11 @@ def _variable_metrics(prompts: list[dict[str, list[Any]]], name: str, seed: int)
         if samples and all(map(_is_number, samples)):
             by_size[len(samples), len(prompt.get(_VOTE_KEY, ())) == len(samples)].append(prompt)
     collected: dict[str, list[np.ndarray]] = defaultdict(list)
+    binary = all(value in (0, 1) for group in by_size.values() for prompt in group for value in prompt[name])
     for (_, voting), group in by_size.items():
         values = np.asarray([prompt[name] for prompt in group], dtype=np.float64)
         votes = np.asarray([_encode(prompt[_VOTE_KEY]) for prompt in group]) if voting else None
-        for metric, per_prompt in _prompt_metrics(values, votes, 1000, seed).items():
+        for metric, per_prompt in _prompt_metrics(values, votes, binary, 1000, seed).items():
             collected[metric].append(per_prompt)
     return {metric: float(np.concatenate(parts).mean()) for metric, parts in collected.items()}
 

@@ -6,7 +6,6 @@ configuration names that file like any other. A run can so be resumed, or repeat
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 
 from hybridrl.config.short_table import split_place
 from hybridrl.errors import RewardError
-from hybridrl.utils.files import write_bytes
-from hybridrl.utils.user_code import OBJECT_SUFFIX
+from hybridrl.utils.pickled_objects import write_object
 
 #: a function, or the path of a Python file, `FILE.py` or `FILE.py:NAME`
 Reward = Callable[..., Any] | str | Path
@@ -61,21 +59,14 @@ def _entry(name: str, reward: Any, folder: Path) -> dict[str, Any]:
         raise RewardError(
             f"reward {name!r} is {type(reward).__name__}; give a function, or the path of a Python file that holds one"
         )
-    import cloudpickle  # type: ignore[import-untyped]
-
     try:
-        data = cloudpickle.dumps(reward)
+        return {"path": str(write_object(reward, folder, name))}
     except Exception as error:  # objects that the function refers to may raise anything
         raise RewardError(
             f"reward function {name!r} cannot be sent to the processes that score ({type(error).__name__}: {error}). "
             "It refers to an object that exists in this process only, such as a lock, an open file or a client: create "
             "that inside the function."
         ) from error
-    # Named by its content, so that it replaces no function of another run in this folder.
-    file = folder.absolute() / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}{OBJECT_SUFFIX}"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(file, data)
-    return {"path": str(file)}
 
 
 def _named(rewards: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:

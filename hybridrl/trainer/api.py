@@ -18,6 +18,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.call_arguments import adapter_settings, renamed, settings_of_args
+from hybridrl.trainer.call_objects import put_objects
 from hybridrl.trainer.callbacks import Callback, EventKind, EventStream, RunEvent, calling
 
 _PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
@@ -42,6 +43,9 @@ class TrainingResult:
         checkpoint: the last checkpoint; None if there is none.
         model_path: the trained model in Hugging Face format, in the last checkpoint; None if there is none.
         history: for each step, its number as `step` and its metrics.
+        ended_early: it ended before the last step because its validations did not improve any more.
+        best_checkpoint: the best checkpoint by `best_metric`; None if there is none.
+        best_model_path: the model in it, in Hugging Face format; None if there is none.
     """
 
     folder: Path
@@ -50,11 +54,14 @@ class TrainingResult:
     checkpoint: Path | None
     model_path: Path | None
     history: list[dict[str, float]] = field(repr=False)
+    ended_early: bool = False
+    best_checkpoint: Path | None = None
+    best_model_path: Path | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done; otherwise the run was asked to stop (Ctrl-C, SIGTERM), and can be resumed."""
-        return self.step >= self.total_steps
+        """Whether nothing is left to train; if not, the run was asked to stop (Ctrl-C, SIGTERM), and can be resumed."""
+        return self.step >= self.total_steps or self.ended_early
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -103,6 +110,7 @@ class Trainer:
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings; settings replace them.
         callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint;
             `event.stop()` ends the run.
+        tools: functions that the model may call, with type hints and a docstring (`hybridrl.agents.function_tool`).
         settings: settings by their short names (`hybridrl grpo --help` lists them), or by the last part of a key that
             no other key has, e.g. `total_epochs=3`. TRL's names mean what they mean in TRL.
 
@@ -130,6 +138,7 @@ class Trainer:
         peft_config: Any = None,
         args: Any = None,
         callbacks: Sequence[Callback] = (),
+        tools: Sequence[Callable[..., Any]] | None = None,
         **settings: Any,
     ) -> None:
         forget()  # an earlier trainer of this process may have been refused
@@ -166,7 +175,8 @@ class Trainer:
                 folder = undo.enter_context(_new_folder(folder.parent, program))
                 put(tree, "trainer.experiment_name", folder.name)
             self.folder = folder
-            undo.enter_context(_removing_new_files(folder / "data", folder / "reward"))
+            undo.enter_context(_removing_new_files(folder / "data", folder / "reward", folder / "registered"))
+            put_objects(tree, folder / "registered", model_key.removesuffix(".path"), tools)
             put(tree, "data.train_files", self._files(data, "train"))
             if val_data is not None:
                 put(tree, "data.val_files", self._files(val_data, "val"))
@@ -249,16 +259,23 @@ class Trainer:
         for record in jsonl.read(outcome.folder / METRICS):
             numbers = {name: jsonl.number(value) for name, value in record.items()}
             steps.setdefault(record["step"], {}).update({k: v for k, v in numbers.items() if v is not None})
-        model = None if outcome.checkpoint is None else outcome.checkpoint / trained_part(self.program) / "hf_model"
         self.result = TrainingResult(
             folder=outcome.folder,
             step=outcome.step,
             total_steps=outcome.total_steps,
             checkpoint=outcome.checkpoint,
-            model_path=model if model is not None and model.is_dir() else None,
+            model_path=self._model_in(outcome.checkpoint),
             history=[steps[step] for step in sorted(steps)],
+            ended_early=outcome.ended_early,
+            best_checkpoint=outcome.best_checkpoint,
+            best_model_path=self._model_in(outcome.best_checkpoint),
         )
         return self.result
+
+    def _model_in(self, checkpoint: Path | None) -> Path | None:
+        """Return the folder of the trained model in a checkpoint; None if there is none."""
+        model = None if checkpoint is None else checkpoint / trained_part(self.program) / "hf_model"
+        return model if model is not None and model.is_dir() else None
 
 
 def trained_part(program: str) -> str:

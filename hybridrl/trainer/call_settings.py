@@ -24,6 +24,7 @@ class PolicySettings(TypedDict, total=False):
     background_validation: bool
     balance_batch: bool
     base_url: str | None
+    best_metric: Any
     beta: Any
     bf16: Any
     bypass_mode: bool
@@ -61,6 +62,8 @@ class PolicySettings(TypedDict, total=False):
     dump_dir: str | None
     dump_freq: int
     dump_tokens: int
+    early_stopping_patience: int | None
+    early_stopping_threshold: float
     enable_chunked_prefill: bool
     enable_gradient_checkpointing: bool
     enable_prefix_caching: bool
@@ -79,6 +82,7 @@ class PolicySettings(TypedDict, total=False):
     eval_strategy: Any
     experiment_name: str
     expert_parallel_size: int
+    external_lib: str | None
     extra_body: dict[str, Any]
     file: str
     filter_overlong_prompts: bool
@@ -100,6 +104,7 @@ class PolicySettings(TypedDict, total=False):
     gradient_accumulation_steps: Any
     gradient_checkpointing: bool
     grading: str
+    greater_is_better: bool | None
     ground_truth_key: str | None
     growth: float
     horizon: int
@@ -139,6 +144,7 @@ class PolicySettings(TypedDict, total=False):
     lr_scheduler_type: Any
     lr_warmup_steps: int
     lr_warmup_steps_ratio: float
+    m2_threshold: float
     machine: int | None
     mark: str | None
     match: str
@@ -180,6 +186,7 @@ class PolicySettings(TypedDict, total=False):
     memory_limit_mb: int
     method: str
     metric: str | None
+    metric_for_best_model: Any
     micro_batch_size_per_gpu: int
     min: int | None
     mm_processor_kwargs: dict[str, Any]
@@ -352,6 +359,7 @@ class SupervisedSettings(TypedDict, total=False):
     all_ranks: bool
     apply_chat_template_kwargs: dict[str, Any]
     async_save: bool
+    best_metric: Any
     betas: list[float]
     bf16: Any
     chat_template_kwargs: dict[str, Any]
@@ -364,6 +372,8 @@ class SupervisedSettings(TypedDict, total=False):
     device: str
     dist_checkpointing_path: str | None
     dtype: str
+    early_stopping_patience: int | None
+    early_stopping_threshold: float
     enable: bool
     enable_activation_offload: bool
     enable_gradient_checkpointing: bool
@@ -388,6 +398,7 @@ class SupervisedSettings(TypedDict, total=False):
     grad_offload: bool
     gradient_accumulation_steps: Any
     gradient_checkpointing: bool
+    greater_is_better: bool | None
     hf_config_path: str | None
     hub_model_id: Any
     hub_private_repo: bool | None
@@ -412,6 +423,7 @@ class SupervisedSettings(TypedDict, total=False):
     max_seq_length: int
     max_steps: Any
     max_token_len_per_gpu: int
+    metric_for_best_model: Any
     micro_batch_size_per_gpu: int
     min_lr: float | None
     min_lr_ratio: float

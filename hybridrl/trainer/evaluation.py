@@ -19,6 +19,7 @@ from hybridrl.data.data_files import read_table
 from hybridrl.data.table import REWARD_MODEL, Table
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
+from hybridrl.observe.compare import interval
 from hybridrl.observe.validation_metrics import validation_metrics
 from hybridrl.reward import RewardError
 from hybridrl.reward.column_checks import check_columns
@@ -71,7 +72,7 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         check_columns(pool, table.columns, any(sample.ground_truth is not None for sample in answers.samples))
         outcomes = list(_scored(pool, answers))
     missing = Counter(outcome.unscored.reason.value for outcome in outcomes if outcome.unscored is not None)
-    metrics = summarise(answers, outcomes)
+    metrics, intervals = summarise(answers, outcomes)
     path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
         "files": list(data.path),
@@ -81,10 +82,11 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         "timeouts": sum(outcome.timed_out for outcome in outcomes),
         "missing": dict(missing),
         "metrics": metrics,
+        "intervals": {f"test_score/{source}": bounds for source, bounds in intervals.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    _print(metrics, answers)
+    _print(metrics, intervals, answers)
     print(f"{report['rows']} rows, {report['responses']} responses; all metrics in {path}")
     return metrics
 
@@ -225,8 +227,11 @@ def _scored(pool: SampleScorer, answers: Answers) -> Iterator[Outcome]:
         yield from pool.run(here, lambda number, start=start: places[start + number])  # type: ignore[misc]
 
 
-def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Compute the metrics of all responses; see `run_evaluation`."""
+def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Return the metrics of all responses, see `run_evaluation`, and by data source the 95 % interval of `test_score`.
+
+    An interval is that of other rows of the same kind, by the bootstrap (`hybridrl.observe.compare.interval`).
+    """
     judged = [number for number, outcome in enumerate(outcomes) if outcome.unscored is None]
     unscored = [outcome.unscored for outcome in outcomes if outcome.unscored is not None]
     if unscored:
@@ -243,19 +248,17 @@ def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]
     by_row: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for source, row, score in zip(sources, answers.rows, scores, strict=True):
         by_row[source][row].append(score)
-    means = {
-        f"test_score/{source}": float(np.mean([np.mean(of_row) for of_row in rows.values()]))
-        for source, rows in by_row.items()
-    }
-    return means | metrics
+    of_rows = {source: np.asarray([np.mean(row) for row in rows.values()]) for source, rows in by_row.items()}
+    means = {f"test_score/{source}": float(values.mean()) for source, values in of_rows.items()}
+    return means | metrics, {source: interval(values) for source, values in of_rows.items()}
 
 
 def _source(sample: Sample) -> str:
     return _NO_SOURCE if sample.data_source in (None, "") else str(sample.data_source)
 
 
-def _print(metrics: Mapping[str, float], answers: Answers) -> None:
-    """Print one line per data source: its score and its core metrics."""
+def _print(metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]], answers: Answers) -> None:
+    """Print one line per data source: its score with the interval, its core metrics and pass@k."""
     rows: dict[str, set[int]] = defaultdict(set)
     for sample, row in zip(answers.samples, answers.rows, strict=True):
         if f"test_score/{_source(sample)}" in metrics:  # else no response of it has a score
@@ -268,9 +271,15 @@ def _print(metrics: Mapping[str, float], answers: Answers) -> None:
             for name, value in metrics.items()
             if name.startswith(prefix) and not name.endswith("/std")
         }
+        for variable in ("acc", "reward"):
+            prefix = f"val-aux/{source}/{variable}/"
+            own = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+            core[source] |= {name: value for name, value in own.items() if name.startswith("pass@")}
     names = list(dict.fromkeys(name for values in core.values() for name in values))
-    grid = Grid("data source", "rows", "test_score", *names)
+    grid = Grid("data source", "rows", "test_score", "95 % interval", *names)
     for source, values in core.items():
         cells = [f"{values[name]:.4f}" if name in values else "-" for name in names]
-        grid.add_row(source, str(len(rows[source])), f"{metrics[f'test_score/{source}']:.4f}", *cells)
+        low, high = intervals[source]
+        score = f"{metrics[f'test_score/{source}']:.4f}"
+        grid.add_row(source, str(len(rows[source])), score, f"{low:.4f} to {high:.4f}", *cells)
     Console(soft_wrap=True).print(grid)

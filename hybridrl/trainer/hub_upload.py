@@ -41,7 +41,7 @@ def upload_result(hub: HubConfig, result: ProgramResult, part: str) -> None:
     """
     if hub.model_id is None:
         return
-    if result.checkpoint is None or result.step < result.total_steps:
+    if result.checkpoint is None or not result.finished:
         notify(f"trainer.hub.model_id={hub.model_id}: nothing is uploaded before the run is finished")
         return
     folder = result.checkpoint / part / "hf_model"

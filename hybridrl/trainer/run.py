@@ -22,6 +22,7 @@ from hybridrl.observe.tracking import METRICS, Tracking
 from hybridrl.programs import STOPPED, ProgramResult
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.background_save import Writers
+from hybridrl.trainer.best_checkpoint import BestCheckpoint
 from hybridrl.trainer.callbacks import EventKind, RunEvent, emit
 from hybridrl.trainer.checkpoints import Checkpoints
 from hybridrl.trainer.failed_batches import FailedBatches
@@ -51,6 +52,7 @@ class TrainingRun:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
         rollout_folder, validation_folder: where samples are dumped, one file per step.
         checkpoints: of the run.
+        best: the best of them, by `trainer.best_metric`.
         timing: seconds of each phase of the step in progress, by name.
         events: what is recorded in addition to metrics; open while the run is entered.
         traces: sends samples to the service of `trace`, while the run is entered; None without one.
@@ -74,6 +76,7 @@ class TrainingRun:
         self.rollout_folder = Path(getattr(trainer, "rollout_data_dir", None) or self.folder / "rollouts")
         self.validation_folder = Path(getattr(trainer, "validation_data_dir", None) or self.folder / "validation")
         self.checkpoints = Checkpoints(config, trainer, identity, writers)
+        self.best = BestCheckpoint(trainer)
         self.traces: Traces | None = None
         self._trace = trace
         self._groups = groups
@@ -116,6 +119,7 @@ class TrainingRun:
     ) -> None:
         with self._cleanup:
             self.checkpoints.close(error)
+            self._keep_best()
             self.tracking.finish(failed=kind is not None)
             self.events.write(END, self._ending(error))
             if kind is None and self.trainer.report:
@@ -133,33 +137,53 @@ class TrainingRun:
                 f"stopped by {outcome.stopped_by} after step {self.step} of {self.total_steps}; {where}. To resume, "
                 f"run the same command again{remedy}. Exit status {STOPPED}"
             )
-        elif self.step >= self.total_steps:
+        elif outcome.finished:
             saved = f"; the last checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
+            best = f"; {self.best}, in {outcome.best_checkpoint}" if outcome.best_checkpoint else ""
             nothing = "it was finished before, so nothing was trained; " if self._was_finished else ""
+            early, longer = "", "trainer.total_training_steps or trainer.total_epochs"
+            if self.step < self.total_steps:
+                early = f" early, after {self.best.waiting} validations without a better {self.best.metric}"
+                longer = "trainer.early_stopping_patience"
             notify(
-                f"the run in {self.folder} is finished (step {self.step} of {self.total_steps}){saved}; {nothing}"
-                "to train further, raise trainer.total_training_steps or trainer.total_epochs; to start over, set "
-                "trainer.resume_mode=disable or another trainer.default_local_dir"
+                f"the run in {self.folder} is finished{early} (step {self.step} of {self.total_steps}){saved}{best}; "
+                f"{nothing}to train further, raise {longer}; to start over, set trainer.resume_mode=disable or another "
+                "trainer.default_local_dir"
             )
 
     @property
     def outcome(self) -> ProgramResult:
         """The run's outcome, after the loop."""
-        stopped_by = self._stop.requested if self.step < self.total_steps else None
-        return ProgramResult(self.folder, self.step, self.total_steps, self.checkpoints.newest, stopped_by)
+        best = None if self.best.best is None else self.checkpoints.store.folder(self.best.best.step)
+        return ProgramResult(
+            self.folder,
+            self.step,
+            self.total_steps,
+            self.checkpoints.newest,
+            stopped_by=None if self._is_finished else self._stop.requested,
+            ended_early=self.step < self.total_steps and self.best.ends_run,
+            best_checkpoint=best if best is not None and best.is_dir() else None,
+        )
 
     def _ending(self, error: BaseException | None) -> str:
         """Describe the run's end, for its report."""
         if error is not None:
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if self.step >= self.total_steps:
-            return "finished"
+        if self._is_finished:
+            return (
+                "finished" if self.step >= self.total_steps else f"finished early, after step {self.step}: {self.best}"
+            )
         return f"stopped by {self.outcome.stopped_by}" if self.stop_requested else f"ended after step {self.step}"
 
     @property
     def is_last(self) -> bool:
-        """Whether the loop ends after this step: all steps are done, or the user asked to stop."""
-        return self.step >= self.total_steps or self.stop_requested
+        """Whether the loop ends after this step: the run is finished, or the user asked to stop."""
+        return self._is_finished or self.stop_requested
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether all steps are done, or validations have not improved for long enough (`early_stopping_patience`)."""
+        return self.step >= self.total_steps or self.best.ends_run
 
     @property
     def stop_requested(self) -> bool:
@@ -215,6 +239,8 @@ class TrainingRun:
         of_step = self.step if step is None else step
         self.tracking.log(dict(metrics), step=of_step)
         kind: EventKind = "validation" if VALIDATION_SECONDS in metrics or not of_step else "step"
+        if kind == "validation":
+            self.best.observe(of_step, metrics)
         self._emit(kind, self.folder, metrics, of_step)
         if of_step == self.step:
             spans = [span for group in self._groups() for span in group.take_spans()]
@@ -267,8 +293,10 @@ class TrainingRun:
             self.timeline.cut_after(-1)
             return False
         self.step = step
-        self._was_finished = self.step >= self.total_steps
         self.tracking.cut_after(self.step)
+        records = read(self.folder / METRICS) if (self.folder / METRICS).exists() else []
+        self.best.replay(records, set(self.checkpoints.store.steps()).__contains__)
+        self._was_finished = self._is_finished
         self.timeline.cut_after(self.step)
         self.events.write(RESUME, str(self.checkpoints.source))
         notify(f"resumed from {self.checkpoints.source} (step {self.step} of {self.total_steps})")
@@ -279,18 +307,35 @@ class TrainingRun:
         self.step = step
 
     def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
-        """Save if `trainer.save_freq`, `trainer.save_last` or a stop request asks for it.
+        """Save if `trainer.save_freq`, `trainer.save_last`, a stop request or a new best validation asks for it.
 
         `write(folder)` returns the controller's state.
+
+        Raises:
+            UserError: the validation of the step has no `trainer.best_metric`. The step is saved.
         """
         self.checkpoints.advance()
-        last = self.trainer.save_last and self.step >= self.total_steps
-        if self.due(self.trainer.save_freq) or last or self.stop_requested:
+        last = self.trainer.save_last and self._is_finished
+        is_best = self.best.best is not None and self.best.best.step == self.step
+        if self.due(self.trainer.save_freq) or last or is_best or self.stop_requested or self.best.fault is not None:
             self.save(write)
+        if self.best.fault is not None:
+            raise UserError(f"{self.best.fault}. Step {self.step} is kept in {self.checkpoints.newest}")
 
     def save(self, write: Callable[[Path], dict[str, Any]]) -> None:
         """Write a checkpoint of the current step, unless it already exists; see `Checkpoints.save`."""
+        self._keep_best()
         if self.step and not self.checkpoints.has(self.step):
             with self.phase("save_checkpoint"):
                 self.checkpoints.save(self.step, write)
             self._emit("checkpoint", self.checkpoints.newest or self.folder, {}, self.step)
+        self._keep_best()
+
+    def _keep_best(self) -> None:
+        """Keep the best checkpoint, once it is written, besides the newest ones, and name it in the run's folder."""
+        if self.best.best is None:
+            return
+        folder = self.checkpoints.store.folder(self.best.best.step)
+        if folder.is_dir():
+            self.checkpoints.store.protect("best", folder)
+            self.best.write(self.folder, folder)

@@ -6,7 +6,7 @@ Generated from the schema and the table of short names by tests/trainer/call_sig
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,6 +28,7 @@ def grpo(
     peft_config: Any = None,
     args: Any = None,
     callbacks: Sequence[Callback] = (),
+    tools: Sequence[Callable[..., Any]] | None = None,
     **settings: Unpack[PolicySettings],
 ) -> TrainingResult:
     """Train with GRPO, or another method without a critic (`adv_estimator=...`): `hybridrl grpo` from Python.
@@ -75,6 +76,7 @@ def grpo(
         nnodes: machines. Default: 1.
         n_gpus_per_node: processes per machine: one per GPU, or this many on a CPU. Default: 1.
         reward_weights: a number per reward function, in the same order or by name; None: 1 each.
+        tools: functions that the model may call, with type hints and a docstring each.
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
@@ -86,6 +88,7 @@ def grpo(
         model=model,
         reward=reward,
         reward_weights=reward_weights,
+        tools=tools,
         data=data,
         val_data=val_data,
         config=config,
@@ -108,6 +111,7 @@ def ppo(
     peft_config: Any = None,
     args: Any = None,
     callbacks: Sequence[Callback] = (),
+    tools: Sequence[Callable[..., Any]] | None = None,
     **settings: Unpack[PolicySettings],
 ) -> TrainingResult:
     """Train with PPO and a critic: `hybridrl ppo` from Python.
@@ -155,6 +159,7 @@ def ppo(
         nnodes: machines. Default: 1.
         n_gpus_per_node: processes per machine: one per GPU, or this many on a CPU. Default: 1.
         reward_weights: a number per reward function, in the same order or by name; None: 1 each.
+        tools: functions that the model may call, with type hints and a docstring each.
         config: further settings by dotted key, or nested.
         peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
         args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
@@ -166,6 +171,7 @@ def ppo(
         model=model,
         reward=reward,
         reward_weights=reward_weights,
+        tools=tools,
         data=data,
         val_data=val_data,
         config=config,

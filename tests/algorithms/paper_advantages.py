@@ -76,6 +76,14 @@ def grpo(r, mask, index, epsilon=1e-6, by_std=True, scores=None):
     return on_tokens(rows, mask)
 
 
+def maxrl(r, mask, index):
+    rows = []
+    for i in range(len(mask)):
+        group = [score(r, mask, j) for j in members(index, i)]
+        rows.append((score(r, mask, i) - mean(group)) / mean(group) if sum(group) else 0.0)
+    return on_tokens(rows, mask)
+
+
 def passk(r, mask, index, epsilon=1e-6, by_std=True):
     rows = []
     for i in range(len(mask)):

@@ -136,6 +136,10 @@ def kl_cov(old, lp, sg, adv, mask, cfg, chosen=None):
     return each(loss, mask)
 
 
+def m2po(old, lp, sg, adv, mask, cfg, chosen=None):
+    return each(lambda i, t: -adv[i][t] * math.exp(lp[i][t] - old[i][t]) * (not chosen[i][t]), mask)
+
+
 def aggregate(loss, mask, mode, counts=None, factor=None):
     """counts: (tokens, sequences) of the whole mini-batch."""
     per_row = [(sum(x for x, m in zip(r, mm, strict=True) if m), sum(mm)) for r, mm in zip(loss, mask, strict=True)]

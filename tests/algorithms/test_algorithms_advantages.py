@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ torch.set_num_threads(1)
 CONFIG = SimpleNamespace(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=True, gdpo_reward_keys=["a", "b"],
                          gdpo_reward_weights=[0.3, 2.0])  # fmt: skip
 NAMES = [e.value for e in algorithms.AdvantageEstimator]
+REWARDS = "token_level_rewards"
 
 
 @dataclass
@@ -33,7 +36,11 @@ class Batch:
         return self.tensors[name].tolist()
 
     def run(self, name: str, config: object = CONFIG) -> tuple[torch.Tensor, torch.Tensor]:
-        return estimate_advantages(name, self.tensors, self.others, config)
+        return estimate_advantages(name, self.tensors | {REWARDS: self.rewards(name)}, self.others, config)
+
+    def rewards(self, name: str) -> torch.Tensor:
+        """The rewards that an estimator gets: `maxrl` refuses negative ones."""
+        return self.tensors[REWARDS].abs() if name == "maxrl" else self.tensors[REWARDS]
 
 
 def make(seed: int, rows: int, width: int, holes: bool, sparse: bool, least: int = 1) -> Batch:
@@ -77,7 +84,7 @@ many = settings(max_examples=40, derandomize=True)
 
 
 def expected(name: str, b: Batch) -> tuple[list, list]:
-    r, mask, index = b.lists("token_level_rewards"), b.lists("response_mask"), list(b.others["uid"])
+    r, mask, index = b.rewards(name).tolist(), b.lists("response_mask"), list(b.others["uid"])
     if name == "gae":
         return paper.gae(r, b.lists("values"), mask, 0.9, 0.8)
     if name == "reinforce_plus_plus":
@@ -106,6 +113,7 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
         "opo": lambda: paper.opo(r, mask, index),
         "gpg": lambda: paper.gpg(r, mask, index),
         "sppo": lambda: paper.sppo(r, mask, index),
+        "maxrl": lambda: paper.maxrl(r, mask, index),
         "grpo_turns": lambda: paper.grpo_turns(r, mask, index),
         "reinforce_plus_plus_baseline": lambda: paper.reinforce_pp_baseline(r, mask, index),
     }
@@ -130,6 +138,26 @@ def test_equals_the_paper(name: str, batch: Batch) -> None:
 def test_sppo_with_probabilities_equals_the_paper(batch: Batch) -> None:
     r, mask, index = batch.lists("token_level_rewards"), batch.lists("response_mask"), list(batch.others["uid"])
     same(batch.run("sppo", SimpleNamespace(sppo_preference_scale=0.7))[0], paper.sppo(r, mask, index, scale=0.7))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 6])
+@pytest.mark.parametrize("p", [0.03, 0.3, 0.8])
+def test_the_gradient_of_maxrl_is_that_of_pass_at_k(samples: int, p: float) -> None:
+    """Of one prompt with success probability p = sigmoid(theta), by complete enumeration of the outcomes."""
+    gradient = 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=samples):
+        rewards = torch.tensor(outcome, dtype=torch.float64)[:, None]
+        advantages, _ = get_adv_estimator_fn("maxrl")(rewards, torch.ones_like(rewards), np.zeros(samples, dtype=int))
+        slopes = [(1 - p) if each else -p for each in outcome]  # of the log-probabilities, in theta
+        probability = math.prod(p if each else 1 - p for each in outcome)
+        gradient += probability * sum(a * s for a, s in zip(advantages[:, 0].tolist(), slopes, strict=True)) / samples
+    pass_at_k = sum((1 - p) ** (k - 1) for k in range(1, samples))  # sum of (1 / k) d/dp (1 - (1 - p)^k)
+    assert gradient == pytest.approx(pass_at_k * p * (1 - p), rel=1e-12)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with raises_with(AlgorithmError, "maxrl", "rows [1]"):
+        get_adv_estimator_fn("maxrl")(torch.tensor([[1.0], [-0.5]]), torch.ones(2, 1), np.array([0, 0]))
 
 
 @many

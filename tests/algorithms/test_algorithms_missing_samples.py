@@ -43,13 +43,13 @@ SQUARES = [CHOICE_B**2 + (1 - CHOICE_B) ** 2, CHOICE_BB**2 + (1 - CHOICE_BB) ** 
 TRUE = sum(p * r * SCORE[y].sum(0) for y, (p, r) in enumerate(zip(PROBABILITY, REWARD, strict=True)))
 
 
-def batch_of(groups: list[tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
-    """A batch of groups of responses."""
+def batch_of(groups: list[tuple[int, ...]], name: str = "") -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
+    """A batch of groups of responses for an estimator; `maxrl` refuses negative rewards."""
     rows = [response for group in groups for response in group]
     mask = torch.tensor([[1, int(TOKENS[y] > 1)] for y in rows]).reshape(-1, 2)
     rewards = torch.zeros(len(rows), 2, dtype=torch.float64)
     for row, y in enumerate(rows):
-        rewards[row, TOKENS[y] - 1] = REWARD[y]
+        rewards[row, TOKENS[y] - 1] = REWARD[y] - (min(REWARD) if name == "maxrl" else 0.0)
 
     def table(values: list[list[float]]) -> torch.Tensor:
         return torch.tensor([values[y] for y in rows], dtype=torch.float64).reshape(-1, 2) * mask
@@ -72,7 +72,7 @@ def batch_of(groups: list[tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], di
 
 def gradient(name: str, group: tuple[int, ...], config: object = CONFIG) -> torch.Tensor:
     """The mean over the samples of a group of advantage times gradient of the log-probability, [2]."""
-    advantages, _ = estimate_advantages(name, *batch_of([group]), config)
+    advantages, _ = estimate_advantages(name, *batch_of([group], name), config)
     return (advantages.unsqueeze(-1) * SCORE[list(group)]).sum((0, 1)) / len(group)
 
 
@@ -155,9 +155,9 @@ def test_groups_of_any_size_are_estimated_one_by_one(name) -> None:
     groups = [(0, 1, 2, 1), (1, 2), (2, 1, 1)]
     if smallest(name) == 1 or ADV_ESTIMATORS.metadata(name).alone:
         groups.append((1,))
-    whole, _ = estimate_advantages(name, *batch_of(groups), CONFIG)
+    whole, _ = estimate_advantages(name, *batch_of(groups, name), CONFIG)
     assert torch.isfinite(whole).all()
-    tensors, others = batch_of(groups)
+    tensors, others = batch_of(groups, name)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(1))
     mixed, _ = estimate_advantages(
         name, {key: value[order] for key, value in tensors.items()}, {k: v[order] for k, v in others.items()}, CONFIG
@@ -165,14 +165,14 @@ def test_groups_of_any_size_are_estimated_one_by_one(name) -> None:
     torch.testing.assert_close(mixed, whole[order], rtol=1e-9, atol=1e-9)
     of_the_batch = {"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "flash_reinforce", "gpg"}
     if name not in of_the_batch:
-        alone = [estimate_advantages(name, *batch_of([group]), CONFIG)[0] for group in groups]
+        alone = [estimate_advantages(name, *batch_of([group], name), CONFIG)[0] for group in groups]
         torch.testing.assert_close(whole, torch.cat(alone), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_left_is_no_advantage_or_an_error_that_says_so(name) -> None:
     try:
-        advantages, returns = estimate_advantages(name, *batch_of([]), CONFIG)
+        advantages, returns = estimate_advantages(name, *batch_of([], name), CONFIG)
     except AlgorithmError as error:
         assert "token" in str(error) or "turn" in str(error)
     else:

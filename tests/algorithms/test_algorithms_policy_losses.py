@@ -32,9 +32,10 @@ CONFIG = SimpleNamespace(
     clip_ratio=0.7, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.7, tau_pos=1.3, tau_neg=0.9,
     loss_scale_factor=None,
     policy_loss=SimpleNamespace(dro_beta=0.4, sppo_eta=1.7, ppo_kl_coef=0.6, kl_cov_ratio=0.2, clip_cov_ratio=0.2,
-                                clip_cov_lb=-0.5, clip_cov_ub=3.0, rollout_correction=None),
+                                clip_cov_lb=-0.5, clip_cov_ub=3.0, m2_threshold=0.1, rollout_correction=None),
 )  # fmt: skip
 NAMES = POLICY_LOSSES.names()  # each has its formula, under its name, in `paper_losses`
+CHOOSING = ("clip_cov", "kl_cov", "m2po")  # they choose tokens in a preliminary pass
 many = settings(max_examples=25, derandomize=True)
 few = settings(max_examples=10, derandomize=True)
 
@@ -58,7 +59,7 @@ batches = st.builds(make, st.integers(0, 10**6), st.integers(1, 4), st.integers(
 
 
 def extra(name: str, b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"prepared": b["chosen"]} if name.endswith("_cov") else {}
+    return {"prepared": b["chosen"]} if name in CHOOSING else {}
 
 
 def run(
@@ -75,7 +76,7 @@ def run(
 
 def by_paper(name: str, b: dict[str, torch.Tensor], mode: str, weights: bool) -> tuple[float, list[list[float]]]:
     old, new, adv, mask, w = (b[k].tolist() for k in ("old", "new", "adv", "mask", "weights"))
-    keywords = {"chosen": b["chosen"].tolist()} if name.endswith("_cov") else {}
+    keywords = {"chosen": b["chosen"].tolist()} if name in CHOOSING else {}
     if name == "geo_mean" and weights:
         keywords["weights"] = w
 
@@ -244,7 +245,25 @@ def test_clip_cov_takes_its_share_of_the_candidates(batch: dict, seed: int) -> N
     assert chosen <= candidates and len(chosen) == min(max(1, int(0.2 * len(cov))), len(candidates))
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@many
+@given(batch=batches, threshold=st.sampled_from([1e-9, 0.01, 0.1, 0.5]))
+def test_m2po_leaves_out_the_largest_moments(batch: dict, threshold: float) -> None:
+    """Against the paper's loop, which removes one token after another."""
+    moments = {}
+    for x in map(tuple, batch["mask"].nonzero().tolist()):
+        log_ratio, a = float(batch["new"][x] - batch["old"][x]), float(batch["adv"][x])
+        if (a > 0 and log_ratio > 0) or (a < 0 and log_ratio < 0):
+            moments[x] = log_ratio**2
+    left_out = set()
+    while moments and sum(moments.values()) / len(moments) > threshold:
+        largest = max(moments, key=moments.__getitem__)
+        left_out.add(largest)
+        del moments[largest]
+    config = SimpleNamespace(policy_loss=SimpleNamespace(m2_threshold=threshold))
+    assert {tuple(x) for x in prepare("m2po", batch, config=config).nonzero().tolist()} == left_out
+
+
+@pytest.mark.parametrize("name", CHOOSING)
 @few
 @given(batch=batches, seed=st.integers(0, 99))
 def test_the_choice_depends_on_neither_order_nor_padding(name: str, batch: dict, seed: int) -> None:
@@ -267,7 +286,7 @@ def test_the_choice_changes_with_the_seed_and_is_even() -> None:
     assert int(torch.stack(noise).min()) >= 0
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("name", CHOOSING)
 def test_a_part_of_a_mini_batch_without_the_choice_is_refused(name: str) -> None:
     batch = make(4, 4, 5)
     args = (batch["old"], batch["new"], batch["adv"], batch["mask"], "token-mean")
@@ -277,13 +296,15 @@ def test_a_part_of_a_mini_batch_without_the_choice_is_refused(name: str) -> None
     alone, _ = get_policy_loss_fn(name)(*args, CONFIG)
     with_it, _ = get_policy_loss_fn(name)(*args, CONFIG, prepared=prepare(name, batch, seed=0))
     torch.testing.assert_close(alone, with_it)
-    none = SimpleNamespace(**{**vars(CONFIG), "policy_loss": SimpleNamespace(
-        **{**vars(CONFIG.policy_loss), f"{name}_ratio": 0.0})})  # fmt: skip
+    nothing = {"m2_threshold": 1e9} if name == "m2po" else {f"{name}_ratio": 0.0}
+    none = SimpleNamespace(
+        **{**vars(CONFIG), "policy_loss": SimpleNamespace(**{**vars(CONFIG.policy_loss), **nothing})}
+    )
     assert not prepare(name, batch, config=none).any()
 
 
 def test_most_losses_need_no_preparation() -> None:
-    assert sorted(n for n in NAMES if get_policy_loss_prepare_fn(n)) == ["clip_cov", "kl_cov"]
+    assert tuple(sorted(n for n in NAMES if get_policy_loss_prepare_fn(n))) == CHOOSING
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [

@@ -148,7 +148,7 @@ def test_an_adapter(here: Path) -> None:
         ({"push_to_hub": True, "hub_model_id": "sorter"}, {}, "trainer.hub.model_id=sorter"),
         ({"loss_type": "bnpo"}, {}, "loss_type="),
         ({"num_generations": 3}, {}, "per_device_train_batch_size=8"),
-        ({}, {"tools": [print]}, "GRPOTrainer(tools=)"),
+        ({}, {"tools": [print]}, "tools: function tool print"),
         ({}, {"callbacks": [object()]}, "GRPOTrainer(callbacks=)"),
         ({}, {"reward_funcs": "organisation/reward-model"}, "reward_funcs"),
         ({}, {"model": object()}, "model is object"),

@@ -274,9 +274,13 @@ def test_scores_are_those_of_an_independent_count(tmp_path: Path, capsys: pytest
         # drawing 3 of 3 with replacement misses k right ones with probability ((3 - k) / 3) ** 3
         best = np.mean([1 - ((3 - k) / 3) ** 3 for k in right.sum(axis=1)])
         assert metrics[f"val-core/{source}/acc/best@3/mean"] == pytest.approx(best, abs=0.03)
+        assert metrics[f"val-aux/{source}/acc/pass@2"] == pytest.approx((1 + 2 / 3 + 0) / 3)
     report = json.loads((tmp_path / "answers.eval.json").read_text())
     assert report["metrics"] == metrics and report["rows"] == 6 and report["responses"] == 18
-    assert "hybridrl/sort" in capsys.readouterr().out
+    low, high = report["intervals"]["test_score/hybridrl/sort"]
+    assert 0.0 <= low < right.mean() < high < 2 / 3 + 1e-9
+    printed = capsys.readouterr().out
+    assert "hybridrl/sort" in printed and f"{low:.4f} to {high:.4f}" in printed and "pass@2" in printed
 
     limited = evaluate([f"data.path={file}", "data.max_samples=2", f"data.output_path={tmp_path / 'few.json'}"])
     assert limited["test_score/hybridrl/sort"] == pytest.approx(2 / 3)

@@ -1,5 +1,6 @@
 """Validation metrics against closed forms and against the definition, draw by draw."""
 
+import itertools
 import random
 
 import numpy as np
@@ -14,6 +15,7 @@ from hybridrl.observe.step_metrics import (
     process_validation_metrics,
     validation_metrics,
 )
+from hybridrl.observe.validation_metrics import pass_at_k
 
 scores = st.floats(-5, 5, allow_nan=False)
 
@@ -106,7 +108,7 @@ def test_process_is_the_mean_over_prompts_of_the_definition(rows: list, shuffler
             for kind, (mean, std) in (("best", high), ("worst", low), ("maj", vote)):
                 expected.setdefault(f"{kind}@{size}/mean", []).append(mean)
                 expected.setdefault(f"{kind}@{size}/std", []).append(std)
-    assert set(found) == set(expected)
+    assert {name for name in found if not name.startswith("pass@")} == set(expected)
     for name, values in expected.items():
         assert found[name] == pytest.approx(float(np.mean(values)), abs=1e-9), name
 
@@ -172,3 +174,27 @@ def test_a_mean_that_leaves_prompts_out_is_told(capsys, other, is_told):
     told = capsys.readouterr().err
     assert (f"'acc' is no number for some samples of {source!r}" in told) == is_told
     assert "'pred'" not in told and "'note'" not in told and "'else'" not in told
+
+
+@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(sizes: tuple[int, int, int]) -> None:
+    """By all draws of k of n samples without replacement."""
+    n, right, k = sizes
+    draws = list(itertools.combinations([1] * right + [0] * (n - right), k))
+    assert pass_at_k(n, right, k) == pytest.approx(sum(map(max, draws)) / len(draws))
+
+
+def test_pass_at_k_of_prompts_is_their_mean_and_only_of_zeros_and_ones() -> None:
+    scores = {"u": [1, 0, 0, 0], "v": [1, 1, 1, 0], "w": [0, 0, 0, 0], "x": [True, True]}
+    uids = [uid for uid, values in scores.items() for _ in values]
+    values = [value for each in scores.values() for value in each]
+    found = process_validation_metrics(["a"] * 14, uids, {"acc": values, "reward": [0.5, *values[1:]]})["a"]
+    assert found["acc"]["pass@2"] == pytest.approx((0.5 + 1.0 + 0.0 + 1.0) / 4)
+    assert found["acc"]["pass@4"] == pytest.approx((1.0 + 1.0 + 0.0) / 3)
+    assert not any(name.startswith("pass@") for name in found["reward"])
+    assert not any(
+        name.startswith("pass@") for name in process_validation_metrics(["a"], ["u"], {"acc": [1]})["a"]["acc"]
+    )
+    for wrong in ((4, 1, 5), (4, 1, 0), (4, 5, 2)):
+        with pytest.raises(ValueError, match="pass_at_k"):
+            pass_at_k(*wrong)

@@ -92,6 +92,7 @@ def docstring(program: str) -> str:
         entries.append((first, f"{meaning}{also}." + (f" Default: {default}." if default else "")))
     entries += [
         ("reward_weights", "a number per reward function, in the same order or by name; None: 1 each."),
+        ("tools", "functions that the model may call, with type hints and a docstring each."),
     ] if spec.tree == "ppo_trainer" else []  # fmt: skip
     entries += [
         ("config", "further settings by dotted key, or nested."),
@@ -113,8 +114,8 @@ def calls_text() -> str:
     lines = [
         f'"""`hybridrl.grpo` and its relatives.\n\n{HEADER}\n"""', "",
         "from __future__ import annotations", "",
-        "import inspect", "from collections.abc import Mapping, Sequence", "from pathlib import Path",
-        "from typing import Any, Unpack", "",
+        "import inspect", "from collections.abc import Callable, Mapping, Sequence",
+        "from pathlib import Path", "from typing import Any, Unpack", "",
         "from hybridrl.config.short_names import table_text",
         "from hybridrl.programs import PROGRAMS",
         "from hybridrl.trainer.api import Rewards, Rows, Trainer, TrainingResult",
@@ -126,13 +127,14 @@ def calls_text() -> str:
         policy = tree == "ppo_trainer"
         rewards = ["    reward: Rewards | None = None,"] if policy else []
         weights = ["    reward_weights: Sequence[float] | Mapping[str, float] | None = None,"] if policy else []
-        passed = ["reward=reward,", "reward_weights=reward_weights,"] if policy else []
+        tools = ["    tools: Sequence[Callable[..., Any]] | None = None,"] if policy else []
+        passed = ["reward=reward,", "reward_weights=reward_weights,", "tools=tools,"] if policy else []
         passed = ["model=model,", *passed, "data=data,", "val_data=val_data,", "config=config,"]
         passed += ["peft_config=peft_config,", "args=args,", "callbacks=callbacks,", "**settings,"]
         lines += ["", f"def {program}(", "    model: str | Path | None = None,", *rewards, "    data: Rows = None,",
                   "    *,", *weights, "    val_data: Rows = None,", "    config: Mapping[str, Any] | None = None,",
                   "    peft_config: Any = None,", "    args: Any = None,",
-                  "    callbacks: Sequence[Callback] = (),",
+                  "    callbacks: Sequence[Callback] = (),", *tools,
                   f"    **settings: Unpack[{CLASSES[tree]}],", ") -> TrainingResult:"]  # fmt: skip
         text = docstring(program).strip()
         lines += [f'    """{text}', '    """', f'    trainer = Trainer(\n        "{program}",']

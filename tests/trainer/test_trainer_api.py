@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ import yaml
 from raising import raises_with
 
 import hybridrl
-from hybridrl.config import validate
+from hybridrl.config import PPOTrainerConfig, validate
 from hybridrl.config.compose import compose_config
 from hybridrl.config.roles import POLICY, ROLES
 from hybridrl.config.schema.node import declared
@@ -28,6 +30,7 @@ from hybridrl.config.short_names import rows
 from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.notify import listening, notify
 from hybridrl.observe.run_folder import settings_of, write_run_info
+from hybridrl.registry import POLICY_LOSSES, import_external_lib
 from hybridrl.trainer.api import trained_part
 from hybridrl.trainer.call_settings import PolicySettings
 from hybridrl.trainer.callbacks import EventKind, EventStream, RunEvent
@@ -320,10 +323,20 @@ def test_sft_has_no_reward(here: Path) -> None:
 
 
 TWICE = """
+from dataclasses import dataclass
+
 import datasets
 import ray
+import torch
 
 import hybridrl
+from hybridrl.algorithms import agg_loss, register_policy_loss
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    own_value: float = 0.0
+
 
 SMALL = dict(
     train_batch_size=16,
@@ -386,11 +399,20 @@ def watch(event):
     events.append((event.kind, event.step))
     if event.kind == "step" and event.step == 3:
         assert event.metrics["critic/score/mean"] >= 0 and event.total_steps == 9
+        assert event.metrics["actor/own"] == 7.0, "the loss of this program, in a worker"
         event.stop("enough")
 
 
+@register_policy_loss("own", settings=OwnSettings)
+def own_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    loss = agg_loss(-advantages * log_prob, response_mask, loss_agg_mode)
+    return loss, {"actor/own": torch.tensor(config.policy_loss.own_value)}
+
+
+own = {"actor_rollout_ref.actor.policy_loss": {"loss_mode": "own", "own_value": 7}}
+OWN = {**SMALL, "config": {**SMALL["config"], **own}}
 stopped = hybridrl.grpo(
-    "MODEL", digits, rows, val_data=rows[:2], callbacks=[watch], max_steps=9, eval_steps=2, num_generations=2, **SMALL
+    "MODEL", digits, rows, val_data=rows[:2], callbacks=[watch], max_steps=9, eval_steps=2, num_generations=2, **OWN
 )
 assert not stopped.finished and stopped.step == 3 and stopped.checkpoint.name == "global_step_3"
 kinds = [("validation", 0), ("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("checkpoint", 3)]
@@ -407,6 +429,92 @@ except KeyError as error:
     assert "critic/score/mean" in str(error)
 print("both ran in", first.folder, second.folder)
 """
+
+
+CELL = """
+from hybridrl.algorithms import register_policy_loss
+
+FACTOR = 3
+
+
+@register_policy_loss("of_a_cell", prepare=lambda *arguments, **more: FACTOR)
+def of_a_cell(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    return FACTOR, {}
+
+
+def triple(number: int) -> str:
+    \"\"\"Triple a number.
+
+    Args:
+        number: which one.
+    \"\"\"
+    return str(FACTOR * number)
+"""
+
+OTHER_PROCESS = """
+import asyncio, sys
+from hybridrl.agents.tools.load_tools import load_tools
+from hybridrl.algorithms import get_policy_loss_fn, get_policy_loss_prepare_fn
+from hybridrl.registry import import_external_lib
+
+for _ in range(2):
+    import_external_lib(sys.argv[1])
+assert get_policy_loss_fn("of_a_cell")(*[None] * 6)[0] == get_policy_loss_prepare_fn("of_a_cell")() == 3
+(tool,) = load_tools(None, sys.argv[2])
+response, *_ = asyncio.run(tool.execute("", {"number": 14}))
+print(tool.name, response.text)
+"""
+
+
+def test_what_a_cell_defines_reaches_other_processes(here: Path) -> None:
+    """Entries that the program registered, and its tools, are files that workers and agents load."""
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(CELL, cell)
+        trainer = grpo(tools=[cell["triple"]], config={"actor_rollout_ref.actor.policy_loss.loss_mode": "of_a_cell"})
+        assert isinstance(trainer.config, PPOTrainerConfig)
+        policy = trainer.config.actor_rollout_ref
+        assert policy.rollout.multi_turn.enable
+        files = str(policy.model.external_lib), str(policy.rollout.multi_turn.function_tool_path)
+        assert all(Path(file).parent == trainer.folder.absolute() / "registered" for file in files)
+        import_external_lib(files[0])  # this process has the entry
+        own = grpo(external_lib="json", default_local_dir="own").config
+        assert isinstance(own, PPOTrainerConfig)
+        assert str(own.actor_rollout_ref.model.external_lib).startswith("json,")
+        lock = threading.Lock()
+        cell["of_a_cell"].__defaults__ = (lock,)
+        with raises_with(ConfigError, "policy loss 'of_a_cell'", "pickle", "external_lib"):
+            grpo()
+    finally:
+        POLICY_LOSSES.remove("of_a_cell")
+    done = subprocess.run([sys.executable, "-c", OTHER_PROCESS, *files], capture_output=True, text=True, check=False)
+    assert done.stdout == "triple 42\n", done.stderr
+
+
+def test_tools_that_cannot_be_used_are_refused_by_name(here: Path) -> None:
+    def waits(seconds: int) -> str:
+        """Wait.
+
+        Args:
+            seconds: so many.
+        """
+        return str(lock)
+
+    lock = threading.Lock()
+    before = sorted(here.rglob("*"))
+    for tools, *said in (
+        ([print], "function tool print"),
+        (share_of_digits, "list of functions"),
+        ([], "list of functions"),
+        ([waits], "waits", "pickle"),
+    ):
+        with raises_with(ConfigError, "tools", *said):
+            grpo(tools=tools)
+    with raises_with(ConfigError, "tools=", "my_tools.py"):
+        grpo(tools=[waits], config={"actor_rollout_ref.rollout.multi_turn.function_tool_path": "my_tools.py"})
+    with raises_with(ConfigError, "tools", "grpo and ppo"):
+        hybridrl.Trainer("sft", model="model", data=ROWS, tools=[waits])
+    assert sorted(here.rglob("*")) == before
 
 
 def test_settings_of_a_call_can_be_used_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hybridrl.agents.entries import checked_config, class_of, entries_of
 from hybridrl.agents.tools.tool import BaseTool, tool_of
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.registry import TOOLS
-from hybridrl.utils.user_code import load_module
+from hybridrl.utils.user_code import OBJECT_SUFFIX, load_module, load_pickled
 
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _ENTRY = "{class_name: MODULE.CLASS, config: {...}, tool_schema: {...}}"
@@ -108,6 +108,9 @@ def _of_entry(entry: Any, where: str) -> list[BaseTool]:
 
 def _of_functions(path: str) -> list[BaseTool]:
     key = f"{_KEY}.function_tool_path"
+    if path.endswith(OBJECT_SUFFIX):
+        written: list[BaseTool] = load_pickled(path, key, RolloutError)  # by hybridrl.grpo(tools=)
+        return written
     module = load_module(path, key, RolloutError)
     tools = [tool for value in vars(module).values() if (tool := tool_of(value)) is not None]
     if not tools:

@@ -64,6 +64,31 @@ compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", 
 )
 
 
+@outcome_estimator("maxrl", compares_samples=True)
+def compute_maxrl_outcome_advantage(scores: Tensor, groups: Groups) -> Tensor:
+    """MaxRL (Tajwar et al. 2026, arXiv 2602.02710): A_i = (R_i - mean_g R) / mean_g R; 0 in a group without reward.
+
+    With rewards 0 and 1 and success probability p of a prompt, the expected gradient of n samples is that of
+
+        sum_{k=1}^{n-1} pass@k / k = sum_{k=1}^{n-1} (1 - (1 - p)^k) / k,
+
+    which tends to log p: the more samples, the nearer to maximum likelihood. The mean in place of GRPO's standard
+    deviation weighs a hard prompt by 1 / p.
+
+    Raises:
+        AlgorithmError: a reward is negative.
+    """
+    if bool((scores < 0).any()):
+        rows = (scores < 0).nonzero().squeeze(-1)[:8].tolist()
+        raise AlgorithmError(
+            f"adv_estimator=maxrl divides by the mean reward of a prompt, and the rewards of rows {rows} are negative. "
+            "Have the reward function return 0 to 1, and put penalties into the loss (actor.use_kl_loss in place of "
+            "algorithm.use_kl_in_reward)."
+        )
+    mean = groups.mean(scores)
+    return torch.where(mean > 0, (scores - mean) / torch.where(mean > 0, mean, 1.0), 0.0)
+
+
 @outcome_estimator("grpo_passk", compares_samples=True)
 def compute_grpo_passk_outcome_advantage(
     scores: Tensor,

@@ -156,8 +156,8 @@ SHARED: tuple[ProjectSetting, ...] = (
     ),
     *idle("ckpt.save_hf|save_hf_ckpt", "checkpoints hold the model in Hugging Face format", kind="flag"),
     *idle("ckpt.max_mem|max_ckpt_mem", "the number of checkpoints is limited, not their size"),
-    *idle("ckpt.best_metric_key|best_metric_key", "the newest checkpoints are kept, and report.html shows the best "
-        "step"),
+    *idle("ckpt.best_metric_key|best_metric_key", "metrics have other names here; trainer.best_metric names the one "
+        "by which the best checkpoint is kept"),
     *idle("ds.use_universal_ckpt|use_ds_universal_ckpt", "checkpoints are read with any number of GPUs", kind="flag"),
     # how the model is held
     *idle("ds.zero_stage|zero_stage ds.zpg|zpg", "FSDP2 shards over all processes; results do not depend on it"),

@@ -31,6 +31,13 @@ def check_schedule(config: PPOTrainerConfig) -> Iterator[str]:
             f"{where} with actor_rollout_ref.rollout.nnodes={rollout.nnodes}: generation has devices of its own; set "
             "trainer_mode=separate_async, or rollout.nnodes=0"
         )
+    separate = mode.trainer_mode == "separate_async"
+    if separate and mode.separate_async.background_validation and config.trainer.best_metric is not None:
+        yield (
+            f"trainer.best_metric={config.trainer.best_metric} with trainer.v1.separate_async.background_validation="
+            "True: the step that was validated has been trained on when its value is known, and cannot be saved any "
+            "more. Leave background_validation away"
+        )
     yield from _check_sizes(config, where)
     updates = -(-config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     step = mode.separate_async.parameter_sync_step

@@ -98,6 +98,12 @@ class PolicyLossConfig(ConfigNode):
         le=1,
         needs=_loss("kl_cov", group=True),
     )
+    m2_threshold: float = key(
+        0.04,
+        "m2po: largest mean of squared log-ratios of the tokens that stay in the loss, of those that move away",
+        gt=0,
+        needs=_loss("m2po", group=True),
+    )
     sppo_eta: float = key(
         1.0,
         "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage",

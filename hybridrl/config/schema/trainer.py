@@ -10,6 +10,7 @@ from hybridrl.config.schema.node import ConfigNode, group, key
 
 #: a frequency that verl reads as never
 _NEVER = ((False, -1),)
+_NO_FREQUENCY = (False, -1, 0, None)
 
 
 @dataclass
@@ -65,6 +66,29 @@ class RunConfig(JobConfig):
     save_last: bool = key(True, "keep a checkpoint of the last step also with save_freq=-1")
     test_freq: int = key(-1, "steps between validations; -1 or false: none", ge=-1, means=_NEVER)
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; null: all", gt=0)
+    best_metric: str | None = key(
+        None,
+        "metric of validations, such as val/loss: the step with its best value is saved at once, and its checkpoint is "
+        "kept besides the newest ones; null: none",
+        needs=(is_set("data.val_files"), not_among(".test_freq", *_NO_FREQUENCY)),
+    )
+    greater_is_better: bool | None = key(
+        None,
+        "the best value of best_metric is the largest one; null: so unless its name ends with loss",
+        needs=is_set(".best_metric"),
+    )
+    early_stopping_patience: int | None = key(
+        None,
+        "validations in a row without a better value of best_metric after which the run ends; null: it goes on",
+        gt=0,
+        needs=is_set(".best_metric"),
+    )
+    early_stopping_threshold: float = key(
+        0.0,
+        "a value counts as better for early_stopping_patience if it is so by more than this",
+        ge=0,
+        needs=is_set(".early_stopping_patience"),
+    )
     resume_mode: str = key(
         "auto",
         "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
@@ -191,6 +215,7 @@ class SeparateAsyncConfig(ConfigNode):
         True,
         "validate next to the following step, which waits for its end before it sends new weights; False: training "
         "waits for the whole validation",
+        follows="${if_set:${trainer.best_metric},false,true}",
         needs=(among("..trainer_mode", "separate_async"), is_set("data.val_files")),
     )
 

@@ -459,7 +459,7 @@ class RayPPOTrainer:
 
     def save_if_due(self) -> None:
         """Write a checkpoint of everything that the next step depends on, if one is due."""
-        self.run.checkpoints.store.protected = self.health.good
+        self.run.checkpoints.store.protect("good", self.health.good)
         self.run.save_if_due(self._write)
 
     def _write(self, folder: Path) -> dict[str, Any]:
