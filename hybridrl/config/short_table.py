@@ -350,6 +350,7 @@ _ACTING: tuple[ShortName, ...] = (
     _row("eval_on_start", {_PPO: "trainer.val_before_train"}),
     _row("save_total_limit", "trainer.max_actor_ckpt_to_keep"),
     _row("best_metric metric_for_best_model", "trainer.best_metric", _validation_metric),
+    _row("greater_is_better", "trainer.greater_is_better"),
     _row("resume_from_checkpoint", "trainer.resume_mode", _resume, meaning="true, false, or a checkpoint's folder"),
     _common("nnodes", "trainer.nnodes"),
     _common("n_gpus_per_node", "trainer.n_gpus_per_node"),

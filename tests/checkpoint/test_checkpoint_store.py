@@ -78,13 +78,16 @@ def test_keeps_the_newest_n(tmp_path: Path) -> None:
     assert store.steps() == [3, 4]
 
 
-def test_a_protected_one_is_kept_besides_the_newest_n(tmp_path: Path) -> None:
+def test_protected_ones_are_kept_besides_the_newest_n(tmp_path: Path) -> None:
+    """Each for its own reason."""
     store = RunStore(tmp_path, keep=1)
     for step in (1, 2, 3, 4, 5):
-        store.protected = store.folder(2 if step < 5 else 4)
+        store.protect("good", store.folder(2 if step < 5 else 4))
+        store.protect("best", store.folder(1) if step <= 3 else None)
         save(store, step)
+        assert step != 3 or store.steps() == [1, 2, 3]
     assert store.steps() == [4, 5]
-    store.protected = None
+    store.protect("good", None)
     save(store, 6)
     assert store.steps() == [6]
 

@@ -487,6 +487,7 @@ EXAMPLES = {
     "optimizer_impl": "mine",
     "lr_warmup_steps": -1,
     "trainer_mode": "colocate_async",
+    "test_freq": 5,
 }
 
 
