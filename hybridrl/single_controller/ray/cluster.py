@@ -241,8 +241,12 @@ def _options(settings: dict[str, Any], address: str | None, num_cpus: int) -> di
 
 def _processes_of_ray() -> dict[str, int]:
     """Return the ids of the processes without which the cluster that was started here ends."""
-    children = {child.name(): child.pid for child in psutil.Process().children()}
-    return {name: children[name] for name in ("gcs_server", "raylet") if name in children}
+    running: dict[str, int] = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                running[child.name()] = child.pid
+    return {name: running[name] for name in ("gcs_server", "raylet") if name in running}
 
 
 def _check_answers(address: str) -> None:

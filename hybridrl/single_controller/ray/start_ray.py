@@ -67,7 +67,8 @@ def _start(options: dict[str, Any]) -> None:
         for process in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(started, timeout=_END_S)
+        # Those that ended by themselves are waited for, too: as zombies they would be taken for those of the next try.
+        psutil.wait_procs([*started, *_ended_children(before)], timeout=_END_S)
         raise
 
 
@@ -157,13 +158,18 @@ class _Patience:
         return _rays_processes() - self._before
 
     def _ended(self) -> list[str]:
-        """Names of Ray's processes that started and ended; they are children that nobody has waited for."""
-        ended = []
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if child not in self._before and child.status() == psutil.STATUS_ZOMBIE and child.name() in _NEEDED:
-                    ended.append(child.name())
-        return ended
+        """Names of Ray's processes that started and ended."""
+        return [child.name() for child in _ended_children(self._before)]
+
+
+def _ended_children(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Return Ray's processes that started here and ended; they are children that nobody has waited for."""
+    ended = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child not in before and child.status() == psutil.STATUS_ZOMBIE and child.name() in _NEEDED:
+                ended.append(child)
+    return ended
 
 
 def _rays_processes() -> set[psutil.Process]:
