@@ -34,6 +34,7 @@ from hybridrl.utils.files import write_text
 _NAMED = 5  # how many faulty rows a message names
 _CHUNK = 8192  # samples between two updates of the progress bar
 _NO_SOURCE = "unknown"
+_WIDEST = 1000  # columns of a printed table
 
 
 @dataclass
@@ -282,4 +283,6 @@ def _print(metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, fl
         low, high = intervals[source]
         score = f"{metrics[f'test_score/{source}']:.4f}"
         grid.add_row(source, str(len(rows[source])), score, f"{low:.4f} to {high:.4f}", *cells)
-    Console(soft_wrap=True).print(grid)
+    console = Console()
+    whole = console.measure(grid, options=console.options.update(width=_WIDEST)).maximum  # a narrow one breaks numbers
+    Console(width=max(console.width, whole)).print(grid)
