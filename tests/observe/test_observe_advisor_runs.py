@@ -13,7 +13,7 @@ from hybridrl.observe.run_history import load_history
 from hybridrl.observe.timeline import read_timeline
 
 #: both take longer than everything else of a step
-SECONDS = 2.5
+SECONDS = 8.0
 REWARD = f"""
 import time
 
