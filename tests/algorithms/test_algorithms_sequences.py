@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises_with
-from test_algorithms_policy_losses import CONFIG, NAMES, batches, by_paper, make
+from test_algorithms_policy_losses import CHOOSING, CONFIG, NAMES, batches, by_paper, make
 
 from hybridrl.algorithms import (
     LOSS_AGG_MODES,
@@ -61,7 +61,7 @@ def run_cut(
                      sequences=sequences, **more)  # fmt: skip
         return loss
 
-    prepared = cut["chosen"] if name.endswith("_cov") else None
+    prepared = cut["chosen"] if name in CHOOSING else None
     if name == "bypass_mode" and (prepare := get_policy_loss_prepare_fn(name, config)) is not None:
         prepared = prepare(cut["old"], cut["new"], cut["adv"], cut["mask"], config, 0, sequence_ids=ids)
     found = []
