@@ -78,11 +78,23 @@ class RunStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def protect(self, reason: str, folder: Path | None) -> None:
-        """Keep a checkpoint besides the newest `keep`, in place of the earlier one of this reason; None: none."""
+        """Keep a checkpoint besides the newest `keep`, in place of the earlier one of this reason; None: none.
+
+        The earlier one is removed by the next save, or at once by `prune`.
+        """
         if folder is None:
             self._protected.pop(reason, None)
         else:
             self._protected[reason] = folder
+
+    def prune(self, *others: Path) -> None:
+        """Remove what is neither among the newest `keep`, nor protected, nor resumed from, nor among others."""
+        if self.keep is None:
+            return
+        for step in self._ranked()[self.keep :]:
+            folder = self.folder(step)
+            if folder not in (*others, self._in_use, *self._protected.values()):
+                self._remove(folder)
 
     # ------------------------------------------------------------------ writing
 
@@ -260,14 +272,9 @@ class RunStore:
         shutil.rmtree(doomed)
 
     def _prune(self, written: Path) -> None:
-        if self.keep is None:
-            return
-        for step in self._ranked()[self.keep :]:
-            folder = self.folder(step)
-            if folder not in (written, self._in_use, *self._protected.values()):
-                self._remove(folder)
-        # The checkpoint that the run resumed from needs no protection any more: the run now has its own.
-        self._in_use = None
+        self.prune(written)
+        if self.keep is not None:  # the checkpoint that the run resumed from need not stay: the run now has its own
+            self._in_use = None
 
     # ------------------------------------------------------------------ finding
 

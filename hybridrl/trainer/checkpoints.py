@@ -116,6 +116,11 @@ class Checkpoints:
         assert checkpoint is not None
         load(checkpoint, load_json(checkpoint / STATE_FILE)["state"])
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._saving is not None
+
     def has(self, step: int) -> bool:
         """Return whether the checkpoint of a step is written, or being written."""
         return step == self._saved_step or (self._saving is not None and self._saving.step == step)

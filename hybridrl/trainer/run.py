@@ -77,6 +77,7 @@ class TrainingRun:
         self.validation_folder = Path(getattr(trainer, "validation_data_dir", None) or self.folder / "validation")
         self.checkpoints = Checkpoints(config, trainer, identity, writers)
         self.best = BestCheckpoint(trainer)
+        self._best_folder: Path | None = None  # the one that is protected
         self.traces: Traces | None = None
         self._trace = trace
         self._groups = groups
@@ -336,6 +337,9 @@ class TrainingRun:
         if self.best.best is None:
             return
         folder = self.checkpoints.store.folder(self.best.best.step)
-        if folder.is_dir():
+        if folder.is_dir() and folder != self._best_folder:
+            self._best_folder = folder
             self.checkpoints.store.protect("best", folder)
             self.best.write(self.folder, folder)
+            if not self.checkpoints.is_saving:  # which prunes, too, in a thread of its own
+                self.checkpoints.store.prune()

@@ -59,6 +59,11 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
     assert json.loads((tmp_path / BEST).read_text()) == record
 
 
+def test_an_earlier_best_checkpoint_goes_at_once(tmp_path: Path) -> None:
+    trained(tmp_path, [3.0, 2.0, 1.0], "trainer.max_actor_ckpt_to_keep=1")
+    assert steps(tmp_path) == [3]
+
+
 def test_a_run_without_a_better_validation_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With exit status 0, a checkpoint of the last step, and a message; started again, it trains nothing."""
     values = [5.0, 2.0, 3.0, 2.0, 1.0, 1.0, 1.0]
