@@ -256,7 +256,7 @@ def test_a_name_may_say_where_it_is(own_module) -> None:
 
 @pytest.mark.slow(10)
 def test_facts_read_from_the_source_are_those_of_the_entries() -> None:
-    """In a process of its own, where nothing was imported before."""
+    """In a process of its own, where nothing was imported before. Classes and functions are known after the import."""
     registries = (ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES, OBJECTIVES)
     names = [key for key, value in vars(sys.modules["hybridrl.registry"]).items() if value in registries]
     assert len(names) == len(registries)
@@ -272,7 +272,7 @@ def test_facts_read_from_the_source_are_those_of_the_entries() -> None:
                 registry.get(name)
                 for field in fields(facts[name]):
                     before, after = getattr(facts[name], field.name), getattr(registry.metadata(name), field.name)
-                    assert before == after or (field.name == "settings" and before is None), (name, field.name)
+                    assert before == after or (callable(after) and before == field.default), (name, field.name)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
 
