@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
 from hybridrl.utils.python_source import parsed
-from hybridrl.utils.user_code import OBJECT_SUFFIX, load_module, load_object, load_pickled
+from hybridrl.utils.user_code import OBJECT_SUFFIX, load_entries, load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -434,14 +434,9 @@ def import_external_lib(name: str | None) -> None:
     """
     for part in filter(None, (part.strip() for part in (name or "").split(","))):
         if part.endswith(OBJECT_SUFFIX):
-            _load_entries(part)
+            load_entries(part, "model.external_lib", ModelError)
         else:
             load_module(part, "model.external_lib", ModelError)
-
-
-@functools.cache
-def _load_entries(path: str) -> None:
-    load_pickled(path, "model.external_lib", ModelError).register()
 
 
 ADV_ESTIMATORS = Registry(

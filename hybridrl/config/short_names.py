@@ -15,6 +15,8 @@ from hybridrl.config.schema.node import declared, default_tree, is_free
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.verl.keys import Assignment
 
+#: how `--help` shows a default that is computed from other settings
+FOLLOWS = "follows other settings"
 #: trees with short names
 TREES = ("ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer")
 _POLICY = "actor_rollout_ref"
@@ -226,7 +228,7 @@ def default_in(tree: str, key: str, defaults: Mapping[str, Any]) -> str:
     for part in () if key in defaults else key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     text = str(value)
-    return "follows other settings" if "${" in text else show(value)
+    return FOLLOWS if "${" in text else show(value)
 
 
 def meaning_of(tree: str, row: ShortName) -> str:

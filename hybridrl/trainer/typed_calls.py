@@ -56,7 +56,7 @@ def grpo(
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: prompts per step. Default: 1024.
         ppo_mini_batch_size: prompts per optimizer step, counted over all processes; 256, or the whole batch where it
-            has fewer. Default: follows other settings.
+            has fewer.
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         num_generations: samples per prompt (also n). Default: 8.
@@ -66,8 +66,7 @@ def grpo(
         loss_type: how token losses are aggregated: dapo, grpo or dr_grpo; or another loss: cispo or sapo. Default:
             dapo.
         use_vllm: true: generate with vLLM; else by what is installed. Default: false.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
-            follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
         run_name: name of the run (also experiment_name). Default: 'default'.
         project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
@@ -139,7 +138,7 @@ def ppo(
         seed: one seed for data, sampling and training: every seed that acts.
         train_batch_size: prompts per step. Default: 1024.
         ppo_mini_batch_size: prompts per optimizer step, counted over all processes; 256, or the whole batch where it
-            has fewer. Default: follows other settings.
+            has fewer.
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         num_generations: samples per prompt (also n). Default: 1.
@@ -149,8 +148,7 @@ def ppo(
         loss_type: how token losses are aggregated: dapo, grpo or dr_grpo; or another loss: cispo or sapo. Default:
             dapo.
         use_vllm: true: generate with vLLM; else by what is installed. Default: false.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
-            follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
         run_name: name of the run (also experiment_name). Default: 'default'.
         project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
@@ -217,8 +215,7 @@ def sft(
         train_batch_size: rows per optimizer step, counted over all processes. Default: 256.
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
-            follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
         run_name: name of the run (also experiment_name). Default: 'default'.
         project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
@@ -281,8 +278,7 @@ def dpo(
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
         beta: scale of the implied rewards: larger values keep nearer to the reference. Default: 0.1.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
-            follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
         run_name: name of the run (also experiment_name). Default: 'default'.
         project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
@@ -344,8 +340,7 @@ def rm(
         train_batch_size: rows per optimizer step, counted over all processes. Default: 256.
         per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
         gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
-        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir). Default:
-            follows other settings.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
         run_name: name of the run (also experiment_name). Default: 'default'.
         project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
         report_to: where metrics go besides metrics.jsonl (also logger). Default: console.

@@ -144,6 +144,15 @@ def load_pickled(path: str, key: str, error: type[UserError] = UserError) -> Any
         ) from cause
 
 
+@functools.cache
+def load_entries(path: str, key: str, error: type[UserError] = UserError) -> None:
+    """Load a file of pickled entries (`hybridrl.registered_entries`) and register them; a file is loaded once.
+
+    Args, raises: those of `load_pickled`.
+    """
+    load_pickled(path, key, error).register()
+
+
 def load_class(
     path: str, name: str | None, key: str, name_key: str, base: type = object, error: type[UserError] = UserError
 ) -> Any:

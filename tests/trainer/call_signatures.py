@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridrl.config.schema.node import is_group
 from hybridrl.config.schema.root import ROOTS
-from hybridrl.config.short_names import accepted, rows, table_text
+from hybridrl.config.short_names import FOLLOWS, accepted, rows, table_text
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.call_arguments import OTHER_NAMES
 
@@ -89,7 +89,7 @@ def docstring(program: str) -> str:
     for names, default, meaning in table_text(spec.tree, spec.defaults, common=True):
         first, *others = names.split(", ")
         also = f" (also {', '.join(others)})" if others else ""
-        entries.append((first, f"{meaning}{also}." + (f" Default: {default}." if default else "")))
+        entries.append((first, f"{meaning}{also}." + (f" Default: {default}." if default and default != FOLLOWS else "")))
     entries += [
         ("reward_weights", "a number per reward function, in the same order or by name; None: 1 each."),
         ("tools", "functions that the model may call, with type hints and a docstring each."),
