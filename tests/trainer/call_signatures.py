@@ -89,7 +89,9 @@ def docstring(program: str) -> str:
     for names, default, meaning in table_text(spec.tree, spec.defaults, common=True):
         first, *others = names.split(", ")
         also = f" (also {', '.join(others)})" if others else ""
-        entries.append((first, f"{meaning}{also}." + (f" Default: {default}." if default and default != FOLLOWS else "")))
+        entries.append(
+            (first, f"{meaning}{also}." + (f" Default: {default}." if default and default != FOLLOWS else ""))
+        )
     entries += [
         ("reward_weights", "a number per reward function, in the same order or by name; None: 1 each."),
         ("tools", "functions that the model may call, with type hints and a docstring each."),
