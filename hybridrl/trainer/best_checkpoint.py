@@ -12,6 +12,8 @@ from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import number
 from hybridrl.observe.run_folder import BEST
 
+_SAME = ("val-core", "val-aux")
+
 
 @dataclass(frozen=True)
 class BestStep:
@@ -68,7 +70,7 @@ class BestCheckpoint:
         """
         if self.metric is None:
             return
-        value = number(metrics.get(self.metric))
+        value = value_of(self.metric, metrics)
         if value is not None:
             self.fault = None
             self._add(step, value, has_checkpoint=True)
@@ -91,7 +93,7 @@ class BestCheckpoint:
         if self.metric is None:
             return
         for record in records:
-            value = number(record.get(self.metric))
+            value = value_of(self.metric, record)
             if value is not None:
                 self._add(int(record["step"]), value, has_checkpoint(int(record["step"])))
 
@@ -116,6 +118,18 @@ class BestCheckpoint:
         if self.best is None:
             return f"{self.metric} has no finite value"
         return f"the best value of {self.metric} is {self.best.value:.4g}, after step {self.best.step}"
+
+
+def value_of(metric: str, metrics: Mapping[str, Any]) -> float | None:
+    """Return the value of a metric of validations; None if there is no such number.
+
+    Which variable of a data source is its core one depends on the scores that were seen so far: `val-core/` and
+    `val-aux/` are not told apart.
+    """
+    prefix, _, rest = metric.partition("/")
+    names = [f"{each}/{rest}" for each in _SAME] if prefix in _SAME else [metric]
+    values = (number(metrics.get(name)) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def is_larger_better(metric: str) -> bool:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.errors import UserError
+from hybridrl.observe import compare as module
 from hybridrl.observe.compare import PairedComparison, compare, interval, read_validation, sign_change_probability
 from hybridrl.observe.compare_command import main
 from hybridrl.observe.dump import dump_generations
@@ -113,6 +114,26 @@ def test_metrics_and_steps(tmp_path: Path) -> None:
             read_validation(first, step)
     with pytest.raises(UserError, match="--metric"):
         compare(read_validation(first, "4"), read_validation(first, "8"))
+
+
+def test_values_that_are_no_numbers(tmp_path: Path) -> None:
+    """NaN is no score; a text is named, also where every sample has one."""
+    first = run(tmp_path / "a", [[1.0, math.nan], [math.nan]], word=["a", "b", "c"])
+    assert [prompt.values for prompt in read_validation(first).prompts] == [(1.0,)]
+    with pytest.raises(UserError, match=r"'word' is no number.*score"):
+        read_validation(first, metric="word")
+
+
+@pytest.mark.parametrize("p", [0.5, 0.52])
+def test_many_prompts_are_as_draws_of_them_would_be(monkeypatch: pytest.MonkeyPatch, p: float) -> None:
+    differences = np.random.default_rng(1).choice([1.0, 0.0, -1.0], p=[p / 4, 0.75, (1 - p) / 4], size=5_000)
+    bounds, probability = interval(differences), sign_change_probability(differences)
+    monkeypatch.setattr(module, "_MANY", 10**9)
+    low, high = interval(differences)
+    assert np.allclose(bounds, (low, high), atol=0.04 * (high - low))
+    drawn = sign_change_probability(differences)
+    assert abs(probability - drawn) < 4 * math.sqrt(drawn * (1 - drawn) / 10_000) + 0.01
+    assert sign_change_probability(np.zeros(6_000)) == 1.0
 
 
 def test_a_run_without_validation_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -412,10 +412,14 @@ def own_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, c
 own = {"actor_rollout_ref.actor.policy_loss": {"loss_mode": "own", "own_value": 7}}
 OWN = {**SMALL, "config": {**SMALL["config"], **own}}
 stopped = hybridrl.grpo(
-    "MODEL", digits, rows, val_data=rows[:2], callbacks=[watch], max_steps=9, eval_steps=2, num_generations=2, **OWN
+    "MODEL", digits, rows, val_data=rows[:2], callbacks=[watch], max_steps=9, eval_steps=2, num_generations=2,
+    best_metric="val-core/unknown/reward/mean@1", **OWN
 )
+assert stopped.best_checkpoint.name == "global_step_2"
+assert stopped.best_model_path.is_relative_to(stopped.best_checkpoint)
 assert not stopped.finished and stopped.step == 3 and stopped.checkpoint.name == "global_step_3"
-kinds = [("validation", 0), ("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("checkpoint", 3)]
+kinds = [("validation", 0), ("step", 1), ("step", 2), ("validation", 2), ("checkpoint", 2), ("step", 3)]
+kinds.append(("checkpoint", 3))
 assert events == kinds, events
 trainer = hybridrl.Trainer("grpo", "MODEL", digits, rows, max_steps=9, num_generations=2, **SMALL)
 for event in trainer.steps():

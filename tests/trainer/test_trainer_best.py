@@ -17,7 +17,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.observe.jsonl import encode
 from hybridrl.observe.run_folder import BEST
 from hybridrl.programs import ProgramResult
-from hybridrl.trainer.best_checkpoint import BestCheckpoint
+from hybridrl.trainer.best_checkpoint import BestCheckpoint, BestStep
 from hybridrl.trainer.run import VALIDATION_SECONDS, TrainingRun
 
 SETTINGS = ("data.train_files=a.parquet", "data.val_files=b.parquet", "model.path=x", "trainer.test_freq=1")
@@ -127,6 +127,19 @@ def test_a_metric_that_validations_do_not_have_is_named_with_the_others(tmp_path
     assert steps(tmp_path) == [1]
     with pytest.raises(UserError, match=r"val/lose.*val/loss"):
         BestCheckpoint(config.trainer).observe(0, {"val/loss": 1.0})
+
+
+def test_a_variable_need_not_stay_the_core_one() -> None:
+    """A function of numbers has an `acc` as long as all are 0 or 1, which is then the core variable."""
+    metric = "val-core/sort/reward/mean@1"
+    settings = load_config("sft_trainer", [*SETTINGS, f"trainer.best_metric={metric}"]).trainer
+    records = [{"step": 1, "val-aux/sort/reward/mean@1": 0.5}, {"step": 2, metric: 0.75}]
+    watched, replayed = BestCheckpoint(settings), BestCheckpoint(settings)
+    watched.observe(0, {"val-aux/sort/reward/mean@1": 1.0, "val-core/sort/acc/mean@1": 1.0})
+    for record in records:
+        watched.observe(int(record["step"]), record)
+    replayed.replay(records, lambda step: True)
+    assert watched.best == replayed.best == BestStep(2, 0.75)
 
 
 @given(
