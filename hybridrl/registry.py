@@ -427,7 +427,7 @@ def _origin(entry: Any) -> tuple[str, str]:
 def import_external_lib(name: str | None) -> None:
     """Import the modules of `model.external_lib` (comma separated), which may register user code.
 
-    A file of pickled entries (`hybridrl.registered_entries`) among them is loaded once, and its entries are registered.
+    A file of pickled entries (`hybridrl.registered_entries`) among them has its entries registered.
 
     Raises:
         ModelError: one of them cannot be imported, or raises an error on import.

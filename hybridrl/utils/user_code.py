@@ -144,9 +144,8 @@ def load_pickled(path: str, key: str, error: type[UserError] = UserError) -> Any
         ) from cause
 
 
-@functools.cache
 def load_entries(path: str, key: str, error: type[UserError] = UserError) -> None:
-    """Load a file of pickled entries (`hybridrl.registered_entries`) and register them; a file is loaded once.
+    """Load a file of pickled entries (`hybridrl.registered_entries`) and register those that are not there yet.
 
     Args, raises: those of `load_pickled`.
     """

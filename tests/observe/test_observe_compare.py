@@ -84,6 +84,15 @@ def test_other_templates_are_paired_by_row_and_ground_truth(tmp_path: Path) -> N
         compared(first, second)
 
 
+def test_a_prompt_that_occurs_twice_is_paired_in_the_order_of_the_files(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "a", [[1], [0]]), run(tmp_path / "b", [[1], [0]])
+    for folder in (first, second):
+        file = folder / "validation" / "4.jsonl"
+        file.write_text(file.read_text().replace("prompt 1", "prompt 0"))
+    (result,) = compared(first, second)
+    assert (result.prompts, result.better, result.worse) == (2, 0, 0)
+
+
 def test_sources_and_all_of_them(tmp_path: Path) -> None:
     sources = ["x", "x", "y"]
     first = run(tmp_path / "a", [[0], [0], [1]], sources=sources)

@@ -18,6 +18,7 @@ from hybridrl.observe.jsonl import encode
 from hybridrl.observe.run_folder import BEST
 from hybridrl.programs import ProgramResult
 from hybridrl.trainer.best_checkpoint import BestCheckpoint, BestStep
+from hybridrl.trainer.callbacks import RunEvent, calling
 from hybridrl.trainer.run import VALIDATION_SECONDS, TrainingRun
 
 SETTINGS = ("data.train_files=a.parquet", "data.val_files=b.parquet", "model.path=x", "trainer.test_freq=1")
@@ -78,6 +79,16 @@ def test_a_run_without_a_better_validation_ends(tmp_path: Path, capfd: pytest.Ca
     longer = trained(tmp_path, values, "trainer.early_stopping_patience=3")
     assert (longer.step, longer.ended_early) == (7, False)
     assert longer.best_checkpoint == tmp_path / "global_step_5"
+
+
+def test_a_run_that_ends_early_and_is_asked_to_stop_is_finished(tmp_path: Path) -> None:
+    def stop(event: RunEvent) -> None:
+        if event.kind == "step" and event.step == 2:
+            event.stop("enough")
+
+    with calling([stop]):
+        outcome = trained(tmp_path, [1.0, 2.0, 3.0], "trainer.early_stopping_patience=1")
+    assert (outcome.step, outcome.ended_early, outcome.stopped_by, outcome.exit_code) == (2, True, None, 0)
 
 
 def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
