@@ -30,6 +30,11 @@ def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 
+def join(*words: str) -> str:
+    """Join words."""
+    return " ".join(words)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -148,7 +153,7 @@ def test_an_adapter(here: Path) -> None:
         ({"push_to_hub": True, "hub_model_id": "sorter"}, {}, "trainer.hub.model_id=sorter"),
         ({"loss_type": "bnpo"}, {}, "loss_type="),
         ({"num_generations": 3}, {}, "per_device_train_batch_size=8"),
-        ({}, {"tools": [print]}, "tools: function tool print"),
+        ({}, {"tools": [join]}, "tools: function tool join"),
         ({}, {"callbacks": [object()]}, "GRPOTrainer(callbacks=)"),
         ({}, {"reward_funcs": "organisation/reward-model"}, "reward_funcs"),
         ({}, {"model": object()}, "model is object"),

@@ -504,9 +504,13 @@ def test_tools_that_cannot_be_used_are_refused_by_name(here: Path) -> None:
         """
         return str(lock)
 
+    def join(*words: str) -> str:
+        """Join words."""
+        return " ".join(words)
+
     lock = threading.Lock()
     for tools, *said in (
-        ([print], "function tool print"),
+        ([join], "function tool join"),
         (share_of_digits, "list of functions"),
         ([], "list of functions"),
         ([waits], "waits", "pickle"),
