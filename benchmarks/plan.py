@@ -1,4 +1,4 @@
-"""Time of the planner's search: PPO with a reference and a reward model, five models to place.
+"""Time of the planner's search: PPO with a reference and a reward model, five models to place, dense and of experts.
 
     python benchmarks/plan.py [--rounds 3]
 
@@ -20,6 +20,8 @@ from hybridrl.plan.run_plan import RunPlan, is_tie, plans, request_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FACTS = json.loads((REPOSITORY / "tests" / "plan" / "public_models.json").read_text(encoding="utf-8"))
+#: model of actor and reference, model of critic and reward, and the devices of a search that is timed
+SEARCHED = {("llama-13b", "llama-13b"): "A100", ("qwen3-235b-a22b", "qwen3-30b-a3b"): "H100"}
 #: model of actor and reference, model of critic and reward, devices, and the sets that the paper found best
 PAPER = [
     *(("llama-13b", "llama-13b", n, "colocated") for n in (16, 32, 64)),
@@ -47,10 +49,12 @@ def of(actor: str, critic: str, devices: str, folder: Path) -> list[RunPlan]:
         "data.train_batch_size": 1024,
         "data.max_prompt_length": 1024,
         "data.max_response_length": 1024,
+        "placement.response": 1024,
+        "placement.prompt": 1024,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
     }
     config = load_config("ppo_trainer", [f"{key}={value}" for key, value in words.items()])
-    return plans(request_for(config, read_devices(devices), response=1024, prompt=1024))
+    return plans(request_for(config, read_devices(devices)))
 
 
 def kind(plan: RunPlan) -> str:
@@ -74,14 +78,15 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        print("| devices | best s of search |\n|---|---|")
-        for devices in ("128xA100", "1024xA100"):
-            times = []
-            for _ in range(options.rounds):
-                start = time.perf_counter()
-                of("llama-13b", "llama-13b", devices, folder)
-                times.append(time.perf_counter() - start)
-            print(f"| {devices} | {min(times):.2f} |", flush=True)
+        print("| actor, critic | devices | best s of search |\n|---|---|---|")
+        for (actor, critic), kind_of_device in SEARCHED.items():
+            for count in (128, 1024):
+                times = []
+                for _ in range(options.rounds):
+                    start = time.perf_counter()
+                    of(actor, critic, f"{count}x{kind_of_device}", folder)
+                    times.append(time.perf_counter() - start)
+                print(f"| {actor}, {critic} | {count}x{kind_of_device} | {min(times):.2f} |", flush=True)
         print("\n| actor, critic | devices | paper | planner | paper's choice / fastest |\n|---|---|---|---|---|")
         tied = 0
         for actor, critic, n, best in PAPER:

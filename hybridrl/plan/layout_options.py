@@ -19,6 +19,7 @@ from hybridrl.plan.shapes import ModelShape
 PER_CHANGE = 0.01
 _MICRO_TOKENS = 16384  # the default
 _CAPACITY = 256  # the default of rollout.max_num_seqs
+_EXPERT_RANKS = 64  # most ranks among which FSDP2's experts are divided
 _SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # of a device's memory, for an engine
 _NAMES = tuple(field.name for field in fields(TrainingLayout) if field.name != "sharded")
 
@@ -33,6 +34,7 @@ class TrainedRole:
         step: its batch.
         trains: whether it is updated.
         fixed: values of fields of `TrainingLayout` that the user gave.
+        divides_experts: whether FSDP2 can divide its experts among ranks.
     """
 
     model: ModelShape
@@ -40,6 +42,7 @@ class TrainedRole:
     step: StepSize
     trains: bool
     fixed: Mapping[str, Sequence[int]]
+    divides_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,18 @@ def powers_of_two(most: int) -> list[int]:
     return [2**power for power in range(max(most, 1).bit_length()) if 2**power <= most]
 
 
+def _divisors(experts: int, most: int) -> list[int]:
+    """Powers of two up to `most` that divide the experts."""
+    return [size for size in powers_of_two(most) if experts % size == 0]
+
+
+def _cut_evenly(model: ModelShape, shards: np.ndarray, expert: np.ndarray) -> Any:
+    """Whether FSDP2 can cut a rank's experts evenly over shards / EP ranks [K]: whole ones, or their hidden sizes."""
+    ranks = np.maximum(shards // expert, 1)
+    sizes = np.gcd(model.hidden, model.expert_ffn)
+    return (shards % expert == 0) & ((model.experts // expert % ranks == 0) | (sizes % ranks == 0))
+
+
 def _candidates(role: TrainedRole, cluster: Cluster, n: int, sharded: bool) -> dict[str, Sequence[int]]:
     """Values of each field that make sense for any value of the others."""
     model, inside = role.model, powers_of_two(min(n, cluster.machine))
@@ -86,11 +101,13 @@ def _candidates(role: TrainedRole, cluster: Cluster, n: int, sharded: bool) -> d
     if sharded:
         values["micro_tokens"] = sorted({*values["micro_tokens"], *(-(-most // size) for size in values["context"])})
         values["shards"] = [n, cluster.machine] if n > cluster.machine else [n]
+        if role.divides_experts:
+            values["expert"] = _divisors(model.experts, min(n, _EXPERT_RANKS))
     else:
         values["tensor"] = [size for size in inside if model.heads % size == 0 and model.kv_heads % size == 0]
         values["pipeline"] = [size for size in powers_of_two(min(n, 16)) if model.layers % size == 0]
         values["context"] = [size for size in values["context"] if size <= 4]
-        values["expert"] = [size for size in powers_of_two(n) if model.experts and model.experts % size == 0] or single
+        values["expert"] = _divisors(model.experts, n) if model.experts else single
         values["offload"] = [0, 2]
         values["micro_tokens"] = [max(_MICRO_TOKENS, most)]
     return {name: role.fixed.get(name, candidates) for name, candidates in values.items()}
@@ -106,6 +123,8 @@ def layouts(role: TrainedRole, cluster: Cluster, n: int, sharded: bool) -> Train
     split = table["tensor"] * table["pipeline"] * table["context"]
     valid = (n % split == 0) & (n % np.maximum(table["shards"], 1) == 0)
     valid &= (n % (table["expert"] * table["pipeline"]) == 0) & (table["tensor"] * table["context"] <= cluster.machine)
+    if sharded:
+        valid &= (table["expert"] == 1) | _cut_evenly(role.model, table["shards"], table["expert"])
     valid &= table["micro_tokens"] * table["context"] >= role.step.sequence
     valid &= (table["context"] == 1) | (table["micro_tokens"] <= 2 * _MICRO_TOKENS)
     if not valid.any():

@@ -79,7 +79,8 @@ def _role(request: PlanRequest, plan: RunPlan, role: str, layout: TrainingLayout
         sizes = {SHARDED_FIELDS["context"]: layout.context}
         if layout.shards != plan.devices_of(role):
             sizes[SHARDED_FIELDS["shards"]] = layout.shards
-        if layout.expert != 1:
+        default = plan.layouts[ACTOR].expert if role == REF else 1  # the reference follows the policy
+        if layout.expert != default:
             sizes[SHARDED_FIELDS["expert"]] = layout.expert
     else:
         sizes = {

@@ -9,6 +9,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.dotted import get_key
 from hybridrl.errors import ConfigError, PlacementError
 from hybridrl.plan.devices import Cluster
+from hybridrl.plan.expert_groups import divides_experts
 from hybridrl.plan.factors import FITTED, STEP_ERROR
 from hybridrl.plan.layout_options import (
     GeneratingRole,
@@ -302,7 +303,20 @@ def trained_role(request: PlanRequest, role: str, sharded: bool) -> TrainedRole:
     trains = role in (ACTOR, CRITIC)
     again = request.step.updates > 1 or actor.recompute_old_log_prob == "always"
     passes = int(again) if role == ACTOR else 1
-    return TrainedRole(request.models[role], passes, request.step, trains, _fixed(config, role, sharded, trains))
+    fixed = _fixed(config, role, sharded, trains)
+    divided = sharded and "expert" not in fixed and _divides_experts(request, role)
+    return TrainedRole(request.models[role], passes, request.step, trains, fixed, divided)
+
+
+def _divides_experts(request: PlanRequest, role: str) -> bool:
+    """Whether a plan may divide the experts of a role trained with FSDP2. A reward model stays as its settings are."""
+    if not request.models[role].experts or role == REWARD:
+        return False
+    where, group, name = PLACES[role]
+    own, policy = get_key(request.config, name), request.config.actor_rollout_ref.model
+    optim = get_key(request.config, f"{where}.optim") if role in (ACTOR, CRITIC) else None
+    engine = get_key(request.config, f"{where}.{group}")
+    return divides_experts(own.path or policy.path, own.trust_remote_code, engine, optim)
 
 
 def _fixed(config: PPOTrainerConfig, role: str, sharded: bool, trains: bool) -> dict[str, list[int]]:

@@ -256,14 +256,14 @@ def training(
         exchanged = np.where(expert > 1, passes * sent * model.hidden * 2, 0)
         seconds = seconds + exchanged / (_link(device, expert) * factors.all_to_all)
     seconds = np.where(pipeline > 1, seconds * (1 + (pipeline - 1) / (micros / updates)), seconds)
+    reduced = model.parameters / (tensor * pipeline * (expert if model.experts else 1))
     if layout.sharded:
-        gathered = model.parameters - model.expert_parameters * (1 - 1 / expert)
+        reduced = gathered = model.parameters - model.expert_parameters * (1 - 1 / expert)
         gathers = micros * (2 if backward else 1) * 2 * gathered * (1 - 1 / np.asarray(layout.shards))
         seconds = np.maximum(seconds, gathers / (_link(device, layout.shards) * _LINK))
     if backward:
-        split = tensor * pipeline * (expert if model.experts else 1)
-        reduced = updates * 2 * 4 * model.parameters / split / (_link(device, n) * _LINK) * _OVERLAPPED
-        seconds = seconds + np.where(copies > 1, reduced, 0.0)
+        reduction = updates * 2 * 4 * reduced / (_link(device, n) * _LINK) * _OVERLAPPED
+        seconds = seconds + np.where(copies > 1, reduction, 0.0)
     seconds = seconds * (1 + (factors.imbalance - 1) / 2) * (1 if backward else factors.pass_factor)
     return seconds + _offloaded(model, device, n, layout, backward)
 

@@ -9,16 +9,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridrl.config import load_config
 from hybridrl.config.checks.check_run import validate
 from hybridrl.config.compose import compose_config
 from hybridrl.config.dotted import get_key
-from hybridrl.errors import ConfigError, PlacementError, UserError
+from hybridrl.engine.fsdp.expert_parallel import check_expert_parallel
+from hybridrl.errors import ConfigError, ModelError, PlacementError, UserError
+from hybridrl.plan.layout_options import layouts
 from hybridrl.plan.overrides import overrides
 from hybridrl.plan.plan_command import main, read_request, training_words
-from hybridrl.plan.run_plan import is_tie, plans
+from hybridrl.plan.run_plan import is_tie, plans, trained_role
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.ppo.role_groups import resource_pools
 
@@ -158,6 +161,79 @@ def test_experts_are_divided_as_the_user_says(models: Path) -> None:
     for plan in proposals:
         assert plan.layouts["actor"].expert == 8
         assert "ep 8" in training_words(plan)
+
+
+def test_experts_are_divided_where_the_run_accepts_it(models: Path, sort_data: Path) -> None:
+    more = {
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "data.train_files": sort_data / "train.parquet",
+    }
+    words = words_of(models, "qwen3-30b-a3b", "64xH100", **more)
+    request = read_request("grpo", words)
+    proposals = plans(request, within=10.0)
+    assert proposals[0].layouts["actor"].expert > 1, "an eighth of the bytes is gathered"
+    for plan in proposals:
+        composed: Any = load_config("ppo_trainer", run_words(words, overrides(request, plan)))
+        policy = composed.actor_rollout_ref
+        for role, engine in (("actor", policy.actor.fsdp_config), ("ref", policy.ref.fsdp_config)):
+            assert engine.expert_parallel_size == plan.layouts[role].expert
+            if engine.expert_parallel_size > 1:
+                check_expert_parallel(policy.model, engine, plan.devices_of(role), policy.actor.optim)
+
+
+def test_the_reference_follows_the_policy_unless_its_experts_are_divided_otherwise(models: Path) -> None:
+    more = {"actor_rollout_ref.actor.strategy": "fsdp2", "actor_rollout_ref.actor.use_kl_loss": True}
+    request = read_request("grpo", words_of(models, "qwen3-30b-a3b", "64xH100", **more))
+    plan = plans(request)[0]
+    key = "actor_rollout_ref.ref.fsdp_config.expert_parallel_size"
+    for policy, reference, value in ((8, 8, None), (8, 1, "1"), (1, 8, "8"), (1, 1, None)):
+        sizes = {"actor": policy, "ref": reference}
+        changed = {role: replace(layout, expert=sizes[role]) for role, layout in plan.layouts.items()}
+        assert overrides(request, replace(plan, layouts=changed)).get(key) == value
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"actor_rollout_ref.actor.fsdp_config.use_torch_compile": True},
+        {
+            "actor_rollout_ref.actor.optim.optimizer": "AdamW8bit",
+            "actor_rollout_ref.actor.optim.optimizer_impl": "torchao.optim",
+        },
+    ],
+    ids=["compiled", "8 bits"],
+)
+def test_experts_stay_together_where_the_run_would_refuse(more: dict[str, Any], models: Path) -> None:
+    given = {"actor_rollout_ref.actor.strategy": "fsdp2", **more}
+    proposals = plans(read_request("grpo", words_of(models, "qwen3-30b-a3b", "64xH100", **given)))
+    assert proposals and all(plan.layouts["actor"].expert == 1 for plan in proposals)
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("devices", ["16xH100", "48xH100", "1024xH100"])
+def test_sizes_of_expert_groups_are_those_that_a_run_accepts(model: str, devices: str, models: Path) -> None:
+    """Every power of two up to 64 is tried with each number of ranks that share a copy of the weights.
+
+    A plan leaves out a few sizes that a run accepts: where experts are cut within, and only some layouts of their
+    weights allow it.
+    """
+    request = read_request("grpo", words_of(models, model, devices, **{"actor_rollout_ref.actor.strategy": "fsdp2"}))
+    cluster, settings = request.cluster, request.config.actor_rollout_ref
+    table = layouts(trained_role(request, "actor", True), cluster, cluster.count, True)
+    assert table is not None
+    proposed = set(zip(np.asarray(table.shards).tolist(), np.asarray(table.expert).tolist(), strict=True))
+    experts = request.models["actor"].experts
+    for shards in (cluster.count, cluster.machine):
+        assert (shards, 1) in proposed
+        for size in (2, 4, 8, 16, 32, 64):
+            engine = replace(settings.actor.fsdp_config, fsdp_size=shards, expert_parallel_size=size)
+            try:
+                check_expert_parallel(settings.model, engine, cluster.count, settings.actor.optim)
+            except ModelError:
+                assert (shards, size) not in proposed
+            else:
+                assert (shards, size) in proposed or experts // size % (shards // size)
 
 
 def test_generation_apart_or_not_as_the_user_says(models: Path) -> None:

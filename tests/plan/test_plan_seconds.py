@@ -119,6 +119,17 @@ def test_sharded_weights_cost_where_links_are_slow() -> None:
     assert long >= gathers / (1e9 * 0.7)
 
 
+def test_divided_experts_are_reduced_in_part() -> None:
+    """Half of a reduction of float32 gradients adds to an update: of dense weights, and of a share of the experts."""
+    step, slow = replace(STEP, samples=64), replace(H100, network_gb_s=1e-3)
+    for size in (2, 8):
+        layout = TrainingLayout(True, shards=8, expert=size, micro_tokens=5120, recompute=0)
+        seconds = [float(training(SPARSE, device, IDEAL, 64, layout, step, True)) for device in (H100, slow)]
+        held = SPARSE.parameters - SPARSE.expert_parameters * (1 - 1 / size)
+        reduced = [step.updates * 2 * 4 * held / (rate * 1e9 * 0.7) / 2 for rate in (H100.network_gb_s, 1e-3)]
+        assert seconds[1] - seconds[0] == pytest.approx(reduced[1] - reduced[0])
+
+
 def test_generation_waits_for_places() -> None:
     few = generation(DENSE, H100, CostFactors(), 8, 1, STEP, 0.9, 16)
     many = generation(DENSE, H100, CostFactors(), 8, 1, STEP, 0.9, 256)

@@ -45,15 +45,10 @@ def check_expert_parallel(model: Any, engine: Any, ranks: int, optim: Any) -> No
     size = engine.expert_parallel_size
     shards = shards_of_copy(engine.fsdp_size, ranks)
     module = build_language_model(config_of(model), torch.float32, model.trust_remote_code)
-    reason, remedy = unfused_reason(module), "set it to 1"
-    if reason is None and engine.use_torch_compile:
-        reason, remedy = "use_torch_compile=True compiles layers, and tokens travel within them", "set one of the two"
-    elif reason is None and shards % size:
+    reason, remedy = undivided_reason(module, engine, optim) or (None, "")
+    if reason is None and shards % size:
         reason = f"it does not divide the {shards} ranks that share a copy of the weights"
         remedy = f"use one of {_divisors(shards)}, or change fsdp_size or the number of ranks"
-    elif reason is None and optim is not None and optim.optimizer_impl.removeprefix("pkg://").startswith("torchao"):
-        reason = f"{optim.optimizer} keeps moments of whole rows in 8 bits, and experts are not cut by rows"
-        remedy = "set optim.optimizer=AdamW and optim.optimizer_impl=torch.optim, or set it to 1"
     for part in [] if reason is not None else fused_experts(module):
         if part.num_experts % size:
             reason = f"it does not divide the {part.num_experts} experts of a layer"
@@ -66,6 +61,26 @@ def check_expert_parallel(model: Any, engine: Any, ranks: int, optim: Any) -> No
             break
     if reason is not None:
         raise ModelError(f"{KEY}={size} with {model.path}: {reason}; {remedy}")
+
+
+def undivided_reason(module: nn.Module, engine: Any, optim: Any) -> tuple[str, str] | None:
+    """Return why the experts of a model are not divided among ranks, whatever the size, and the remedy; None if they are.
+
+    Args:
+        module: the model, with or without weights.
+        engine: settings of the training engine.
+        optim: settings of the optimizer; None: the model is not updated.
+    """
+    if reason := unfused_reason(module):
+        return reason, "set it to 1"
+    if engine.use_torch_compile:
+        return "use_torch_compile=True compiles layers, and tokens travel within them", "set one of the two"
+    if optim is not None and optim.optimizer_impl.removeprefix("pkg://").startswith("torchao"):
+        return (
+            f"{optim.optimizer} keeps moments of whole rows in 8 bits, and experts are not cut by rows",
+            "set optim.optimizer=AdamW and optim.optimizer_impl=torch.optim, or set it to 1",
+        )
+    return None
 
 
 def shards_of_copy(fsdp_size: int, ranks: int) -> int:
