@@ -4,7 +4,7 @@ from typing import Any
 
 from hybridrl.config.short_names import ShortName
 
-_SFT, _DPO, _RM = "sft_trainer", "dpo_trainer", "rm_trainer"
+_SFT, _DPO, _KTO, _RM = "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"
 
 
 def _idle(names: str, reason: str, *defaults: Any) -> tuple[ShortName, ...]:
@@ -84,7 +84,7 @@ FOREIGN: tuple[ShortName, ...] = (
     *_idle("full_finetuning torch_compile_backend torch_compile_mode lr_scheduler_kwargs optim_args",
            "give the settings by their keys (--cfg job)"),
     ShortName(
-        ("eval_on_start",), dict.fromkeys((_SFT, _DPO, _RM), ""), usual=(None, False),
+        ("eval_on_start",), dict.fromkeys((_SFT, _DPO, _KTO, _RM), ""), usual=(None, False),
         idle="supervised training validates for the first time after eval_steps",
     ),
     # refused
