@@ -26,8 +26,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 PAIRS = ("dpo", "kto", "rm")  # on pairs of answers, by programs of their own
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
-    "dpo kto rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax "
-    "opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
+    "dpo kto rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline "
+    "remax opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
     "distillation retool search_r1 collabllm maxrl m2po"
 )
 SESSIONS = ("retool", "search_r1")  # with tools, which the prompts describe

@@ -225,7 +225,8 @@ class SupervisedTrainer:
     def kl_baseline(self, batches: Iterable[DataProto]) -> float:
         """z0 = max(0, mean of log pi(y' | x) - log pi_ref(y' | x)), of the model as it is.
 
-        The mean is over the rows of `mismatched`. It is computed over all rows of a step at once, and does not depend on micro-batches or on ranks.
+        The mean is over the rows of `mismatched`. It is computed over all rows of a step at once, so it does not depend
+        on micro-batches or on ranks.
 
         Args:
             batches: the loader's batches.
