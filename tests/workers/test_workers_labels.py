@@ -155,4 +155,4 @@ def test_a_module_adds_an_objective_of_labels() -> None:
         OBJECTIVES.remove("test_labels")
     for wrong in ({"kind": "labels"}, {"kind": "pairs", "reference": True}):
         with raises_with(AlgorithmError, "'test_labels'", "kl_baseline=True"):
-            register_objective("test_labels", kl_baseline=True, **wrong)(lambda *_: None)  # type: ignore[arg-type]
+            register_objective("test_labels", kl_baseline=True, **wrong)(lambda *_: None)
