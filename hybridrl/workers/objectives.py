@@ -256,10 +256,13 @@ def _unpaired(answers: LabelledAnswers, settings: Any, baseline: torch.Tensor | 
     return LabelLoss(losses, settings.beta * ratios)
 
 
-_LABEL_SETTINGS = ("beta", "desirable_weight", "undesirable_weight", "reference")
-
-
-@register_objective("kto", kind="labels", reference=True, kl_baseline=True, reads=_LABEL_SETTINGS)
+@register_objective(
+    "kto",
+    kind="labels",
+    reference=True,
+    kl_baseline=True,
+    reads=("beta", "desirable_weight", "undesirable_weight", "reference"),
+)
 def kto(answers: LabelledAnswers, settings: Any) -> LabelLoss:
     """KTO (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8): l = lambda_y - v(x, y), with h = log(pi / pi_ref).
 
@@ -271,7 +274,12 @@ def kto(answers: LabelledAnswers, settings: Any) -> LabelLoss:
     return _unpaired(answers, settings, answers.kl_baseline)
 
 
-@register_objective("apo_zero_unpaired", kind="labels", reference=True, reads=_LABEL_SETTINGS)
+@register_objective(
+    "apo_zero_unpaired",
+    kind="labels",
+    reference=True,
+    reads=("beta", "desirable_weight", "undesirable_weight", "reference"),
+)
 def apo_zero_unpaired(answers: LabelledAnswers, settings: Any) -> LabelLoss:
     """APO-zero (D'Oosterlinck et al. 2024, arXiv 2408.06266) without pairs: KTO's loss with z0 = 0."""
     return _unpaired(answers, settings, 0.0)

@@ -407,7 +407,6 @@ CASES = [
     Case("dpo.loss_type=sigmoid", ["dpo.label_smoothing=0.1"], ["dpo.loss_type=ipo"], "dpo_trainer"),
     Case("dpo.loss_type=simpo", ["dpo.simpo_gamma=0.1"], root="dpo_trainer"),
     Case("dpo.loss_type=sigmoid", ["dpo.reference=cache"], ["dpo.loss_type=orpo"], "dpo_trainer"),
-    Case("kto.loss_type=kto", ["kto.desirable_weight=2"], root="kto_trainer"),
     Case("dpo.loss_type=sigmoid", ["data.margin_key=m"], ["dpo.loss_type=hinge"], "dpo_trainer"),
     Case(
         f"{ROLLOUT}.name=hf",
