@@ -1,13 +1,13 @@
-"""Loss values of SFT, DPO and reward models compared with TRL's, for the same logits.
+"""Loss values of SFT, DPO, KTO and reward models compared with TRL's, for the same logits.
 
     pip install --target DIR 'trl==1.16.*'      # with --no-deps where this environment's packages are to be used
     PYTHONPATH=DIR python benchmarks/against_trl.py
 
 A model with random weights computes the logits of random pairs once, in float32. TRL's own code computes its loss of
 them: `DPOTrainer._compute_loss`, `CPOTrainer.cpo_loss` (SimPO), `ORPOTrainer.odds_ratio_loss`,
-`RewardTrainer.compute_loss`, and for SFT the loss that `SFTTrainer` takes of transformers. Hybridrl computes its loss
-of the log-probabilities of the same logits (`hybridrl.workers.objectives`). The table has both and the difference; the
-exit status is 1 if one is above 1e-5.
+`KTOTrainer._compute_loss` (of the same rows with labels), `RewardTrainer.compute_loss`, and for SFT the loss that
+`SFTTrainer` takes of transformers. Hybridrl computes its loss of the log-probabilities of the same logits
+(`hybridrl.workers.objectives`). The table has both and the difference; the exit status is 1 if one is above 1e-5.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
-from hybridrl.config import DPOConfig, RMConfig, SFTObjectiveConfig
+from hybridrl.config import DPOConfig, KTOConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import LossCounts
-from hybridrl.workers.objectives import MARGINS, NLL_WEIGHTS, REF_LOG_PROBS, Objective
+from hybridrl.workers.objectives import DESIRABLE, KL_BASELINE, MARGINS, NLL_WEIGHTS, REF_LOG_PROBS, Objective
 
 PAIRS, PROMPT, WIDTH = 6, 5, 14
 LIMIT = 1e-5
@@ -111,6 +111,39 @@ def trl_dpo(
     return float(trainer._compute_loss(lambda **_: Outputs(log_probs * mask), given, return_outputs=False))
 
 
+def trl_kto(log_probs: torch.Tensor, reference: torch.Tensor, inputs: dict[str, torch.Tensor], loss: str) -> float:
+    """The loss of TRL's KTOTrainer; the log-probabilities of the KL are those of the rows themselves."""
+    from trl import KTOTrainer
+
+    mask = inputs["completion_mask"][:, 1:]
+    settings = KTOConfig(beta=0.3, desirable_weight=1.5, undesirable_weight=0.8)
+    answers, before = ((values * mask).sum(1) for values in (log_probs, reference))
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            device=torch.device("cpu"), gather_for_metrics=lambda one: one, gather=lambda one: one
+        ),
+        loss_type=loss,
+        beta=settings.beta,
+        desirable_weight=settings.desirable_weight,
+        undesirable_weight=settings.undesirable_weight,
+        calculate_KL=loss == "kto",
+        precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        _compute_kl_logps=lambda *_: answers,
+        _metrics={"train": collections.defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    given = {**inputs, "label": labels_of_rows(), "ref_logps": before, "ref_KL_logps": before}
+    return float(KTOTrainer._compute_loss(trainer, lambda **_: Outputs(log_probs * mask), given, return_outputs=False))
+
+
+def labels_of_rows() -> torch.Tensor:
+    """Labels of the rows: two desirable ones for each that is not."""
+    return torch.arange(2 * PAIRS) % 3 > 0
+
+
 def compare() -> dict[str, tuple[float, float]]:
     """Name of the loss to TRL's value and ours."""
     from trl import RewardTrainer
@@ -152,6 +185,13 @@ def compare() -> dict[str, tuple[float, float]]:
         losses, *_ = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.3, accelerator=cpu), *means)
         orpo = DPOConfig(loss_type="orpo", beta=0.3, sft_coef=0.0)
         found["orpo, odds ratio"] = (-float(losses.mean()), ours(orpo, log_probs, mask))
+
+        ratios = answers - sums[REF_LOG_PROBS]
+        baseline = ratios.mean().clamp(min=0).expand_as(ratios)
+        for loss in ("kto", "apo_zero_unpaired"):
+            labelled = KTOConfig(loss_type=loss, beta=0.3, desirable_weight=1.5, undesirable_weight=0.8)
+            own = ours(labelled, log_probs, mask, **sums, **{DESIRABLE: labels_of_rows(), KL_BASELINE: baseline})
+            found[loss] = (trl_kto(log_probs, reference, inputs, loss), own)
 
         margins = torch.rand(PAIRS, generator=torch.Generator().manual_seed(3))
         bare = SimpleNamespace(

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from hybridrl.protocol import DataProto, DataProtoFuture, DataProtoItem
     from hybridrl.trainer.api import Trainer, TrainingResult
     from hybridrl.trainer.callbacks import EarlyStopping, RunEvent
-    from hybridrl.trainer.typed_calls import dpo, grpo, ppo, rm, sft
+    from hybridrl.trainer.typed_calls import dpo, grpo, kto, ppo, rm, sft
 
 # Lazy: `import hybridrl` (and with it the command line) must not import torch.
 _HOMES = {
-    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "rm"), "hybridrl.trainer.typed_calls"),
+    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "kto", "rm"), "hybridrl.trainer.typed_calls"),
     **dict.fromkeys(("Trainer", "TrainingResult"), "hybridrl.trainer.api"),
     **dict.fromkeys(("EarlyStopping", "RunEvent"), "hybridrl.trainer.callbacks"),
     **dict.fromkeys(("load_config", "validate"), "hybridrl.config"),
@@ -34,6 +34,7 @@ __all__ = [
     "ppo",
     "sft",
     "dpo",
+    "kto",
     "rm",
     "Trainer",
     "TrainingResult",

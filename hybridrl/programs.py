@@ -86,6 +86,7 @@ PROGRAMS = {
     ),
     "sft": ProgramSpec("supervised fine-tuning", "sft_trainer", _RUN_SUPERVISED),
     "dpo": ProgramSpec("DPO and other preference optimisation on pairs of answers", "dpo_trainer", _RUN_SUPERVISED),
+    "kto": ProgramSpec("KTO and other preference optimisation on answers with a label", "kto_trainer", _RUN_SUPERVISED),
     "rm": ProgramSpec("train a reward model on pairs of answers", "rm_trainer", _RUN_SUPERVISED),
     "forecast": ProgramSpec(
         "print the memory that grpo or ppo would take with the same settings, and start nothing",
@@ -94,6 +95,7 @@ PROGRAMS = {
     ),
     "forecast sft": ProgramSpec("the same for sft", "sft_trainer", _FORECAST_SUPERVISED),
     "forecast dpo": ProgramSpec("the same for dpo", "dpo_trainer", _FORECAST_SUPERVISED),
+    "forecast kto": ProgramSpec("the same for kto", "kto_trainer", _FORECAST_SUPERVISED),
     "forecast rm": ProgramSpec("the same for rm", "rm_trainer", _FORECAST_SUPERVISED),
     "generate": ProgramSpec(
         "write responses to the prompts of a file",
@@ -107,7 +109,7 @@ PROGRAMS = {
 
 
 #: the programs that train
-TRAINING = ("grpo", "ppo", "sft", "dpo", "rm")
+TRAINING = ("grpo", "ppo", "sft", "dpo", "kto", "rm")
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ class ImportMetadata(EntryMetadata):
 
 
 #: what an objective of supervised training computes with, and the tree whose runs choose it
-OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "scores": "rm_trainer"}
+OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "labels": "kto_trainer", "scores": "rm_trainer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +229,12 @@ class ObjectiveMetadata(EntryMetadata):
     """An objective of supervised training.
 
     Attributes:
-        kind: `tokens`: of the tokens of conversations; `pairs`: of the log-probabilities of pairs of answers; `scores`:
-            of the rewards of pairs of answers.
+        kind: of which rows: `tokens`: of the tokens of conversations; `pairs`: of the log-probabilities of pairs of
+            answers; `labels`: of those of answers with a label; `scores`: of the rewards of pairs of answers.
         reference: it compares the log-probabilities with those of the model before training.
         reads: the settings of its group that it reads; to set another one is a fault.
         margins: it reads the margins of pairs (`data.margin_key`).
+        kl_baseline: it reads the step's estimate of the KL to the reference, of prompts and answers of other rows.
         likelihood: the likelihood of chosen answers is added to it with a coefficient of 1 unless one is set.
     """
 
@@ -241,6 +242,7 @@ class ObjectiveMetadata(EntryMetadata):
     reference: bool = False
     reads: tuple[str, ...] = ()
     margins: bool = False
+    kl_baseline: bool = False
     likelihood: bool = False
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Data, model and size of a run on pairs of answers, shared by recipes/dpo and recipes/rm.
+# Data, model and size of a run on pairs of answers, shared by recipes/dpo, recipes/kto and recipes/rm.
 #
 #   bash recipes/pairs.sh NAME [--smoke] [KEY=VALUE ...]
 #
@@ -36,7 +36,6 @@ else
         data.val_max_samples=512
         data.train_batch_size=128
         data.max_length=1024
-        data.filter_pairs=True
         data.use_dynamic_bsz=True
         data.max_token_len_per_gpu=16384
         trainer.n_gpus_per_node="$gpus"

@@ -16,6 +16,7 @@ from hybridrl.plan.model_bytes import RESERVED, model_memory
 from hybridrl.plan.run_plan import described_run, is_sharded
 from hybridrl.plan.seconds import StepSize, TrainingLayout, training
 from hybridrl.plan.shapes import read_shape
+from hybridrl.registry import OBJECTIVES
 
 _GIB = 1024**3
 _BATCHING = MicroBatches("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
@@ -137,5 +138,7 @@ def _of_supervised(
         memory = {"update_model": float(own.update + frozen.resident)}
         memory["reference"] = float(own.resident + frozen.pass_peak)
         seconds["reference"] = float(training(model, cluster.device, FITTED, n, layout, step, False))
+        if OBJECTIVES.metadata(config.objective.loss_type).kl_baseline:
+            seconds["kl_baseline"] = 2 * seconds["reference"]  # as many rows, by the model and by the reference
     seconds["step"] = sum(seconds.values())
     return seconds, memory, n

@@ -26,6 +26,7 @@ from hybridrl.config.schema.data import (
     DataConfig,
     EvaluationDataConfig,
     GenerationDataConfig,
+    LabelledDataConfig,
     PairsDataConfig,
     PromptConfig,
     SamplerConfig,
@@ -35,7 +36,7 @@ from hybridrl.config.schema.data import (
 from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
 from hybridrl.config.schema.megatron import MegatronConfig, SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
+from hybridrl.config.schema.objective import DPOConfig, KTOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.reward import (
     CustomRewardConfig,
     RewardConfig,
@@ -49,6 +50,7 @@ from hybridrl.config.schema.root import (
     DPOTrainerConfig,
     EvaluationConfig,
     GenerationConfig,
+    KTOTrainerConfig,
     PPOTrainerConfig,
     RMTrainerConfig,
     RootConfig,
@@ -124,6 +126,9 @@ __all__ = [
     "OptimConfig",
     "PFPPOConfig",
     "PPOTrainerConfig",
+    "KTOConfig",
+    "KTOTrainerConfig",
+    "LabelledDataConfig",
     "PairsDataConfig",
     "PlacementConfig",
     "PolicyLossConfig",

@@ -35,6 +35,7 @@ _EXAMPLES = {
     ),
     "sft_trainer": ("main_sft", "data.train_files=train.parquet model.path=MODEL optim.lr=1e-5"),
     "dpo_trainer": ("main_dpo", "data.train_files=pairs.parquet model.path=MODEL optim.lr=1e-6 dpo.beta=0.1"),
+    "kto_trainer": ("main_kto", "data.train_files=answers.parquet model.path=MODEL optim.lr=1e-6 kto.beta=0.1"),
     "rm_trainer": ("main_rm", "data.train_files=pairs.parquet model.path=MODEL optim.lr=1e-5"),
     "generation": (
         "main_generation",

@@ -31,6 +31,7 @@ from hybridrl.config.schema.root import (
     DPOTrainerConfig,
     EvaluationConfig,
     GenerationConfig,
+    KTOTrainerConfig,
     PPOTrainerConfig,
     RMTrainerConfig,
     SFTTrainerConfig,
@@ -550,6 +551,13 @@ def load_config(
 ) -> DPOTrainerConfig: ...
 @overload
 def load_config(
+    name: Literal["kto_trainer"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> KTOTrainerConfig: ...
+@overload
+def load_config(
     name: Literal["rm_trainer"],
     overrides: Sequence[str] = ...,
     config_dir: str | os.PathLike[str] | None = ...,
@@ -578,7 +586,7 @@ def load_config(
     """Compose a configuration and return it typed, with interpolations resolved.
 
     Args:
-        name: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `rm_trainer`, `generation` or `evaluation`.
+        name: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `kto_trainer`, `rm_trainer`, `generation` or `evaluation`.
         overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
         config_dir: folder with the user's YAML file, relative to the working directory.
         config_name: that file's name without `.yaml`; by default `name`. The file may be partial and needs no defaults

@@ -90,7 +90,7 @@ ENTRY_GROUPS = (
     EntryGroup("algorithm", "algorithm.adv_estimator", ADV_ESTIMATORS, _POLICY_LIB),
     EntryGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
     *dict.fromkeys(group for tree in ROOTS.values() for group in engine_groups(tree, model=f"{_POLICY}.model")),
-    *(EntryGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
+    *(EntryGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "kto", "rm")),
 )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hybridrl.config.short_names import ShortName
 
-_SFT, _DPO, _RM = "sft_trainer", "dpo_trainer", "rm_trainer"
+_PPO, _SFT, _DPO, _KTO, _RM = "ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"
 
 
 def _idle(names: str, reason: str, *defaults: Any) -> tuple[ShortName, ...]:
@@ -84,7 +84,7 @@ FOREIGN: tuple[ShortName, ...] = (
     *_idle("full_finetuning torch_compile_backend torch_compile_mode lr_scheduler_kwargs optim_args",
            "give the settings by their keys (--cfg job)"),
     ShortName(
-        ("eval_on_start",), dict.fromkeys((_SFT, _DPO, _RM), ""), usual=(None, False),
+        ("eval_on_start",), dict.fromkeys((_SFT, _DPO, _KTO, _RM), ""), usual=(None, False),
         idle="supervised training validates for the first time after eval_steps",
     ),
     # refused
@@ -116,8 +116,11 @@ FOREIGN: tuple[ShortName, ...] = (
     *_refused("f_divergence_type", "the divergence is the reverse KL", "reverse_kl"),
     *_refused("label_smoothing_factor", "there is no label smoothing here", 0, 0.0),
     *_refused("optim_target_modules", "all weights, or a LoRA adapter, are trained"),
-    *_refused("train_sampling_strategy length_column_name", "rows are shuffled; data.sampler takes a class of your own",
-              "random", "length"),
+    ShortName(
+        ("train_sampling_strategy",), dict.fromkeys((_PPO, _SFT, _DPO, _RM), ""), usual=(None, "random"),
+        refused="rows are shuffled; data.sampler takes a class of your own",
+    ),
+    *_refused("length_column_name", "rows are not ordered by their length", "length"),
     *_refused("eval_delay", "validation begins with trainer.val_before_train or the first eval_steps", 0, 0.0),
     *_refused("normalize_advantages", "set algorithm.adv_estimator, e.g. reinforce_plus_plus_baseline", False),
     *_refused("reward_clip_range", "set algorithm.clip_rewards, the bound of both sides"),

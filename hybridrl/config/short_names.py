@@ -18,7 +18,7 @@ from hybridrl.config.verl.keys import Assignment
 #: how `--help` shows a default that is computed from other settings
 FOLLOWS = "follows other settings"
 #: trees with short names
-TREES = ("ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer")
+TREES = ("ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer")
 _POLICY = "actor_rollout_ref"
 #: where a tree has the groups that rows of the table name in braces
 _PLACES = {

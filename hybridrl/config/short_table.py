@@ -7,8 +7,8 @@ from hybridrl.config.schema.choices import BYPASS_LOSSES
 from hybridrl.config.short_foreign import FOREIGN
 from hybridrl.config.short_names import RefusedValueError, ShortName, Translation
 
-_PPO, _SFT, _DPO, _RM = "ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer"
-_SUPERVISED = (_SFT, _DPO, _RM)
+_PPO, _SFT, _DPO, _KTO, _RM = "ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"
+_SUPERVISED = (_SFT, _DPO, _KTO, _RM)
 
 
 def _row(names: str, key: str | dict[str, str] = "", translate: Translation | None = None, **more: Any) -> ShortName:
@@ -197,6 +197,7 @@ _ACTING: tuple[ShortName, ...] = (
     _common("max_length max_seq_length", _supervised("data.max_length")),
     _row("truncation_mode", _supervised("data.truncation"), _one_of(keep_start="right", keep_end="left")),
     _row("shuffle shuffle_dataset", "data.shuffle"),
+    _row("train_sampling_strategy", {_KTO: "data.shuffle"}, _one_of(random=True, sequential=False)),
     _row("chat_template_kwargs", "data.apply_chat_template_kwargs"),
     _row("system_prompt", "data.system_prompt"),
     _row("dataset_text_field", {_SFT: "data.messages_key"}, lambda value: None if value == "text" else value),
@@ -277,7 +278,7 @@ _ACTING: tuple[ShortName, ...] = (
         "beta", {_PPO: "{actor}.kl_loss_coef"}, _beta,
         meaning="weight of the KL to the reference in the loss; 0: no reference", default="0",
     ),
-    _common("beta", {_DPO: "dpo.beta"}),
+    _common("beta", {_DPO: "dpo.beta", _KTO: "kto.beta"}),
     _common("num_iterations ppo_epochs", {_PPO: "{actor}.ppo_epochs"}, meaning="passes over a batch"),
     _row("epsilon", {_PPO: "{actor}.clip_ratio"}),
     _row("epsilon_high", {_PPO: "{actor}.clip_ratio_high"}, lambda value: value),
@@ -289,6 +290,7 @@ _ACTING: tuple[ShortName, ...] = (
     _common("loss_type", {_PPO: "{actor}.loss_agg_mode"}, _loss_of_policy, meaning=_LOSSES, default="dapo"),
     _row("loss_type", {_SFT: "sft.loss_type"}, lambda value: {"chunked_nll": "nll"}.get(_text(value), value)),
     _row("loss_type", {_DPO: "dpo.loss_type"}, _loss_of_pairs),
+    _row("loss_type", {_KTO: "kto.loss_type"}),
     _row("loss_agg_mode", {_PPO: "{actor}.loss_agg_mode"}),
     _row(
         "scale_rewards",
@@ -307,9 +309,12 @@ _ACTING: tuple[ShortName, ...] = (
     _row("sapo_temperature_neg", {_PPO: "{actor}.tau_neg"}),
     _row("label_smoothing", {_DPO: "dpo.label_smoothing"}),
     _row(
-        "precompute_ref_log_probs", {_DPO: "dpo.reference"}, lambda value: "cache" if _is_on(value) else None,
+        "precompute_ref_log_probs", {_DPO: "dpo.reference", _KTO: "kto.reference"},
+        lambda value: "cache" if _is_on(value) else None,
         meaning="true: compute the reference before the first step and keep it",
     ),
+    _row("desirable_weight", {_KTO: "kto.desirable_weight"}),
+    _row("undesirable_weight", {_KTO: "kto.undesirable_weight"}),
     _row("center_rewards_coefficient", {_RM: "rm.centering_coef"}, lambda value: value),
     # generation
     _common(

@@ -12,6 +12,8 @@ from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from hybridrl.data.dataset_factory import (
+        create_labelled_dataset,
+        create_labelled_loader,
         create_pair_loader,
         create_preference_dataset,
         create_rl_dataset,
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
         create_train_loader,
         create_val_loader,
     )
-    from hybridrl.data.loader import PairLoader, PromptLoader, SFTLoader, StatefulLoader
+    from hybridrl.data.labelled_dataset import LabelledDataset
+    from hybridrl.data.loader import LabelledLoader, PairLoader, PromptLoader, SFTLoader, StatefulLoader
     from hybridrl.data.memory_files import save_rows
     from hybridrl.data.preference_dataset import PreferenceDataset
     from hybridrl.data.rl_dataset import RLHFDataset
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "EpochSampler": "samplers",
+    "LabelledDataset": "labelled_dataset",
+    "LabelledLoader": "loader",
     "PairLoader": "loader",
     "PreferenceDataset": "preference_dataset",
     "PromptLoader": "loader",
@@ -37,6 +42,8 @@ _HOMES = {
     "SFTDataset": "sft_dataset",
     "SFTLoader": "loader",
     "StatefulLoader": "loader",
+    "create_labelled_dataset": "dataset_factory",
+    "create_labelled_loader": "dataset_factory",
     "create_pair_loader": "dataset_factory",
     "create_preference_dataset": "dataset_factory",
     "create_rl_dataset": "dataset_factory",
@@ -51,6 +58,8 @@ _HOMES = {
 __all__ = [
     "DataError",
     "EpochSampler",
+    "LabelledDataset",
+    "LabelledLoader",
     "PairLoader",
     "PreferenceDataset",
     "PromptLoader",
@@ -58,6 +67,8 @@ __all__ = [
     "SFTDataset",
     "SFTLoader",
     "StatefulLoader",
+    "create_labelled_dataset",
+    "create_labelled_loader",
     "create_pair_loader",
     "create_preference_dataset",
     "create_rl_dataset",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema.node import default_of
-from hybridrl.data.loader import PaddedLoader, PairLoader, PromptLoader, RowDataset, SFTLoader
+from hybridrl.data.labelled_dataset import LabelledDataset
+from hybridrl.data.loader import LabelledLoader, PaddedLoader, PairLoader, PromptLoader, RowDataset, SFTLoader
 from hybridrl.data.preference_dataset import PreferenceDataset
 from hybridrl.data.rl_dataset import RLHFDataset
 from hybridrl.data.row_selection import seed_of
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
     from transformers import PreTrainedTokenizerBase
 
-    from hybridrl.config import DataConfig, PairsDataConfig, PromptConfig, SFTDataConfig, SupervisedDataConfig
+    from hybridrl.config import (
+        DataConfig,
+        LabelledDataConfig,
+        PairsDataConfig,
+        PromptConfig,
+        SFTDataConfig,
+        SupervisedDataConfig,
+    )
     from hybridrl.models.vision import ImageProcessor
 
 Files = str | Path | Sequence[str | Path]
@@ -81,13 +89,28 @@ def create_preference_dataset(
     return _create(files, config, tokenizer, max_samples, key, PreferenceDataset, processor)
 
 
+def create_labelled_dataset(
+    files: Files,
+    config: LabelledDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    key: str = "data.train_files",
+    processor: ImageProcessor | None = None,
+) -> RowDataset:
+    """Create the labelled answers of `files`: a `LabelledDataset`, or the class that `data.custom_cls` names.
+
+    Arguments and errors are those of `create_rl_dataset`.
+    """
+    return _create(files, config, tokenizer, max_samples, key, LabelledDataset, processor)
+
+
 def _create(
     files: Files,
     config: Any,
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
     key: str,
-    default: type[RLHFDataset] | type[SFTDataset] | type[PreferenceDataset],
+    default: type[RLHFDataset] | type[SFTDataset] | type[PreferenceDataset] | type[LabelledDataset],
     processor: ImageProcessor | None = None,
 ) -> RowDataset:
     custom = config.custom_cls
@@ -220,6 +243,20 @@ def create_pair_loader(
     """Load pairs for training (in the sampler's order, full batches) or validation (each pair once)."""
     loader = _create_loader(PairLoader, config, dataset, batch_size, train, key)
     assert isinstance(loader, PairLoader)
+    return loader
+
+
+def create_labelled_loader(
+    config: LabelledDataConfig,
+    dataset: RowDataset,
+    batch_size: int,
+    *,
+    train: bool = True,
+    key: str = "data.train_batch_size",
+) -> LabelledLoader:
+    """Load labelled answers for training (in the sampler's order, full batches) or validation (each row once)."""
+    loader = _create_loader(LabelledLoader, config, dataset, batch_size, train, key)
+    assert isinstance(loader, LabelledLoader)
     return loader
 
 

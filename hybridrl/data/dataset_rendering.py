@@ -31,7 +31,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be "
             "turned into a prompt. Use an instruction-tuned model, or give a Jinja template with "
-            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft, main_dpo and main_rm: "
+            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft, main_dpo, main_kto and main_rm: "
             "model.custom_chat_template)."
         )
 

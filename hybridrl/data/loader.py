@@ -406,6 +406,19 @@ class PairCollator(PaddedCollator):
         return tensors, {"index": [row["index"] for row in rows for _ in range(2)], **self.media(sides)}
 
 
+class LabelledCollator(PaddedCollator):
+    """Turns conversations with labels into right-padded tensors."""
+
+    needs = "'input_ids', 'loss_mask' (as long as input_ids), 'desirable' (bool) and 'index' (row number)"
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
+        for row in rows:
+            if not isinstance(row, dict) or not {"input_ids", "loss_mask", "desirable", "index"} <= row.keys():
+                self.refuse(row, "LabelledDataset")
+        tensors = {**self.padded(rows), "desirable": torch.tensor([bool(row["desirable"]) for row in rows])}
+        return tensors, {"index": [row["index"] for row in rows], **self.media(rows)}
+
+
 class SFTLoader(PaddedLoader):
     """Batches of whole conversations for supervised training.
 
@@ -415,6 +428,12 @@ class SFTLoader(PaddedLoader):
     """
 
     collator = SFTCollator
+
+
+class LabelledLoader(PaddedLoader):
+    """Batches of conversations with labels: the fields of `SFTLoader`, and `desirable` `[B]` (bool)."""
+
+    collator = LabelledCollator
 
 
 class PairLoader(PaddedLoader):

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from hybridrl.data.conversation_dataset import ConversationDataset
+from hybridrl.data.answered_prompts import CHUNK, AnsweredPrompts, AnswerTokens, Conversation, UnusableRow
 from hybridrl.data.row_selection import LONG_ENOUGH, report_unread_texts
-from hybridrl.data.turn_weights import TURN_FIELDS, turn_weight
-from hybridrl.data.written_turns import written_form
 from hybridrl.errors import DataError
 from hybridrl.models.chat import (
-    Message,
     Tokens,
     as_messages,
     check_messages,
-    check_no_conversation,
-    check_prompt,
     encode,
     encode_with_offsets,
     exceeds,
@@ -43,66 +34,20 @@ _SCORES = (
     *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating")),
     *(("rating_chosen", "rating_rejected"), ("chosen-rating", "rejected-rating"), ("reward_chosen", "reward_rejected")),
 )
-_CHUNK = 512
-_NAMED_ROWS = 5
-
-Conversation = list[Message]
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """A conversation: its tokens [T], and where the answer begins and ends."""
-
-    ids: np.ndarray
-    first: int
-    end: int
-
-    def item(self) -> dict[str, list[int]]:
-        mask = np.zeros(len(self.ids), dtype=np.int64)
-        mask[self.first : self.end] = 1
-        return {"input_ids": self.ids.tolist(), "loss_mask": mask.tolist()}
-
-    def has_answer_of(self, other: _Side) -> bool:
-        """Whether both have the same tokens up to the end of their answers, so that nothing tells them apart."""
-        return self.first == other.first and np.array_equal(self.ids[: self.end], other.ids[: other.end])
-
-    def cut(self, start: int, length: int) -> _Side:
-        """The `length` tokens from `start` on, or as many as there are."""
-        ids = self.ids[start : start + length]
-        return _Side(ids, self.first - start, min(self.end - start, len(ids)))
-
-
-class _UnusablePair(ValueError):
-    """Why a pair cannot be trained on, as a clause; `data.filter_pairs` leaves such pairs out.
-
-    Attributes:
-        kind: what is wrong, for counting.
-    """
-
-    def __init__(self, kind: str, why: str) -> None:
-        super().__init__(why)
-        self.kind = kind
-
-
-def _check_difference(chosen: _Side, rejected: _Side) -> None:
+def _check_difference(chosen: AnswerTokens, rejected: AnswerTokens) -> None:
     """Refuse answers that differ as messages and not as tokens: by spaces that the template strips, or by thoughts.
 
     Raises:
-        _UnusablePair: they are the same.
+        UnusableRow: they are the same.
     """
     if chosen.has_answer_of(rejected):
-        raise _UnusablePair(
+        raise UnusableRow(
             "two equal answers",
             "the two answers differ as messages, but the chat template makes the same tokens of them, so there is "
             "nothing to prefer",
         )
-
-
-def _counts_fully(message: Message) -> bool:
-    try:
-        return turn_weight(message) in (None, 1.0)
-    except ValueError:
-        return False
 
 
 def _number(value: Any) -> float | None:
@@ -116,7 +61,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class PreferenceDataset(ConversationDataset):
+class PreferenceDataset(AnsweredPrompts):
     """Pairs of conversations that differ in their last turn, as token ids, with masks of the answers' tokens.
 
     A row has columns `config.chosen_key` and `config.rejected_key`, which hold
@@ -142,7 +87,8 @@ class PreferenceDataset(ConversationDataset):
             and counted.
     """
 
-    truncations: ClassVar[tuple[str, ...]] = ("error", "left", "right")
+    plural: ClassVar[str] = "pairs"
+    filter_key: ClassVar[str] = "filter_pairs"
 
     def __init__(
         self,
@@ -158,15 +104,13 @@ class PreferenceDataset(ConversationDataset):
             self.table.require(name, f"data.{setting}")
         columns = (config.prompt_key, config.chosen_key, config.rejected_key)
         report_unread_texts(self.table, key, [*columns, config.tools_key])
-        self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
-        self._left_out: collections.Counter[str] = collections.Counter()
-        self._refused: list[tuple[int, _UnusablePair]] = []
+        self.read_columns(columns)
         self._cut, self._repeating, self._other_prompts = 0, 0, 0
-        self._sides: list[tuple[_Side, _Side]] = []
+        self._sides: list[tuple[AnswerTokens, AnswerTokens]] = []
         rows: list[int] = []
-        for start in range(0, len(self._rows), _CHUNK):
-            rows += self._add(range(start, min(start + _CHUNK, len(self._rows))))
-        self._raise_refused()
+        for start in range(0, len(self._rows), CHUNK):
+            rows += self._add(range(start, min(start + CHUNK, len(self._rows))))
+        self.raise_refused()
         self._fields.warn()
         self._report_counts(total=len(self._rows))
         self._rows = self._rows[rows]
@@ -191,8 +135,8 @@ class PreferenceDataset(ConversationDataset):
         for item in items:
             try:
                 conversations += self._pair(item)
-            except _UnusablePair as error:
-                self._refuse(item, error)
+            except UnusableRow as error:
+                self.refuse(item, error)
                 continue
             usable.append(item)
         if not usable:
@@ -204,51 +148,27 @@ class PreferenceDataset(ConversationDataset):
         rows = []
         for number, item in enumerate(usable):
             try:
-                sides = [self._side(*tokenized[2 * number + side]) for side in range(2)]
+                sides = [self.answer_tokens(*tokenized[2 * number + side]) for side in range(2)]
                 _check_difference(*sides)
-                self._sides.append(self._within_limit(item, conversations[2 * number], *sides))
-            except _UnusablePair as error:
-                self._refuse(item, error)
+                self._sides.append(self._pair_within_limit(item, conversations[2 * number], *sides))
+            except UnusableRow as error:
+                self.refuse(item, error)
                 continue
             rows.append(item)
         return rows
-
-    def _refuse(self, item: int, error: _UnusablePair) -> None:
-        if not self.config.filter_pairs:
-            self._refused.append((item, error))
-        self._left_out[error.kind] += 1
-
-    def _raise_refused(self) -> None:
-        """Refuse pairs that cannot be trained on and are not to be left out.
-
-        Raises:
-            DataError: names the first of them, and says where the next ones are and how many there are.
-        """
-        if not self._refused:
-            return
-        item, error = self._refused[0]
-        others = ""
-        if len(self._refused) > 1:
-            rows = "; ".join(self.locate(other) for other, _ in self._refused[1:_NAMED_ROWS])
-            counts = ", ".join(f"{count} with {kind}" for kind, count in sorted(self._left_out.items()))
-            others = f" Of {len(self._rows)} pairs {counts} are refused; the next: {rows}."
-        raise DataError(
-            f"{self.locate(item)}: {error}. Fix or remove the row, or set data.filter_pairs=True to leave such "
-            f"pairs out.{others}"
-        ) from error
 
     def _pair(self, item: int) -> tuple[Conversation, Conversation]:
         """The two conversations of an item, each of which ends in an answer.
 
         Raises:
             DataError: a column holds something else, or the conversations differ before their answers.
-            _UnusablePair: an answer is empty, or both are the same.
+            UnusableRow: an answer is empty, or both are the same.
         """
         index = int(self._rows[item])
         config = self.config
         sides = []
         for key in (config.chosen_key, config.rejected_key):
-            sides.append(self._conversation(index, key, self._columns[key][index]))
+            sides.append(self.conversation(index, key, self._columns[key][index]))
         chosen, rejected = sides
         if chosen[:-1] != rejected[:-1]:
             shared = min(len(chosen), len(rejected)) - 1
@@ -260,15 +180,7 @@ class PreferenceDataset(ConversationDataset):
                 "message in which they differ."
             )
         for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
-            content = side[-1].get("content")
-            if not _counts_fully(side[-1]):
-                fields = " and ".join(name for name in TURN_FIELDS if side[-1].get(name) is not None)
-                raise DataError(
-                    f"{self.table.locate(index)}: the answer in column {key!r} has train or weight ({fields}), which "
-                    "conversations for fine-tuning have; every answer of a pair counts the same. Remove the field."
-                )
-            if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
-                raise _UnusablePair("an empty answer", f"the answer in column {key!r} is empty")
+            self.check_answer(index, key, side)
         self._other_prompts += self._has_another_prompt(index, chosen)
         prompt = chosen[-2].get("content") if len(chosen) > 1 else None
         begins = [side[-1].get("content") for side in (chosen, rejected)]
@@ -279,7 +191,7 @@ class PreferenceDataset(ConversationDataset):
         ):
             self._repeating += all(str(text).strip().startswith(prompt.strip()) for text in begins)
         if chosen[-1] == rejected[-1]:
-            raise _UnusablePair(
+            raise UnusableRow(
                 "two equal answers",
                 f"columns {config.chosen_key!r} and {config.rejected_key!r} hold the same answer, so there is nothing "
                 "to prefer",
@@ -302,62 +214,6 @@ class PreferenceDataset(ConversationDataset):
             return True
         own = as_messages(prompt, self.config.system_prompt)
         return [str(message.get("content") or "").strip() for message in own] != contents
-
-    def _answer(self, index: int, value: Any) -> Conversation:
-        """The messages of a column with answers: an answer alone, or a conversation that ends with it.
-
-        Raises:
-            ValueError: they are none; the text is a clause about the value.
-        """
-        if isinstance(value, str):
-            answer: Conversation = [{"role": "assistant", "content": value}]
-            check_messages(answer)
-            check_no_conversation(value)
-            return answer
-        check_messages(value, self.kinds)
-        answer = as_messages(value, has_padding=self.table.has_padding(index))
-        if answer[-1]["role"] != "assistant":
-            raise ValueError(f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'")
-        return answer
-
-    def _conversation(self, index: int, column: str, value: Any) -> Conversation:
-        """The prompt and one of its answers as messages."""
-        where = self.table.locate(index)
-        if value is None:
-            raise DataError(f"{where}: column {column!r} has no answer; fill it in, or remove the row.")
-        try:
-            answer = self._answer(index, value)
-        except ValueError as error:
-            raise DataError(f"{where}: column {column!r} cannot be used as an answer: {error}.") from None
-        if answer[0]["role"] != "assistant":
-            return as_messages(answer, self.config.system_prompt)
-        if len(answer) > 1 and self.config.prompt_key not in self._columns:
-            return as_messages(answer, self.config.system_prompt)  # whole conversations that the assistant begins
-        if len(answer) > 1:
-            raise DataError(
-                f"{where}: column {column!r} holds {len(answer)} messages that begin with one of the assistant; an "
-                "answer is one message, and the conversation before it belongs into the prompt."
-            )
-        name = self.config.prompt_key
-        hint = (
-            f"Column {column!r} holds answers alone, so their prompt is needed: name its column with data.prompt_key, "
-            f"or write whole conversations into {column!r}."
-        )
-        if isinstance(value, str) and (form := written_form(value)) is not None:
-            hint = (
-                f"Column {column!r} holds conversations written as one text ({form}): make a list of messages of "
-                'each, [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...].'
-            )
-        self.table.require(name, "data.prompt_key", hint)
-        prompt = self._columns[name][index]
-        try:
-            check_prompt(prompt, self.kinds)
-            if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-                raise ValueError("its last message is of the assistant, and the answer would follow it")
-        except ValueError as error:
-            raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {error}.") from None
-        padded = self.table.has_padding(index)
-        return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), *answer]
 
     def _warn_of_scores(self) -> None:
         """Warn where columns of scores say that the rejected answers are the better ones."""
@@ -398,12 +254,6 @@ class PreferenceDataset(ConversationDataset):
 
     # ------------------------------------------------------------------ lengths
 
-    def _side(self, ids: np.ndarray, turn_of: np.ndarray) -> _Side:
-        inside = turn_of.nonzero()[0]
-        if not len(inside):
-            raise _UnusablePair("an empty answer", "an answer has no tokens of its own")
-        return _Side(ids, int(inside[0]), int(inside[-1]) + 1)
-
     def encoded(self, texts: Sequence[str], items: Sequence[int], has_images: Sequence[bool]) -> list[Tokens]:
         """Return the tokens of conversations; see `ConversationDataset.encoded`.
 
@@ -439,7 +289,9 @@ class PreferenceDataset(ConversationDataset):
             size *= 4
         return 0
 
-    def _within_limit(self, item: int, messages: Conversation, chosen: _Side, rejected: _Side) -> tuple[_Side, _Side]:
+    def _pair_within_limit(
+        self, item: int, messages: Conversation, chosen: AnswerTokens, rejected: AnswerTokens
+    ) -> tuple[AnswerTokens, AnswerTokens]:
         """Both sides within `data.max_length`. A prompt that is cut at the left is cut equally in both.
 
         Args:
@@ -448,27 +300,15 @@ class PreferenceDataset(ConversationDataset):
             chosen, rejected: what was tokenised of them.
 
         Raises:
-            _UnusablePair: they are too long, or nothing would be left of the prompt or of an answer.
+            UnusableRow: they are too long, or nothing would be left of the prompt or of an answer.
         """
-        limit, side = self.config.max_length, self.config.truncation
-        longest = max(len(chosen.ids), len(rejected.ids))
-        if longest <= limit:
+        cut = self.within_limit(item, messages, (chosen, rejected), "the longer conversation")
+        if cut is None:
             return chosen, rejected
-        has_images = not self.is_text(item, messages)
-        at_least = "at least " if longest >= 2 * limit else ""
-        too_long = f"the longer conversation has {at_least}{longest} tokens, more than data.max_length={limit}"
-        if side == "error" or self.config.filter_pairs or has_images:
-            instead = (
-                "make images smaller, which are never cut" if has_images else "set data.truncation to left or right"
-            )
-            raise _UnusablePair("too many tokens", f"{too_long}; raise data.max_length, or {instead}")
-        start = longest - limit if side == "left" else 0
-        first, second = (conversation.cut(start, limit) for conversation in (chosen, rejected))
-        if any(conversation.first < 1 or conversation.first >= conversation.end for conversation in (first, second)):
-            part = "the whole prompt" if side == "left" else "a whole answer"
-            raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {part} away")
+        first, second = cut
         if first.has_answer_of(second):
-            raise _UnusablePair("two equal answers", f"{too_long}, and cut to it the two answers are the same")
+            too_long = self.too_long(max(len(chosen.ids), len(rejected.ids)), "the longer conversation")
+            raise UnusableRow("two equal answers", f"{too_long}, and cut to it the two answers are the same")
         self._cut += 1
         return first, second
 
@@ -478,11 +318,11 @@ class PreferenceDataset(ConversationDataset):
         Raises:
             DataError: none is left.
         """
-        left_out = ", ".join(f"{count} with {kind}" for kind, count in sorted(self._left_out.items()))
+        left_out = ", ".join(f"{count} with {kind}" for kind, count in sorted(self.left_out.items()))
         if not self._sides:
             raise DataError(f"{self.key}: no pair is left of {total}: {left_out}. Look at the data, or set other keys.")
         if left_out:
-            notify(f"{self.key}: of {total} pairs {sum(self._left_out.values())} were left out: {left_out}")
+            notify(f"{self.key}: of {total} pairs {sum(self.left_out.values())} were left out: {left_out}")
         if self._other_prompts:
             notify(
                 f"{self.key}: in {self._other_prompts} of {total} pairs the column {self.config.prompt_key!r} has "

@@ -11,7 +11,7 @@ from hybridrl.forecast import remedies, run_forecast
 from hybridrl.forecast.role_models import forecast_model
 from hybridrl.forecast.run_forecast import Changes, MemoryForecast, on_first_worker
 from hybridrl.forecast.sizes import Forecast
-from hybridrl.registry import import_external_lib
+from hybridrl.registry import OBJECTIVES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 
 ForModel = Callable[[SupervisedConfig, int, str], Forecast | None]
@@ -20,7 +20,7 @@ _ROLE, _REFERENCE = "model", "reference"
 #: changes that save memory, the cheapest first: the key and its value. The last one also changes the results a little.
 _CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.use_fused_kernels", True),
-    ("dpo.reference", "cache"),
+    ("reference", "cache"),
     ("data.max_token_len_per_gpu", "a row"),
     ("model.enable_gradient_checkpointing", True),
     ("model.recompute_granularity", "full"),
@@ -83,8 +83,8 @@ def _candidates(config: SupervisedConfig) -> Iterator[dict[str, Any]]:
             if get_key(config, key) > longest:
                 yield {key: longest}
         elif value == "cache":
-            if config.reference == "model":
-                yield {key: value}
+            if config.reference == "model" and not OBJECTIVES.metadata(config.objective.loss_type).kl_baseline:
+                yield {f"{config.objective_group}.{key}": value}
         elif value == "several ranks":
             if sum(_pool(config)) > 1 and not get_key(config, key):
                 yield {key: True}
@@ -127,7 +127,7 @@ def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> Tun
 
 
 def print_forecast(config: SupervisedConfig) -> None:
-    """The programs `hybridrl forecast sft`, `dpo` and `rm`: print what training takes on this machine's devices.
+    """The programs `hybridrl forecast sft`, `dpo`, `kto` and `rm`: print what training takes on this machine's devices.
 
     Raises:
         PlacementError: it does not fit on this machine's GPUs, or its engine has no forecast.

@@ -118,8 +118,8 @@ def read_validation(folder: str | Path, step: str = "last", metric: str | None =
     steps = dumped_steps(place) if place is not None else []
     if place is None:
         raise UserError(
-            f"{folder} has no validation samples: set data.val_files and trainer.test_freq. Runs of sft, dpo and rm "
-            "measure their loss only"
+            f"{folder} has no validation samples: set data.val_files and trainer.test_freq. Runs of sft, dpo, kto and "
+            "rm measure their loss only"
         )
     number = _step(history, step, steps)
     if number not in steps:

@@ -21,7 +21,7 @@ from hybridrl.trainer.call_arguments import adapter_settings, renamed, settings_
 from hybridrl.trainer.call_objects import put_objects
 from hybridrl.trainer.callbacks import Callback, EventKind, EventStream, RunEvent, calling
 
-_PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
+_PROGRAMS = ("grpo", "ppo", "sft", "dpo", "kto", "rm")
 
 Reward = Callable[..., Any] | str | Path
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]

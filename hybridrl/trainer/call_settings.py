@@ -557,6 +557,24 @@ class DPOSettings(SupervisedSettings, total=False):
     simpo_gamma: float
 
 
+class KTOSettings(SupervisedSettings, total=False):
+    """Settings of `hybridrl.kto`."""
+
+    beta: float
+    chosen_key: str
+    completion_key: str
+    desirable_weight: float
+    filter_rows: bool
+    label_key: str
+    loss_type: str
+    precompute_ref_log_probs: Any
+    prompt_key: str
+    reference: str | None
+    rejected_key: str
+    train_sampling_strategy: Any
+    undesirable_weight: float
+
+
 class RMSettings(SupervisedSettings, total=False):
     """Settings of `hybridrl.rm`."""
 

@@ -43,11 +43,17 @@ _MODELS = (
 )
 #: begins the name of a change of what a setting names
 _CONTENT_OF = "content of "
-_LOSSES = ("actor_rollout_ref.actor.policy_loss.loss_mode", "sft.loss_type", "dpo.loss_type", "rm.loss_type")
+_LOSSES = (
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "sft.loss_type",
+    "dpo.loss_type",
+    "kto.loss_type",
+    "rm.loss_type",
+)
 _DISTILLATION = ("distillation.enabled", "distillation.distillation_loss.loss_mode")
 _EXPERIMENT = ("algorithm.adv_estimator", *_LOSSES, *_DISTILLATION)
 #: the program of a run, by a group of settings that only its tree has
-_PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "rm": "main_rm"}
+_PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "kto": "main_kto", "rm": "main_rm"}
 
 
 class OtherExperimentError(CheckpointError):

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from hybridrl.config.short_names import table_text
 from hybridrl.programs import PROGRAMS
 from hybridrl.trainer.api import Rewards, Rows, Trainer, TrainingResult
-from hybridrl.trainer.call_settings import DPOSettings, PolicySettings, RMSettings, SFTSettings
+from hybridrl.trainer.call_settings import DPOSettings, KTOSettings, PolicySettings, RMSettings, SFTSettings
 from hybridrl.trainer.callbacks import Callback
 
 
@@ -306,6 +306,69 @@ def dpo(
     return trainer.train()
 
 
+def kto(
+    model: str | Path | None = None,
+    data: Rows = None,
+    *,
+    val_data: Rows = None,
+    config: Mapping[str, Any] | None = None,
+    peft_config: Any = None,
+    args: Any = None,
+    callbacks: Sequence[Callback] = (),
+    **settings: Unpack[KTOSettings],
+) -> TrainingResult:
+    """Train on answers with a label, desirable or not: `hybridrl kto` from Python.
+
+    Args:
+        model: directory in Hugging Face format, or a hub id `org/name`; must be set (also model_name_or_path).
+        data: training data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            train_dataset, train_data).
+        val_data: validation data: a file, a glob, or ORG/NAME@CONFIG:SPLIT of the hub; in Python also rows (also
+            eval_data, eval_dataset).
+        max_length: maximum tokens per sequence, those of images included (also max_seq_length). Default: 1024.
+        lora_rank: fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none
+            (also lora_r). Default: 0.
+        lora_alpha: scale of the adapter: its product is multiplied by lora_alpha / lora_rank. Default: 16.
+        lr: peak learning rate (also learning_rate). Default: 1e-06.
+        max_steps: end after this many steps (with per_device_train_batch_size, in updates); -1: epochs decide (also
+            total_training_steps).
+        num_train_epochs: passes over the training data (also total_epochs). Default: 30.
+        lr_scheduler_type: shape of the schedule after warm-up. Default: constant.
+        weight_decay: decoupled weight decay. Default: 0.01.
+        max_grad_norm: maximum global gradient norm (also clip_grad). Default: 1.0.
+        seed: one seed for data, sampling and training: every seed that acts.
+        train_batch_size: rows per optimizer step, counted over all processes. Default: 256.
+        per_device_train_batch_size: sequences that a process computes at once, and a factor of the batch in TRL's way.
+        gradient_accumulation_steps: micro-batches per update, a factor of the batch in TRL's way.
+        beta: scale of the implied rewards: larger values keep nearer to the reference. Default: 0.1.
+        output_dir: folder of the run: configuration, metrics, report, checkpoints (also default_local_dir).
+        run_name: name of the run (also experiment_name). Default: 'default'.
+        project: name of the project in tracking and in default_local_dir (also project_name). Default: 'hybridrl'.
+        report_to: where metrics go besides metrics.jsonl (also logger). Default: console.
+        save_steps: steps between checkpoints; -1: none (also save_freq). Default: -1.
+        eval_steps: steps between validations; -1: none (also test_freq). Default: -1.
+        nnodes: machines. Default: 1.
+        n_gpus_per_node: processes per machine: one per GPU, or this many on a CPU. Default: 1.
+        config: further settings by dotted key, or nested.
+        peft_config: a `peft.LoraConfig`, in place of `lora_rank` and its relatives.
+        args: a config of TRL, or of `hybridrl.compat.trl`, whose fields count as settings.
+        callbacks: functions that are called with a `hybridrl.RunEvent` after each step, validation and checkpoint.
+        settings: these and further settings; `hybridrl kto --help` lists them, and `--cfg job` every key.
+    """
+    trainer = Trainer(
+        "kto",
+        model=model,
+        data=data,
+        val_data=val_data,
+        config=config,
+        peft_config=peft_config,
+        args=args,
+        callbacks=callbacks,
+        **settings,
+    )
+    return trainer.train()
+
+
 def rm(
     model: str | Path | None = None,
     data: Rows = None,
@@ -380,5 +443,5 @@ def _show_settings(function: Any, tree: str) -> None:
     function.__signature__ = signature.replace(parameters=[*first, *named, rest])
 
 
-for _function in (grpo, ppo, sft, dpo, rm):
+for _function in (grpo, ppo, sft, dpo, kto, rm):
     _show_settings(_function, PROGRAMS[_function.__name__].tree)

@@ -1,7 +1,7 @@
-"""The objectives of supervised training: what a model learns from conversations and from pairs of answers.
+"""The objectives of supervised training: what a model learns from conversations, pairs of answers and labelled answers.
 
-Each is a small function in the table `OBJECTIVES`, chosen by `sft.loss_type`, `dpo.loss_type` or `rm.loss_type`. A
-module that `model.external_lib` names adds its own with `register_objective`:
+Each is a small function in the table `OBJECTIVES`, chosen by `sft.loss_type`, `dpo.loss_type`, `kto.loss_type` or
+`rm.loss_type`. A module that `model.external_lib` names adds its own with `register_objective`:
 
 ```python
 from hybridrl.workers.objectives import PairLoss, Pairs, register_objective
@@ -23,14 +23,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import logsigmoid
 
+from hybridrl.errors import AlgorithmError
 from hybridrl.protocol import DataProto
 from hybridrl.registry import OBJECTIVES, ObjectiveMetadata
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.losses import CountedLossFn, LossCounts
 
+ANSWER_LOG_PROBS = "answer_log_probs"  # [B]: log-probability of the answer
 REF_LOG_PROBS = "ref_answer_log_probs"  # [B] of the batch: log-probability of the answer under the reference
 MARGINS = "margins"  # [B]: by how much the chosen answer is better, on both rows of a pair
 NLL_WEIGHTS = "nll_weights"  # [B]: weight of a row's tokens in the loss of the chosen answers
+DESIRABLE = "desirable"  # [B] bool: the label of the row's answer
+KL_BASELINE = "kl_baseline"  # [B]: z0 of the step, the same number in each row
 LOSS_WEIGHTS = "loss_weights"  # [B, T]: weights of tokens, whose sum over the batch is 1
 
 
@@ -67,6 +71,38 @@ class PairLoss(NamedTuple):
     rejected_rewards: torch.Tensor
 
 
+@dataclass(frozen=True)
+class LabelledAnswers:
+    """A model's log-probabilities of N answers with labels.
+
+    Attributes:
+        log_probs: [N] log-probability of each answer.
+        tokens: [N] number of its tokens.
+        desirable: [N] bool, its label.
+        ref_log_probs: [N] log-probability under the reference; None without one.
+        kl_baseline: [N] the estimate z0 of the KL to the reference, the same for all rows of a step; None for
+            objectives that do not read it.
+    """
+
+    log_probs: torch.Tensor
+    tokens: torch.Tensor
+    desirable: torch.Tensor
+    ref_log_probs: torch.Tensor | None = None
+    kl_baseline: torch.Tensor | None = None
+
+
+class LabelLoss(NamedTuple):
+    """The result of an objective of labelled answers.
+
+    Attributes:
+        losses: [N] loss of each answer, whose mean is minimised.
+        rewards: [N] rewards that the model implies, for the metrics.
+    """
+
+    losses: torch.Tensor
+    rewards: torch.Tensor
+
+
 def register_objective(
     name: str,
     *,
@@ -74,6 +110,7 @@ def register_objective(
     reference: bool = False,
     reads: tuple[str, ...] = (),
     margins: bool = False,
+    kl_baseline: bool = False,
     likelihood: bool = False,
     settings: type | str | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -82,16 +119,27 @@ def register_objective(
     Args:
         name: the value of `loss_type` that chooses it.
         kind: `tokens`: called as `f(log_probs [B, T], settings) -> losses [B, T]`; `pairs` and `scores`: called as
-            `f(pairs: Pairs, settings) -> PairLoss`.
+            `f(pairs: Pairs, settings) -> PairLoss`; `labels`: as `f(answers: LabelledAnswers, settings) -> LabelLoss`.
         settings: dataclass of further settings, next to `loss_type`.
 
     Raises:
-        AlgorithmError: the name is taken, or the kind unknown.
+        AlgorithmError: the name is taken, the kind unknown, or `kl_baseline` cannot be computed for it.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        if kl_baseline and not (kind == "labels" and reference):
+            raise AlgorithmError(
+                f"objective {name!r} has kl_baseline=True, which compares labelled answers with the reference; "
+                'register it with kind="labels" and reference=True'
+            )
         metadata = ObjectiveMetadata(
-            kind=kind, reference=reference, reads=reads, margins=margins, likelihood=likelihood, settings=settings
+            kind=kind,
+            reference=reference,
+            reads=reads,
+            margins=margins,
+            kl_baseline=kl_baseline,
+            likelihood=likelihood,
+            settings=settings,
         )
         OBJECTIVES.add(name, function, metadata)
         return function
@@ -195,6 +243,48 @@ def _log_one_minus_exp(value: torch.Tensor) -> torch.Tensor:
     )
 
 
+# ---------------------------------------------------------------- answers with labels
+
+
+def _unpaired(answers: LabelledAnswers, settings: Any, baseline: torch.Tensor | float) -> LabelLoss:
+    """l = lambda_y s(-+ beta (h - b)): falls with h of desirable answers, and rises with that of the others."""
+    assert answers.ref_log_probs is not None  # `ObjectiveMetadata.reference`
+    ratios = answers.log_probs - answers.ref_log_probs
+    signs = torch.where(answers.desirable, 1.0, -1.0)
+    weights = torch.where(answers.desirable, settings.desirable_weight, settings.undesirable_weight)
+    losses = weights * torch.sigmoid(-signs * settings.beta * (ratios - baseline))
+    return LabelLoss(losses, settings.beta * ratios)
+
+
+@register_objective(
+    "kto",
+    kind="labels",
+    reference=True,
+    kl_baseline=True,
+    reads=("beta", "desirable_weight", "undesirable_weight", "reference"),
+)
+def kto(answers: LabelledAnswers, settings: Any) -> LabelLoss:
+    """KTO (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8): l = lambda_y - v(x, y), with h = log(pi / pi_ref).
+
+    v = lambda_D s(beta (h - z0)) of a desirable answer and lambda_U s(beta (z0 - h)) of another one. z0 is the mean of
+    log pi(y' | x) - log pi_ref(y' | x) over prompts x with an answer y' to another prompt, at least 0, without a
+    gradient (`SupervisedTrainer.kl_baseline`).
+    """
+    assert answers.kl_baseline is not None  # `ObjectiveMetadata.kl_baseline`
+    return _unpaired(answers, settings, answers.kl_baseline)
+
+
+@register_objective(
+    "apo_zero_unpaired",
+    kind="labels",
+    reference=True,
+    reads=("beta", "desirable_weight", "undesirable_weight", "reference"),
+)
+def apo_zero_unpaired(answers: LabelledAnswers, settings: Any) -> LabelLoss:
+    """APO-zero (D'Oosterlinck et al. 2024, arXiv 2408.06266) without pairs: KTO's loss with z0 = 0."""
+    return _unpaired(answers, settings, 0.0)
+
+
 # ---------------------------------------------------------------- rewards of answers
 
 
@@ -251,7 +341,7 @@ class Objective:
     @property
     def rows_together(self) -> int:
         """Rows of a batch that it compares with each other: 2 for pairs, the chosen answer first."""
-        return 1 if self.metadata.kind == "tokens" else 2
+        return 2 if self.metadata.kind in ("pairs", "scores") else 1
 
     @property
     def sft_coef(self) -> float:
@@ -261,7 +351,7 @@ class Objective:
 
     def share(self, phase: str) -> CountedLossFn:
         """The loss function; metrics are called `<phase>/...`."""
-        compute = self._of_tokens if self.metadata.kind == "tokens" else self._of_pairs
+        compute = {"tokens": self._of_tokens, "labels": self._of_labelled}.get(self.metadata.kind, self._of_pairs)
 
         def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts) -> Share:
             loss, metrics = compute(outputs[self.output], batch, counts)
@@ -296,6 +386,28 @@ class Objective:
             metrics["nll_loss"] = Metric(share.detach(), kind="sum")
             loss = loss + coefficient * share
         return loss, metrics
+
+    def _of_labelled(self, log_probs: torch.Tensor, batch: DataProto, counts: LossCounts) -> Share:
+        """L = mean over answers of l. The means of rewards count the answers of one label."""
+        tensors = batch.batch
+        mask, desirable = tensors["response_mask"].bool(), tensors[DESIRABLE].bool()
+        answers = LabelledAnswers(
+            torch.where(mask, log_probs, 0.0).sum(1),
+            mask.sum(1),
+            desirable,
+            tensors[REF_LOG_PROBS] if self.metadata.reference else None,
+            tensors[KL_BASELINE] if self.metadata.kl_baseline else None,
+        )
+        losses, rewards = OBJECTIVES.get(self.name)(answers, self.settings)
+        metrics = {}
+        for label, rows in (("desirable", desirable), ("undesirable", ~desirable)):
+            values = {"reward": rewards, "log_prob": answers.log_probs}
+            for name, value in values.items():
+                total = torch.where(rows, value.detach().double(), 0.0).sum()
+                metrics[f"{label}_{name}"] = Metric(total / rows.sum().clamp(min=1), rows.sum())
+        if answers.kl_baseline is not None:
+            metrics["kl_baseline"] = Metric(answers.kl_baseline.double().mean(), len(desirable))
+        return losses.sum() / counts.sequences, metrics
 
     def _measured(self, pairs: Pairs, chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Metric]:
         values = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hybridrl.config import SupervisedConfig
@@ -14,7 +13,7 @@ from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispa
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.workers.losses import LossCounts
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
-from hybridrl.workers.objectives import REF_LOG_PROBS, Objective
+from hybridrl.workers.objectives import ANSWER_LOG_PROBS, REF_LOG_PROBS, Objective
 from hybridrl.workers.update_plan import UpdatePlan
 
 TRAIN, VALIDATE = "train", "val"  # first parts of the names of metrics
@@ -97,6 +96,12 @@ class SupervisedWorker(ModelWorker):
         return DataProto(meta_info={"metrics": merge_metrics([metrics])})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
+    def compute_answers(self, batch: DataProto) -> DataProto:
+        """`answer_log_probs` [B]: the log-probability of each row's answer under the model as it is."""
+        with self.loaded("compute_answers"):
+            return self._answers(self.engine, batch, ANSWER_LOG_PROBS)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def compute_reference(self, batch: DataProto) -> DataProto:
         """`ref_answer_log_probs` [B]: the log-probability of each row's answer under the reference.
 
@@ -104,15 +109,17 @@ class SupervisedWorker(ModelWorker):
         `dpo.reference=adapter`; else the model as it is.
         """
         engine = self._reference or self.engine
-        infer = partial(engine.infer, batch, replace(self._micro_batching(), rows_together=1))
         with self.loaded("compute_reference", engine=engine):
             if self.config.reference == "adapter":
                 assert isinstance(self.engine, HasAdapters)  # checked at start-up
                 with self.engine.without_adapter():
-                    outputs = infer(outputs=("log_probs",))
-            else:
-                outputs = infer(outputs=("log_probs",))
-        return as_output({name: log_probs.sum(dim=1) for name, log_probs in outputs.items()}, log_probs=REF_LOG_PROBS)
+                    return self._answers(engine, batch, REF_LOG_PROBS)
+            return self._answers(engine, batch, REF_LOG_PROBS)
+
+    def _answers(self, engine: Engine, batch: DataProto, field: str) -> DataProto:
+        """The log-probability of each row's answer under an engine's model, as the field `field` [B]."""
+        outputs = engine.infer(batch, replace(self._micro_batching(), rows_together=1), outputs=("log_probs",))
+        return as_output({name: log_probs.sum(dim=1) for name, log_probs in outputs.items()}, log_probs=field)
 
     def _micro_batching(self) -> MicroBatching:
         data, together = self.config.data, self.objective.rows_together

@@ -208,7 +208,9 @@ def test_memory_and_seconds_on_named_devices(
     assert prediction["seconds"]["step"] > 0 and prediction["bytes"]["update_actor"] < 0.9 * 80e9
 
 
-@pytest.mark.parametrize(("program", "file"), [("sft", "sft_train"), ("dpo", "pairs"), ("rm", "pairs")])
+@pytest.mark.parametrize(
+    ("program", "file"), [("sft", "sft_train"), ("dpo", "pairs"), ("kto", "pairs"), ("rm", "pairs")]
+)
 def test_fine_tuning(
     program: str, file: str, micro_model: Path, sort_data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -218,7 +220,7 @@ def test_fine_tuning(
     words = [program, f"model={micro_model}", f"data.train_files={folder / file}.parquet", "data.train_batch_size=8"]
     result = checked(capsys, [*words, "devices=8xH100", "trainer.n_gpus_per_node=8"])
     assert "[[" in result["data"]["shown"][0] and result["prediction"]["devices"]["used"] == 8
-    assert ("reference" in result["prediction"]["bytes"]) == (program == "dpo")
+    assert ("reference" in result["prediction"]["bytes"]) == (program in ("dpo", "kto"))
     problems = checked(capsys, [*words, "data.max_length=8"], 2)["problems"]
     assert any("data.max_length=8" in problem for problem in problems)
     problems = checked(capsys, [*words, "data.train_batch_size=640"], 2)["problems"]

@@ -19,6 +19,7 @@ TREES = {
     trl.RLOOConfig: "ppo_trainer",
     trl.SFTConfig: "sft_trainer",
     trl.DPOConfig: "dpo_trainer",
+    trl.KTOConfig: "kto_trainer",
     trl.RewardConfig: "rm_trainer",
 }
 CHATS = [{"messages": [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]}] * 8
@@ -126,6 +127,11 @@ def test_each_trainer_composes_its_program(here: Path) -> None:
         "model", args=trl.DPOConfig(beta=0.3, loss_type="ipo", **small), train_dataset=PAIRS
     ).run.config
     assert (dpo.dpo.beta, dpo.dpo.loss_type, dpo.optim.lr) == (0.3, "ipo", 1e-6)
+    labelled = [{"prompt": "2+3", "completion": "5", "label": True}] * 8
+    args = trl.KTOConfig(desirable_weight=1.3, beta=0.2, **small)
+    kto = trl.KTOTrainer("model", args=args, train_dataset=labelled).run.config
+    assert (kto.kto.desirable_weight, kto.kto.beta, kto.kto.loss_type, kto.optim.lr) == (1.3, 0.2, "kto", 1e-6)
+    assert (kto.data.shuffle, kto.data.truncation, kto.data.train_batch_size) == (False, "right", 4)
     reward = trl.RewardTrainer("model", trl.RewardConfig(**small), train_dataset=PAIRS).run.config
     assert (reward.optim.lr, reward.data.train_batch_size) == (1e-4, 4)
     rloo = trl.RLOOTrainer("model", share_of_digits, trl.RLOOConfig(**small), PROMPTS).run.config

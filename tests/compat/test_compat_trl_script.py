@@ -92,6 +92,10 @@ def test_other_trainers_and_guarded_scripts(tmp_path: Path, capsys: pytest.Captu
     assert status == 0 and words[1] == "dpo"
     keys = ("dpo.beta", "data.train_batch_size", "data.train_files", "model.path")
     assert [value_at(config, key) for key in keys] == [0.3, 2, ["pairs.jsonl"], "M"]
+    labelled = "from trl import KTOConfig, KTOTrainer\nKTOTrainer('M', args=KTOConfig(undesirable_weight=0.5))\n"
+    _, _, words = reported(tmp_path, labelled, capsys)
+    assert words[1] == "kto"
+    assert value_at(compose_config("kto_trainer", words[2:]).config, "kto.undesirable_weight") == 0.5
     guarded = "from trl import GRPOTrainer\ndef f(completions): return [1.0]\n"
     guarded += 'if __name__ == "__main__":\n    GRPOTrainer("M", f)\n'
     _, _, words = reported(tmp_path, guarded, capsys)

@@ -78,7 +78,7 @@ def test_cfg_job_prints_yaml_without_torch_or_ray(tmp_path):
 
 
 def test_the_real_entry_points_print_their_configuration_without_torch(tmp_path):
-    for name in ("main_ppo", "main_sft", "main_dpo", "main_rm"):
+    for name in ("main_ppo", "main_sft", "main_dpo", "main_kto", "main_rm"):
         program = (
             f"import runpy, sys\nsys.argv = ['{name}', '--cfg', 'job']\n"
             f"runpy.run_module('hybridrl.trainer.{name}', run_name='__main__')\n"

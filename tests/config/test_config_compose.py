@@ -394,7 +394,7 @@ def test_an_empty_file_or_group_changes_nothing(tmp_path, text):
 # ---------------------------------------------------------------- what comes out
 
 
-@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer"])
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"])
 def test_the_saved_yaml_reads_back_to_the_same_values(root, tmp_path):
     words = ["trainer.n_gpus_per_node=2", "data.train_files=[a,b]", "trainer.resume_mode=disable"]
     config = load_config(root, words)
@@ -402,7 +402,7 @@ def test_the_saved_yaml_reads_back_to_the_same_values(root, tmp_path):
     assert load_config(root, [], tmp_path, "config") == config
 
 
-@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer"])
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"])
 def test_a_configuration_travels_and_is_plain(root):
     config = load_config(root, [])
     assert pickle.loads(pickle.dumps(config)) == config

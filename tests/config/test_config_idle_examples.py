@@ -28,6 +28,7 @@ MODULES = {
     "main_ppo": "ppo_trainer",
     "main_sft": "sft_trainer",
     "main_dpo": "dpo_trainer",
+    "main_kto": "kto_trainer",
     "main_rm": "rm_trainer",
     "main_generation": "generation",
     "main_eval": "evaluation",
@@ -45,7 +46,7 @@ def idle(
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_URL", "http://h:1")
-    root = f"{name}_trainer" if name in ("dpo", "rm") else "ppo_trainer"
+    root = f"{name}_trainer" if name in ("dpo", "kto", "rm") else "ppo_trainer"
     assert idle(root, ["data.val_files=[a.parquet]"], REPOSITORY / "recipes" / name, name) == []
 
 

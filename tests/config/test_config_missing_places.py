@@ -22,6 +22,7 @@ GIVEN = {
     "ppo_trainer": PPO,
     "sft_trainer": SFT,
     "dpo_trainer": SFT,
+    "kto_trainer": SFT,
     "rm_trainer": SFT,
     "generation": [f"{POLICY}.model.path=model", "data.path=train.parquet", "data.output_path=o.parquet"],
     "evaluation": ["data.path=train.parquet"],

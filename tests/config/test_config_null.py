@@ -42,6 +42,6 @@ def test_null_is_an_empty_list_or_mapping(root: str) -> None:
     assert check_empty(config, tree) > 0
 
 
-@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer"])
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"])
 def test_no_validation_files(root: str) -> None:
     assert load_config(root, ["data.val_files=null"]).data.val_files == []

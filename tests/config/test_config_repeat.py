@@ -18,6 +18,7 @@ RUNS = {
     "megatron": ("ppo_trainer", [_MODEL, "actor_rollout_ref.actor.strategy=megatron"]),
     "sft": ("sft_trainer", ["model.path=org/m", "optim.lr=1e-5"]),
     "dpo": ("dpo_trainer", ["model.path=org/m", "dpo.beta=0.2"]),
+    "kto": ("kto_trainer", ["model.path=org/m", "kto.beta=0.2"]),
     "rm": ("rm_trainer", ["model.path=org/m"]),
 }
 

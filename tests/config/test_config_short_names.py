@@ -103,6 +103,8 @@ def test_a_name_means_one_thing_in_a_tree() -> None:
         ("ppo_trainer", ["total_epochs=3"], {"trainer.total_epochs": 3}),
         ("ppo_trainer", ["adv_estimator=rloo"], {"algorithm.adv_estimator": "rloo"}),
         ("dpo_trainer", ["precompute_ref_log_probs=true"], {"dpo.reference": "cache"}),
+        ("kto_trainer", ["beta=0.2", "desirable_weight=2"], {"kto.beta": 0.2, "kto.desirable_weight": 2.0}),
+        ("kto_trainer", ["train_sampling_strategy=sequential"], {"data.shuffle": False}),
         ("rm_trainer", ["center_rewards_coefficient=0.01"], {"rm.centering_coef": 0.01}),
         ("ppo_trainer", ["use_vllm=true"], {f"{ROLLOUT}.name": "vllm"}),
         ("ppo_trainer", ["bf16=false"], {f"{ACTOR}.fsdp_config.dtype": "float32"}),

@@ -386,6 +386,10 @@ def test_an_optimizer_may_be_in_a_file(here):
         ("dpo", ["data.train_files=[]"], "give files with pairs"),
         ("rm", ["engine=megatron"], "engine.strategy=megatron trains language_model, value_model and no reward_model"),
         ("rm", ["rm.loss_type=sigmoid"], "main_dpo"),
+        ("kto", ["kto.loss_type=sigmoid"], "main_dpo"),
+        ("dpo", ["dpo.loss_type=kto"], "main_kto"),
+        ("kto", ["kto.reference=cache"], "set kto.reference=model, or adapter"),
+        ("kto", ["data.train_files=[]"], "give files with labelled answers"),
     ],
 )
 def test_faults_of_objectives(here, program, change, expected):
@@ -428,7 +432,7 @@ def test_what_runs_with_an_unexpected_consequence_is_told(here, capsys, change, 
     assert notice in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("program", "words"), [("ppo", GRPO), ("sft", SFT), ("dpo", SFT), ("rm", SFT)])
+@pytest.mark.parametrize(("program", "words"), [("ppo", GRPO), ("sft", SFT), ("dpo", SFT), ("kto", SFT), ("rm", SFT)])
 def test_files_for_validation_that_nothing_reads_are_told(here, program, words):
     off = ["trainer.val_before_train=False"] if program == "ppo" else []
     files = next(word for word in words if word.startswith("data.train_files=")).replace("train_files", "val_files")

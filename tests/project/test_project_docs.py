@@ -26,7 +26,7 @@ PAGES = sorted(
 CURRENT = [page for page in PAGES if page != "CHANGELOG.md"]  # the changelog speaks of what was, too
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-ROOTS = ("ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer", "generation", "evaluation")
+ROOTS = ("ppo_trainer", "sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer", "generation", "evaluation")
 
 
 def text_of(page: Path) -> str:

@@ -21,6 +21,7 @@ ROOTS = {
     "hybridrl.trainer.main_ppo": "ppo_trainer",
     "hybridrl.trainer.main_sft": "sft_trainer",
     "hybridrl.trainer.main_dpo": "dpo_trainer",
+    "hybridrl.trainer.main_kto": "kto_trainer",
     "hybridrl.trainer.main_rm": "rm_trainer",
     "hybridrl.trainer.main_generation": "generation",
     "hybridrl.trainer.main_eval": "evaluation",
@@ -104,9 +105,9 @@ def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], j
     assert sum(scores[-5:]) > sum(scores[:5]), "the page promises 0.75 to 0.87"
 
 
-@pytest.mark.parametrize("page", ["docs/dpo.md", "docs/reward_models.md"])
-def test_training_on_pairs_runs_as_shown(page: str, tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+@pytest.mark.parametrize("page", ["docs/dpo.md", "docs/kto.md", "docs/reward_models.md"])
+def test_training_on_preferences_runs(page: str, tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
     run_snippets(page, tmp_path, finish, "run", python=joined)
-    folder = tmp_path / "demo" / ("dpo" if "dpo" in page else "rm")
-    validations = [record for record in records(folder) if "val/accuracy" in record]
+    folder = tmp_path / "demo" / next((name for name in ("dpo", "kto") if name in page), "rm")
+    validations = [record for record in records(folder) if "val/margin" in record]
     assert len(validations) == 2 and validations[-1]["val/margin"] > 0

@@ -128,6 +128,23 @@ def test_a_loss_of_pairs() -> None:
         OBJECTIVES.remove("squared")
 
 
+def test_a_loss_of_labelled_answers() -> None:
+    """abs(beta h - 1) for desirable answers and abs(beta h + 1) for others, where h is the log-ratio."""
+    from hybridrl.config.schema.objective import KTOConfig
+    from hybridrl.workers.objectives import OBJECTIVES, LabelledAnswers
+
+    try:
+        exec(python_of("docs/kto.md", "register_objective"), {"__name__": "page"})
+        assert OBJECTIVES.metadata("absolute").reference and not OBJECTIVES.metadata("absolute").kl_baseline
+        answers = LabelledAnswers(
+            torch.tensor([-1.0, -3.0]), torch.ones(2), torch.tensor([True, False]), torch.tensor([-2.0, -4.0])
+        )
+        computed = OBJECTIVES.get("absolute")(answers, KTOConfig(loss_type="absolute", beta=0.5))
+        torch.testing.assert_close(computed.losses, torch.tensor([0.5, 1.5]))
+    finally:
+        OBJECTIVES.remove("absolute")
+
+
 def test_a_loss_of_distillation() -> None:
     """The mean of squared differences over the K words that both compare."""
     from hybridrl.algorithms.distillation import DISTILLATION_LOSSES, distillation_losses

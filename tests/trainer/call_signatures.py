@@ -18,14 +18,15 @@ from hybridrl.trainer.call_arguments import OTHER_NAMES
 
 FOLDER = Path(__file__).parents[2] / "hybridrl" / "trainer"
 CLASSES = {"ppo_trainer": "PolicySettings", "sft_trainer": "SFTSettings", "dpo_trainer": "DPOSettings",
-           "rm_trainer": "RMSettings"}  # fmt: skip
-SUPERVISED = ("sft_trainer", "dpo_trainer", "rm_trainer")
+           "kto_trainer": "KTOSettings", "rm_trainer": "RMSettings"}  # fmt: skip
+SUPERVISED = ("sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer")
 OWN = {"model", "data", "reward", "val_data", *OTHER_NAMES}  # parameters, and other names of them
 ABOUT = {
     "grpo": "Train with GRPO, or another method without a critic (`adv_estimator=...`): `hybridrl grpo` from Python.",
     "ppo": "Train with PPO and a critic: `hybridrl ppo` from Python.",
     "sft": "Fine-tune on conversations: `hybridrl sft` from Python.",
     "dpo": "Train on pairs of answers, of which one is preferred: `hybridrl dpo` from Python.",
+    "kto": "Train on answers with a label, desirable or not: `hybridrl kto` from Python.",
     "rm": "Train a reward model on pairs of answers: `hybridrl rm` from Python.",
 }
 HEADER = "Generated from the schema and the table of short names by tests/trainer/call_signatures.py."
@@ -121,7 +122,7 @@ def calls_text() -> str:
         "from hybridrl.config.short_names import table_text",
         "from hybridrl.programs import PROGRAMS",
         "from hybridrl.trainer.api import Rewards, Rows, Trainer, TrainingResult",
-        "from hybridrl.trainer.call_settings import DPOSettings, PolicySettings, RMSettings, SFTSettings",
+        "from hybridrl.trainer.call_settings import DPOSettings, KTOSettings, PolicySettings, RMSettings, SFTSettings",
         "from hybridrl.trainer.callbacks import Callback", "",
     ]  # fmt: skip
     for program in ABOUT:
@@ -154,7 +155,7 @@ def calls_text() -> str:
         '    named = [inspect.Parameter(name, kind, default=None, annotation="Any") for name in new]',
         "    function.__signature__ = signature.replace(parameters=[*first, *named, rest])",
         "", "",
-        "for _function in (grpo, ppo, sft, dpo, rm):",
+        "for _function in (grpo, ppo, sft, dpo, kto, rm):",
         "    _show_settings(_function, PROGRAMS[_function.__name__].tree)",
         "",
     ]  # fmt: skip

@@ -223,7 +223,7 @@ def test_another_reading_of_the_same_files_is_another_experiment(place: Path, wo
     assert any(word.lstrip("+").startswith(key) for key in changed_keys(before, now))
 
 
-@pytest.mark.parametrize("tree", ["sft_trainer", "dpo_trainer", "rm_trainer"])
+@pytest.mark.parametrize("tree", ["sft_trainer", "dpo_trainer", "kto_trainer", "rm_trainer"])
 def test_fine_tuning_compares_data_and_code(place: Path, tree: str) -> None:
     first = ["model.path=models/a", "model.external_lib=lib.py", "data.train_files=[train.jsonl]"]
     first += ["trainer.default_local_dir=run", "trainer.logger=[]", "trainer.report=False"]

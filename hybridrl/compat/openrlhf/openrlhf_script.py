@@ -22,7 +22,7 @@ PROGRAM_TABLES: dict[str, SettingTable] = {
 }
 _MODULE = re.compile(r"openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 _NONE_HERE = {
-    "train_kto": "there is no KTO here",
+    "train_kto": "its settings are not read; hybridrl kto trains so (docs/kto.md)",
     "train_kd": "distillation is a part of hybridrl grpo (docs/distillation.md)",
     "train_prm": "a step model is read, not trained (docs/reward_models.md)",
     "train_ppo": "an older version of train_ppo_ray: give its settings to that one",

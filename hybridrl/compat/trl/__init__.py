@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.compat.trl.configs import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from hybridrl.compat.trl.trainers import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from hybridrl.compat.trl.configs import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+from hybridrl.compat.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "RLOOConfig",
     "RLOOTrainer",
     "RewardConfig",

@@ -91,6 +91,12 @@ _DPO: dict[str, Any] = {
     "f_alpha_divergence_coef": 0.5, "label_smoothing": 0.0, "beta": 0.1, "use_weighting": False, "discopop_tau": 0.05,
     "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
 }  # fmt: skip
+_KTO: dict[str, Any] = {
+    "learning_rate": 1e-6, "router_aux_loss_coef": None, "disable_dropout": True,
+    "train_sampling_strategy": "sequential", "precompute_ref_log_probs": False, "precompute_ref_batch_size": None,
+    "loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+}  # fmt: skip
 _REWARD: dict[str, Any] = {
     "learning_rate": 1e-4, "chat_template_path": None, "disable_dropout": True, "eos_token": None,
     "center_rewards_coefficient": None,
@@ -138,6 +144,7 @@ RLOOConfig = _config(
 )
 SFTConfig = _config("SFTConfig", "Fields of TRL's `SFTConfig`, for `SFTTrainer`.", _TRAINING, _SUPERVISED, _SFT)
 DPOConfig = _config("DPOConfig", "Fields of TRL's `DPOConfig`, for `DPOTrainer`.", _TRAINING, _SUPERVISED, _DPO)
+KTOConfig = _config("KTOConfig", "Fields of TRL's `KTOConfig`, for `KTOTrainer`.", _TRAINING, _SUPERVISED, _KTO)
 RewardConfig = _config(
     "RewardConfig", "Fields of TRL's `RewardConfig`, for `RewardTrainer`.", _TRAINING, _SUPERVISED, _REWARD
 )

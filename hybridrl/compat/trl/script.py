@@ -24,13 +24,14 @@ TRAINERS = {
     "RLOOTrainer": ("grpo", "RLOOConfig"),
     "SFTTrainer": ("sft", "SFTConfig"),
     "DPOTrainer": ("dpo", "DPOConfig"),
+    "KTOTrainer": ("kto", "KTOConfig"),
     "RewardTrainer": ("rm", "RewardConfig"),
 }
 _CONFIGS = {config: program for program, config in TRAINERS.values()}
 _ADAPTER = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 _FIRST = {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"), "DPOTrainer": (
     "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset")}  # fmt: skip
-_FIRST["RLOOTrainer"] = _FIRST["GRPOTrainer"]
+_FIRST |= {"RLOOTrainer": _FIRST["GRPOTrainer"], "KTOTrainer": _FIRST["DPOTrainer"]}
 _PASSED = {
     "callbacks",
     "model",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from hybridrl.compat.trl.configs import (
     DPOConfig,
     GRPOConfig,
+    KTOConfig,
     RewardConfig,
     RLOOConfig,
     SFTConfig,
@@ -350,8 +351,21 @@ class DPOTrainer(_SupervisedTrainer):
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **arguments: Any) -> None:
         """Take TRL's arguments."""
         reason = "the reference is the model before training; leave it out"
-        refuse("DPOTrainer", {"ref_model": (ref_model, reason)})
+        refuse(type(self).__name__, {"ref_model": (ref_model, reason)})
         super().__init__(model, args, **arguments)
+
+
+class KTOTrainer(DPOTrainer):
+    """TRL's `KTOTrainer`, run by `hybridrl.kto`: the columns prompt, completion and label, or pairs as in DPO.
+
+    The KL is estimated over all rows of a step, where TRL averages over the rows of a process and a micro-batch.
+    """
+
+    program = "kto"
+    config_class = KTOConfig
+
+    def _more_settings(self) -> dict[str, Any]:
+        return {"data.truncation": "right"}  # what TRL does with rows over max_length
 
 
 class RewardTrainer(_SupervisedTrainer):

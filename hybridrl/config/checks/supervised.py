@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from hybridrl.config.checks.paths import check_class, check_files
 from hybridrl.config.data_names import KINDS
 from hybridrl.config.entry_settings import ranks_per_sequence
-from hybridrl.config.schema.data import PairsDataConfig, SFTDataConfig
+from hybridrl.config.schema.data import LabelledDataConfig, PairsDataConfig, SFTDataConfig
 from hybridrl.config.schema.node import default_of
-from hybridrl.config.schema.objective import DPOConfig
 from hybridrl.config.schema.root import SupervisedConfig
 from hybridrl.registry import OBJECTIVE_KINDS, OBJECTIVES, TRAIN_ENGINES
 
-_PROGRAMS = {"sft_trainer": "main_sft", "dpo_trainer": "main_dpo", "rm_trainer": "main_rm"}
+_PROGRAMS = {"sft_trainer": "main_sft", "dpo_trainer": "main_dpo", "kto_trainer": "main_kto", "rm_trainer": "main_rm"}
+
+_ROWS = {PairsDataConfig: "pairs", LabelledDataConfig: "labelled answers"}
 
 
 def check_supervised(config: SupervisedConfig) -> Iterator[str]:
@@ -28,7 +29,7 @@ def check_supervised(config: SupervisedConfig) -> Iterator[str]:
 
 
 def _check_data(config: SupervisedConfig) -> Iterator[str]:
-    data, rows = config.data, "pairs" if isinstance(config.data, PairsDataConfig) else "conversations"
+    data, rows = config.data, _ROWS.get(type(config.data), "conversations")
     yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     if data.custom_cls.path is None:
         yield from check_files("data.train_files", data.train_files)
@@ -83,7 +84,8 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
         ]
         yield f"{setting} is an objective of {_PROGRAMS[tree]}; choose from {', '.join(others)}"
         return
-    if isinstance(settings, DPOConfig) and metadata.reference and settings.reference == "adapter":
+    yield from _check_baseline(config, metadata.kl_baseline)
+    if metadata.reference and settings.get("reference") == "adapter":
         if not config.model.adapted:
             yield (
                 f"{group}.reference=adapter without an adapter (model.lora_rank={config.model.lora_rank}): set "
@@ -104,4 +106,21 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
         yield (
             f"engine.strategy={config.engine.strategy} trains {', '.join(kinds)} and no reward_model; set it to "
             f"{' or '.join(able)}"
+        )
+
+
+def _check_baseline(config: SupervisedConfig, reads_baseline: bool) -> Iterator[str]:
+    """Check that prompts of a step can be joined with answers to others, for the estimate of the KL."""
+    group, name = config.objective_group, config.objective.loss_type
+    if not reads_baseline:
+        return
+    if config.objective.get("reference") == "cache":
+        yield (
+            f"{group}.reference=cache with {group}.loss_type={name}: the reference also computes prompts with answers "
+            f"of other rows, which differ in each epoch; set {group}.reference=model, or adapter with model.lora_rank"
+        )
+    if config.data.train_batch_size < 2:
+        yield (
+            f"data.train_batch_size={config.data.train_batch_size} with {group}.loss_type={name}: each prompt is "
+            "compared with the answer of another row of the step; set it to 2 or more"
         )

@@ -134,7 +134,7 @@ class DataConfig(PromptConfig):
 
 @dataclass
 class SupervisedDataConfig(ConfigNode):
-    """Settings that `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
+    """Settings that `data` of `sft_trainer`, `dpo_trainer`, `kto_trainer` and `rm_trainer` share."""
 
     train_files: list[str] = key([], f"training data: {_FILES}; must be set", place="data")
     val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation", place="data")
@@ -202,6 +202,20 @@ class PairsDataConfig(SupervisedDataConfig):
         False, "leave out pairs with an empty answer, two equal answers or too many tokens; false: refuse or cut them"
     )
     micro_batch_size_per_gpu: int = key(4, "pairs that a process computes at once", gt=0, needs=off(".use_dynamic_bsz"))
+
+
+@dataclass
+class LabelledDataConfig(SupervisedDataConfig):
+    """`data` of `kto_trainer`; a row is an answer to a prompt with a label, or a pair of answers."""
+
+    prompt_key: str = key("prompt", "column of the prompt (text or messages), where answers do not begin with it")
+    completion_key: str = key("completion", "column of the answer: text, its messages, or the whole conversation")
+    label_key: str = key("label", "column of true for desirable answers and false for undesirable ones")
+    chosen_key: str = key(
+        "chosen", "column of the better answer of a pair, which becomes two rows; read if there is no completion_key"
+    )
+    rejected_key: str = key("rejected", "column of the worse answer of a pair, likewise")
+    filter_rows: bool = key(False, "leave out rows with an empty answer or too many tokens; false: refuse or cut them")
 
 
 @dataclass

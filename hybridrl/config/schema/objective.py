@@ -1,4 +1,4 @@
-"""Settings of what supervised training minimises: `sft`, `dpo` and `rm`."""
+"""Settings of what supervised training minimises: `sft`, `dpo`, `kto` and `rm`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ def _read(name: str) -> MetadataNeed:
 
 @dataclass
 class ObjectiveConfig(ConfigNode):
-    """Settings that `sft`, `dpo` and `rm` share: the name of an objective of `hybridrl.workers.objectives`."""
+    """Settings that these groups share: the name of an objective of `hybridrl.workers.objectives`."""
 
     loss_type: str = key("nll", "objective")
 
@@ -60,6 +60,30 @@ class DPOConfig(ObjectiveConfig):
         "log-probabilities of the reference, the model before training, are from model: a second copy of it; cache: "
         "itself before the first step, kept in the run's folder; adapter: itself with its LoRA adapter off; null: "
         "adapter with model.lora_rank, else model",
+        choices=REFERENCES,
+        needs=_read("reference"),
+    )
+
+
+@dataclass
+class KTOConfig(ObjectiveConfig):
+    """`kto`: what is learned from answers with a label."""
+
+    loss_type: str = key("kto", "kto, apo_zero_unpaired, or a registered objective")
+    beta: float = key(
+        0.1, "scale of the implied rewards: larger values keep nearer to the reference", gt=0, needs=_read("beta")
+    )
+    desirable_weight: float = key(
+        1.0, "weight of the losses of desirable answers", ge=0, needs=_read("desirable_weight")
+    )
+    undesirable_weight: float = key(
+        1.0, "weight of the losses of undesirable answers", ge=0, needs=_read("undesirable_weight")
+    )
+    reference: str | None = key(
+        None,
+        "log-probabilities of the reference, the model before training, are from model: a second copy of it; cache: "
+        "itself before the first step, kept in the run's folder (apo_zero_unpaired); adapter: itself with its LoRA "
+        "adapter off; null: adapter with model.lora_rank, else model",
         choices=REFERENCES,
         needs=_read("reference"),
     )

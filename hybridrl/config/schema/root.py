@@ -1,4 +1,4 @@
-"""The whole trees: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `rm_trainer`, `generation` and `evaluation`."""
+"""The whole trees: `ppo_trainer`, those of supervised training, `generation` and `evaluation`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from hybridrl.config.schema.data import (
     DataConfig,
     EvaluationDataConfig,
     GenerationDataConfig,
+    LabelledDataConfig,
     PairsDataConfig,
     SFTDataConfig,
     SupervisedDataConfig,
@@ -22,7 +23,7 @@ from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
+from hybridrl.config.schema.objective import DPOConfig, KTOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig, RoleProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
@@ -124,7 +125,7 @@ class PPOTrainerConfig(ConfigNode):
 
 @dataclass
 class SupervisedConfig(ConfigNode):
-    """Settings that `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
+    """Settings that `sft_trainer`, `dpo_trainer`, `kto_trainer` and `rm_trainer` share."""
 
     #: the group that chooses the objective
     objective_group: ClassVar[str]
@@ -153,7 +154,7 @@ class SupervisedConfig(ConfigNode):
 
     @property
     def reference(self) -> str | None:
-        """Where log-probabilities of the reference are from (`dpo.reference`); None if the objective needs none."""
+        """Where log-probabilities of the reference are from (`reference` of the objective); None if it needs none."""
         if not OBJECTIVES.metadata(self.objective.loss_type).reference:
             return None
         starts_as_base = self.model.lora_rank > 0 and self.model.lora_adapter_path is None
@@ -178,6 +179,16 @@ class DPOTrainerConfig(SupervisedConfig):
     optim: OptimConfig = group(OptimConfig, lr=1e-6)
     data: PairsDataConfig = group(PairsDataConfig)
     dpo: DPOConfig = group(DPOConfig)
+
+
+@dataclass
+class KTOTrainerConfig(SupervisedConfig):
+    """`kto_trainer`: all settings of `python -m hybridrl.trainer.main_kto`."""
+
+    objective_group: ClassVar[str] = "kto"
+    optim: OptimConfig = group(OptimConfig, lr=1e-6)
+    data: LabelledDataConfig = group(LabelledDataConfig)
+    kto: KTOConfig = group(KTOConfig)
 
 
 @dataclass
@@ -223,6 +234,7 @@ ROOTS: dict[str, type[RootConfig]] = {
     "ppo_trainer": PPOTrainerConfig,
     "sft_trainer": SFTTrainerConfig,
     "dpo_trainer": DPOTrainerConfig,
+    "kto_trainer": KTOTrainerConfig,
     "rm_trainer": RMTrainerConfig,
     "generation": GenerationConfig,
     "evaluation": EvaluationConfig,
@@ -230,7 +242,7 @@ ROOTS: dict[str, type[RootConfig]] = {
 #: trees that share groups with another tree under the same names: tree -> (other tree, groups)
 SHARED_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
-        ("dpo_trainer", "rm_trainer"),
+        ("dpo_trainer", "kto_trainer", "rm_trainer"),
         ("sft_trainer", ("model", "engine", "optim", "checkpoint", "trainer", "placement", "ray_kwargs")),
     ),
     "generation": ("ppo_trainer", ("actor_rollout_ref", "data")),

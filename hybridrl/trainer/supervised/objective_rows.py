@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridrl.data.loader import pad, position_ids
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
-from hybridrl.workers.objectives import LOSS_WEIGHTS, MARGINS, NLL_WEIGHTS
+from hybridrl.workers.objectives import DESIRABLE, LOSS_WEIGHTS, MARGINS, NLL_WEIGHTS
 
 _SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 
@@ -61,10 +62,45 @@ def as_responses(batch: DataProto, pairs: bool = False) -> DataProto:
         tensors[LOSS_WEIGHTS] = batch.batch["loss_weight"][:, 1:].contiguous()
     if pairs:
         tensors[NLL_WEIGHTS] = torch.tensor([1.0, 0.0]).repeat(len(batch) // 2)
-    if MARGINS in columns:
-        tensors[MARGINS] = batch.batch[MARGINS]
+    tensors |= {name: batch.batch[name] for name in (MARGINS, DESIRABLE) if name in columns}
     images = {name: values for name, values in batch.non_tensor_batch.items() if name == MULTI_MODAL_INPUTS}
     return DataProto.from_dict(tensors=tensors, non_tensors=images)
+
+
+def mismatched(batch: DataProto, max_length: int, pad_token_id: int) -> DataProto | None:
+    """Each prompt of a loader's batch with the answer to another prompt, as `as_responses` makes rows.
+
+    It is that of the nearest row before it, of the last row for the first one, whose prompt is another one; if all rows
+    have one prompt, that of the row before it. So the rows depend on the batch and on nothing else. A row that would
+    be longer than `max_length` loses the beginning of its prompt.
+
+    Args:
+        batch: rows whose `loss_mask` covers one answer, the last part of a row that is read.
+
+    Returns:
+        As many rows, in this order; None if there are less than two with an answer.
+    """
+    prompts, answers = [], []
+    for ids, mask in zip(batch.batch["input_ids"].tolist(), batch.batch["loss_mask"].tolist(), strict=True):
+        if 1 in mask:
+            first, end = mask.index(1), len(mask) - mask[::-1].index(1)
+            prompts.append(ids[:first])
+            answers.append((ids[first:end], mask[first:end]))
+    count = len(prompts)
+    if count < 2:
+        return None
+    rows, masks = [], []
+    for number, prompt in enumerate(prompts):
+        others = ((number - shift) % count for shift in range(1, count))
+        other = next((row for row in others if prompts[row] != prompt), (number - 1) % count)
+        answer, mask = answers[other]
+        before = prompt[-max(max_length - len(answer), 1) :]
+        rows.append([*before, *answer])
+        masks.append([0] * len(before) + mask)
+    ids, attention = pad(rows, pad_token_id, on_left=False)
+    loss_mask, _ = pad(masks, 0, on_left=False)
+    tensors = {"input_ids": ids, "attention_mask": attention, "position_ids": position_ids(attention)}
+    return as_responses(DataProto.from_dict(tensors={**tensors, "loss_mask": loss_mask}))
 
 
 def as_scored(batch: DataProto, pad_token_id: int) -> DataProto:

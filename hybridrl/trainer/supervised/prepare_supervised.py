@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hybridrl.config import PairsDataConfig, SupervisedConfig
+from hybridrl.config import LabelledDataConfig, PairsDataConfig, SupervisedConfig
 from hybridrl.config.entry_settings import engine_settings
-from hybridrl.data import create_preference_dataset, create_sft_dataset
+from hybridrl.data import create_labelled_dataset, create_preference_dataset, create_sft_dataset
 from hybridrl.errors import ModelError
 from hybridrl.models.info import checked_identity, tokenizer_of
 from hybridrl.models.model_config import config_of
@@ -63,9 +63,16 @@ def checks_of_model(
 
 
 def _check_objective(config: SupervisedConfig, tokenizer: object) -> None:
-    """Refuse models of which no reward model can be made."""
+    """Refuse models that the objective cannot train."""
     engine_settings(config.engine, config.model.external_lib)  # registers the objectives of external_lib
-    if Objective(config.objective.loss_type, config.objective).output == "values":
+    objective = Objective(config.objective.loss_type, config.objective)
+    if objective.metadata.kl_baseline and is_vision_model(config_of(config.model)):
+        raise ModelError(
+            f"model.path={config.model.path} is a vision-language model, and the KL baseline of "
+            f"{config.objective_group}.loss_type={objective.name} is not built for prompts with images; use "
+            f"{config.objective_group}.loss_type=apo_zero_unpaired, or a model that reads text"
+        )
+    if objective.output == "values":
         if is_vision_model(config_of(config.model)):
             raise ModelError(
                 f"model.path={config.model.path} is a vision-language model, and reward models of images are not "
@@ -83,7 +90,11 @@ def read_data(config: SupervisedConfig, tokenizer: Any, rows: int | None = None)
     """
     data = config.data
     processor = processor_of(config.model, data.mm_processor_kwargs)
-    create: Any = create_preference_dataset if isinstance(data, PairsDataConfig) else create_sft_dataset
+    create: Any = create_sft_dataset
+    if isinstance(data, PairsDataConfig):
+        create = create_preference_dataset
+    elif isinstance(data, LabelledDataConfig):
+        create = create_labelled_dataset
 
     def read(files: list[str], most: int, key: str) -> Any:
         count = most if rows is None else rows if most < 0 else min(rows, most)

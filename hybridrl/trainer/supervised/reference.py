@@ -38,7 +38,7 @@ class Reference:
 
         Args:
             part: `train` or `val`.
-            rows: for each row of the batch the number of its pair in the data.
+            rows: for each row of the batch the number of its row in the data.
         """
         batch.batch[REF_LOG_PROBS] = self.compute(batch).batch[REF_LOG_PROBS]
         return batch
@@ -51,10 +51,12 @@ class CachedReference(Reference):
         compute: see `Reference`; it is called while the model has not been trained.
         folder: the run's folder.
         made_of: plain data that identifies the model and the settings that it is computed with.
+        rows_together: rows of a batch that belong to one row of the data.
     """
 
-    def __init__(self, compute: Compute, folder: Path, made_of: Mapping[str, Any]) -> None:
+    def __init__(self, compute: Compute, folder: Path, made_of: Mapping[str, Any], rows_together: int) -> None:
         super().__init__(compute)
+        self._together = rows_together
         self._path = folder / FILE
         self._made_of = made_of
         self._log_probs: dict[str, dict[int, torch.Tensor]] = {}
@@ -70,7 +72,7 @@ class CachedReference(Reference):
         log_probs = self._read(made_of)
         if log_probs is None:
             total = sum(len(dataset) for dataset, _ in parts.values())
-            notify(f"computing the reference's log-probabilities of {total} pairs, kept in {self._path}")
+            notify(f"computing the reference's log-probabilities of {total} rows, kept in {self._path}")
             log_probs = {part: self._computed(batches()) for part, (_, batches) in parts.items()}
             self._write(log_probs, made_of)
         for part, tensors in log_probs.items():
@@ -78,15 +80,15 @@ class CachedReference(Reference):
 
     def add_to(self, batch: DataProto, part: str, rows: list[int]) -> DataProto:
         log_probs = self._log_probs[part]
-        batch.batch[REF_LOG_PROBS] = torch.stack([log_probs[row] for row in rows[::2]]).flatten()
+        batch.batch[REF_LOG_PROBS] = torch.stack([log_probs[row] for row in rows[:: self._together]]).flatten()
         return batch
 
     def _computed(self, batches: Iterable[tuple[DataProto, list[int]]]) -> dict[str, torch.Tensor]:
         rows: list[int] = []
         log_probs = []
         for batch, numbers in batches:
-            rows += numbers[::2]
-            log_probs.append(self.compute(batch).batch[REF_LOG_PROBS].view(-1, 2))
+            rows += numbers[:: self._together]
+            log_probs.append(self.compute(batch).batch[REF_LOG_PROBS].view(-1, self._together))
         return {"rows": torch.tensor(rows), "log_probs": torch.cat(log_probs)}
 
     def _read(self, made_of: str) -> dict[str, dict[str, torch.Tensor]] | None:

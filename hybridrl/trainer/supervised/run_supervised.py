@@ -1,4 +1,4 @@
-"""The programs of supervised training (`sft`, `dpo`, `rm`), from the configuration to the last step."""
+"""The programs of supervised training (`sft`, `dpo`, `kto`, `rm`), from the configuration to the last step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,7 @@
 """Supervised training over a worker group: `SupervisedTrainer.fit` is the algorithm.
 
-One loop trains on conversations (SFT), on pairs of answers (DPO and its kin) and reward models. What differs is the
+One loop trains on conversations (SFT), on pairs of answers (DPO and its kin), on labelled answers (KTO) and reward
+models. What differs is the
 objective (`hybridrl.workers.objectives`), the loader, and whether rows are compared with a reference.
 """
 
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from hybridrl.config import PairsDataConfig, SFTDataConfig, SupervisedConfig, as_dict
-from hybridrl.data import create_pair_loader, create_sft_loader
+from hybridrl.config import LabelledDataConfig, PairsDataConfig, SFTDataConfig, SupervisedConfig, as_dict
+from hybridrl.data import create_labelled_loader, create_pair_loader, create_sft_loader
 from hybridrl.data.loader import PaddedLoader
+from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.interrupt import StepAbandoned
@@ -22,28 +25,37 @@ from hybridrl.trainer.memory_peaks import ExpectedMemory, PhasePeaks, as_metrics
 from hybridrl.trainer.ppo.batching import sequence_work, spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.trainer.run_profiler import ProfiledRole, StepProfiler
-from hybridrl.trainer.supervised.objective_rows import Totals, as_responses, as_scored, normalise
+from hybridrl.trainer.supervised.objective_rows import Totals, as_responses, as_scored, mismatched, normalise
 from hybridrl.trainer.supervised.reference import CachedReference, Reference
 from hybridrl.trainer.utilization import Utilization
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
-from hybridrl.workers.objectives import Objective
+from hybridrl.workers.objectives import ANSWER_LOG_PROBS, KL_BASELINE, REF_LOG_PROBS, Objective
 from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_FOLDER = "model"
 MESH = "model"  # the dispatch mesh of `SupervisedWorker`
 #: the phase of each of its methods that computes
-_PHASES = {"update": "update_model", "compute_reference": "reference", "evaluate": "testing"}
+_PHASES = {
+    "update": "update_model",
+    "compute_reference": "reference",
+    "compute_answers": "kl_baseline",
+    "evaluate": "testing",
+}
+_ROWS = {"tokens": "conversations", "labels": "labelled answers"}
 
 
 class SupervisedTrainer:
-    """Trains a language model on conversations or pairs of answers, or a reward model on pairs.
+    """Trains a language model on conversations, pairs or labelled answers, or a reward model on pairs.
 
     Args:
         config: the whole configuration.
-        train_dataset: conversations or pairs to train on (`SFTDataset`, `PreferenceDataset`, or a class with the same
-            items).
+        train_dataset: the rows to train on (`SFTDataset`, `PreferenceDataset`, `LabelledDataset`, or a class with the
+            same items).
         val_dataset: those to measure the objective on; None means no validation.
         identity: identifies the model; it is compared when a run is resumed.
+
+    Raises:
+        DataError: the validation data have too few rows for the objective.
     """
 
     def __init__(
@@ -61,6 +73,11 @@ class SupervisedTrainer:
         data, trainer = config.data, config.trainer
         self.train_loader = self._loader(train_dataset, data.train_batch_size)
         self.val_loader = None
+        if val_dataset is not None and len(val_dataset) < 2 and self.objective.metadata.kl_baseline:
+            raise DataError(
+                f"data.val_files has one row: {config.objective_group}.loss_type={self.objective.name} compares "
+                "prompts with answers of other rows; give two or more"
+            )
         if val_dataset is not None:
             self.val_loader = self._loader(val_dataset, min(data.train_batch_size, len(val_dataset)), train=False)
         self._val_totals: Totals | None = None
@@ -81,13 +98,15 @@ class SupervisedTrainer:
         data = self.config.data
         if isinstance(data, PairsDataConfig):
             return create_pair_loader(data, dataset, batch_size, train=train)
+        if isinstance(data, LabelledDataConfig):
+            return create_labelled_loader(data, dataset, batch_size, train=train)
         assert isinstance(data, SFTDataConfig)
         return create_sft_loader(data, dataset, batch_size, train=train)
 
     def sizes(self) -> str:
         """Say how much data there is and how many steps."""
         val = 0 if self.val_loader is None else len(self.val_loader.dataset)
-        rows = "conversations" if self.objective.rows_together == 1 else "pairs"
+        rows = _ROWS.get(self.objective.metadata.kind, "pairs")
         return f"{len(self.train_loader.dataset)} {rows}, {val} for validation, {self.run.total_steps} steps"
 
     def init_workers(self, group: WorkerGroup, forecast: ExpectedMemory | None = None) -> None:
@@ -108,7 +127,9 @@ class SupervisedTrainer:
         self.utilization = Utilization("model", self.config.model, group, "update_model", is_value, peak)
         self.reference: Reference | None = None
         if source == "cache":
-            self.reference = CachedReference(group.compute_reference, self.run.folder, self._made_of())
+            self.reference = CachedReference(
+                group.compute_reference, self.run.folder, self._made_of(), self.objective.rows_together
+            )
         elif source is not None:
             self.reference = Reference(group.compute_reference)
 
@@ -182,12 +203,15 @@ class SupervisedTrainer:
         batch = self.rows_of(loaded)
         totals = Totals.of(batch)
         self._add_reference(normalise(batch, totals), loaded, "train")
+        if self.objective.metadata.kl_baseline:
+            with self.run.phase("kl_baseline"):
+                _add_baseline(batch, self.kl_baseline([loaded]))
         with self.run.phase("update_model"), self.run.failed_batches.keeping(batch, self.run.step):
             updated = self.group.update_model(self._arranged(batch, totals)).get()
         of_ranks = updated.meta_info["metrics"]
         self.run.failed_batches.keep_if_skipped(batch, self.run.step, of_ranks)
         tokens = int(batch.batch["attention_mask"].sum())
-        return reduce_to_floats(_merged(of_ranks)) | {
+        return _measured(_merged(of_ranks)) | {
             **self.utilization.measure(batch.batch["attention_mask"].sum(-1).tolist(), totals.tokens),
             "train/global_tokens": totals.tokens,
             "perf/total_num_tokens": tokens,
@@ -197,6 +221,25 @@ class SupervisedTrainer:
         if self.reference is not None:
             with self.run.phase("reference"):
                 self.reference.add_to(batch, part, _numbers(loaded))
+
+    def kl_baseline(self, batches: Iterable[DataProto]) -> float:
+        """z0 = max(0, mean of log pi(y' | x) - log pi_ref(y' | x)), of the model as it is.
+
+        The mean is over the rows of `mismatched`. It is computed over all rows of a step at once, so it does not depend
+        on micro-batches or on ranks.
+
+        Args:
+            batches: the loader's batches.
+        """
+        assert self.reference is not None  # `register_objective`
+        dataset: Any = self.train_loader.dataset
+        ratios = []
+        for loaded in batches:
+            rows = mismatched(loaded, self.config.data.max_length, dataset.pad_token_id)
+            if rows is not None:
+                now = self.group.compute_answers(rows).batch[ANSWER_LOG_PROBS]
+                ratios.append(now - self.reference.compute(rows).batch[REF_LOG_PROBS])
+        return max(0.0, float(torch.cat(ratios).double().mean()))
 
     def _arranged(self, batch: DataProto, totals: Totals) -> DataProto:
         """The batch arranged for the ranks, with a plan of one mini-batch that is normalised by the totals."""
@@ -217,15 +260,18 @@ class SupervisedTrainer:
             self._val_totals = sum((Totals.of(self.rows_of(batch)) for batch in self.val_loader), Totals())
         results = []
         with run.phase("testing"):
+            baseline = self.kl_baseline(self.val_loader) if self.objective.metadata.kl_baseline else None
             for loaded in self.val_loader:
                 batch = normalise(self.rows_of(loaded), self._val_totals)
                 self._add_reference(batch, loaded, "val")
+                if baseline is not None:
+                    _add_baseline(batch, baseline)
                 results.append(
                     _merged(self.group.evaluate(self._arranged(batch, self._val_totals)).meta_info["metrics"])
                 )
         peaks = self.peaks.measure().values()  # the reference computes within this phase, too
         metrics = {"timing_s/testing": run.timing["testing"], **as_metrics({"testing": max(peaks)} if peaks else {})}
-        run.report({**reduce_to_floats(merge_metrics(results)), **metrics})
+        run.report({**_measured(merge_metrics(results)), **metrics})
 
     def restore(self) -> None:
         """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says."""
@@ -250,6 +296,20 @@ class SupervisedTrainer:
 def _numbers(batch: DataProto) -> list[int]:
     """For each row of a loader's batch the number of its row in the data."""
     return [int(number) for number in batch.non_tensor_batch["index"]]
+
+
+def _add_baseline(batch: DataProto, baseline: float) -> None:
+    batch.batch[KL_BASELINE] = torch.full((len(batch),), baseline, dtype=torch.float32)
+
+
+def _measured(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Metrics as numbers, without means over no rows, and the margin between the labels where both have rows."""
+    numbers = reduce_to_floats({name: each for name, each in metrics.items() if each.kind != "mean" or each.weight})
+    for name in [name for name in numbers if name.endswith("/desirable_reward")]:
+        phase = name.removesuffix("desirable_reward")
+        if (undesirable := numbers.get(f"{phase}undesirable_reward")) is not None:
+            numbers[f"{phase}margin"] = numbers[name] - undesirable
+    return numbers
 
 
 def _merged(of_ranks: Mapping[str, Iterable[Metric]]) -> dict[str, Metric]:
