@@ -86,6 +86,8 @@ class LossMetadata(EntryMetadata):
             update. `algorithm.rollout_correction.bypass_mode` chooses it, not `policy_loss.loss_mode`.
         prepare, prepare_needed, whole_sequences: see `hybridrl.algorithms.register_policy_loss`; those of a built-in
             loss are known once it is imported.
+        compares_samples: it compares the samples of one prompt with each other, so `rollout.n` is at least 2. It has a
+            `prepare`, which gets the prompt of each row.
     """
 
     needs: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ class LossMetadata(EntryMetadata):
     prepare: Callable[..., Any] | None = None
     prepare_needed: Callable[[Any], bool] | None = None
     whole_sequences: bool | Callable[[Any], bool] = False
+    compares_samples: bool = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.needs) - {"old_log_probs", "ref_log_prob"}:

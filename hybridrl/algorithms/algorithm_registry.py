@@ -111,6 +111,7 @@ def register_policy_loss(
     prepare_needed: Callable[[Any], bool] | None = None,
     samplers_old: bool = False,
     whole_sequences: bool | Callable[[Any], bool] = False,
+    compares_samples: bool = False,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Return a decorator that registers a policy loss. A name taken by another function is refused.
 
@@ -118,11 +119,13 @@ def register_policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of its own settings, which become keys of `actor.policy_loss`. The loss reads them as
             `config.policy_loss.<name>`.
-        needs, requires, samplers_old: see `hybridrl.registry.LossMetadata`.
+        needs, requires, samplers_old, compares_samples: see `hybridrl.registry.LossMetadata`.
         prepare: preliminary pass of a loss that needs the whole mini-batch, to choose tokens or to normalise:
             `prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]`.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
-            policy before that update. It passes each micro-batch its rows as the keyword `prepared`.
+            policy before that update. It passes each micro-batch its rows as the keyword `prepared`. The pass gets the
+            fields of `needs` as further keywords, and that of a loss which compares samples `group_ids` [B], the
+            prompt of each row.
         prepare_needed: returns whether a config needs `prepare`; None: every config does.
         whole_sequences: whether the loss reads sums over whole sequences, or a function that returns this for a config.
             Where sequences have several rows, such a loss gets the keyword `sequences` (`algorithms.sequences`), and
@@ -138,6 +141,7 @@ def register_policy_loss(
             prepare=prepare,
             prepare_needed=prepare_needed,
             whole_sequences=whole_sequences,
+            compares_samples=compares_samples,
         )
         POLICY_LOSSES.add(name, fn, metadata)
         return fn

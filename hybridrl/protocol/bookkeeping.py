@@ -53,7 +53,7 @@ _COLUMNS: dict[str, Writer] = {
 }
 #: tensors with a value per row, which `fields` needs no entry for
 _ROW_TENSORS = (
-    *("reward_baselines", "row_ids", "sequence_ids", "sequence_tokens", "teacher_index", "margins"),
+    *("reward_baselines", "row_ids", "group_ids", "sequence_ids", "sequence_tokens", "teacher_index", "margins"),
     "ref_answer_log_probs",
 )
 #: columns of sessions that no reward function gets: it has them in `extra_info`, or they say nothing about an answer

@@ -107,6 +107,7 @@ class PolicySettings(TypedDict, total=False):
     greater_is_better: bool | None
     ground_truth_key: str | None
     growth: float
+    gvpo_beta: float
     horizon: int
     host: str | None
     hub_model_id: Any

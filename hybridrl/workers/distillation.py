@@ -42,8 +42,8 @@ def check_distillation(config: PPOTrainerConfig) -> None:
     loss, policy = settings.distillation_loss, config.actor_rollout_ref
     if loss.use_policy_gradient and get_policy_loss_prepare_fn(loss.policy_loss_mode, policy.actor) is not None:
         raise AlgorithmError(
-            f"distillation.distillation_loss.policy_loss_mode={loss.policy_loss_mode} chooses tokens in a pass over "
-            "the whole mini-batch, which distillation does not make; use vanilla"
+            f"distillation.distillation_loss.policy_loss_mode={loss.policy_loss_mode} makes a pass over the "
+            "whole mini-batch first, which distillation does not make; use vanilla"
         )
     if settings.reads == "tokens":
         return

@@ -17,7 +17,7 @@ from hybridrl.algorithms.sequences import RowTotals, other_rows
 from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching
 from hybridrl.protocol import DataProto
 from hybridrl.utils import distributed
-from hybridrl.workers.losses import PREPARED, SEQUENCE_IDS, SEQUENCE_SUMS, PolicyLoss
+from hybridrl.workers.losses import GROUP_IDS, PREPARED, SEQUENCE_IDS, SEQUENCE_SUMS, PolicyLoss
 
 ROW_IDS = "row_ids"  # [b] int64: identifies a row in any order of rows
 FIELDS = ("old_log_probs", "log_probs", "advantages", "response_mask")
@@ -50,7 +50,8 @@ class LossPrepass:
         Without `old_log_probs` the update is on-policy, and the current log-probabilities are used instead.
 
         Args:
-            mini_batch: this rank's rows, with `row_ids`; copies that fill up a shard have an empty `response_mask`.
+            mini_batch: this rank's rows, with `row_ids` and `group_ids`; copies that fill up a shard have an empty
+                `response_mask`.
             seed: of this mini-batch, the same on every rank.
         """
         outputs = engine.infer(mini_batch, self.micro, temperature)
@@ -74,12 +75,13 @@ class LossPrepass:
             torch.cat(distributed.all_gather(tensor, geometry.dp_group))
             for tensor in (tensors[ROW_IDS], *(own[name] for name in FIELDS))
         )
-        more = {}
         # Copies that fill up a shard come after the row that they repeat, and hold no token to be chosen.
         is_copy = ~whole[-1].bool().any(dim=1)
         order = torch.argsort(ids * 2 + is_copy, stable=True)
+        further = [*self.loss.needs, *([GROUP_IDS] if self.loss.compares_samples else [])]
         if SEQUENCE_IDS in tensors.keys() and self.loss.reads_whole_sequences:
-            more["sequence_ids"] = torch.cat(distributed.all_gather(tensors[SEQUENCE_IDS], geometry.dp_group))[order]
+            further.append(SEQUENCE_IDS)
+        more = {name: torch.cat(distributed.all_gather(tensors[name], geometry.dp_group))[order] for name in further}
         result = prepare(*(tensor[order] for tensor in whole), self.loss.settings, seed, row_ids=ids[order], **more)
         back = torch.empty_like(result)
         back[order] = result

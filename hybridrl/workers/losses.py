@@ -32,6 +32,7 @@ from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 from hybridrl.utils.metrics import Metric
 
 FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
+GROUP_IDS = "group_ids"  # field [B]: the prompt of a row
 SEQUENCE_IDS = "sequence_ids"  # field [B]: the sequence that a row is a part of
 SEQUENCE_TOKENS = "sequence_tokens"  # field [B]: response tokens of that sequence
 SEQUENCE_SUMS = "sequence_sums"  # field [B, k]: what the other rows of that sequence add to the loss's sums
@@ -148,6 +149,11 @@ class PolicyLoss:
     def samplers_old(self) -> bool:
         """Whether its old log-probabilities are the sampler's."""
         return POLICY_LOSSES.metadata(self.mode).samplers_old
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether its preliminary pass reads the prompt of each row."""
+        return POLICY_LOSSES.metadata(self.mode).compares_samples
 
     @property
     def reads_whole_sequences(self) -> bool:

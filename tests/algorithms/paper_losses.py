@@ -140,6 +140,14 @@ def m2po(old, lp, sg, adv, mask, cfg, chosen=None):
     return each(lambda i, t: -adv[i][t] * math.exp(lp[i][t] - old[i][t]) * (not chosen[i][t]), mask)
 
 
+def gvpo(old, lp, sg, adv, mask, cfg, chosen=None):
+    """`chosen` are the weights; what they are is in test_algorithms_group_variance."""
+    return each(lambda i, t: -chosen[i][t] * lp[i][t], mask)
+
+
+gvpo_ref = gvpo
+
+
 def aggregate(loss, mask, mode, counts=None, factor=None):
     """counts: (tokens, sequences) of the whole mini-batch."""
     per_row = [(sum(x for x, m in zip(r, mm, strict=True) if m), sum(mm)) for r, mm in zip(loss, mask, strict=True)]

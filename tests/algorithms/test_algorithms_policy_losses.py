@@ -36,6 +36,7 @@ CONFIG = SimpleNamespace(
 )  # fmt: skip
 NAMES = POLICY_LOSSES.names()  # each has its formula, under its name, in `paper_losses`
 CHOOSING = ("clip_cov", "kl_cov", "m2po")  # they choose tokens in a preliminary pass
+COMPARING = ("gvpo", "gvpo_ref")  # they compare the samples of a prompt in one
 many = settings(max_examples=25, derandomize=True)
 few = settings(max_examples=10, derandomize=True)
 
@@ -59,6 +60,8 @@ batches = st.builds(make, st.integers(0, 10**6), st.integers(1, 4), st.integers(
 
 
 def extra(name: str, b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if name in COMPARING:
+        return {"prepared": b["adv"]}
     return {"prepared": b["chosen"]} if name in CHOOSING else {}
 
 
@@ -76,7 +79,7 @@ def run(
 
 def by_paper(name: str, b: dict[str, torch.Tensor], mode: str, weights: bool) -> tuple[float, list[list[float]]]:
     old, new, adv, mask, w = (b[k].tolist() for k in ("old", "new", "adv", "mask", "weights"))
-    keywords = {"chosen": b["chosen"].tolist()} if name in CHOOSING else {}
+    keywords = {"chosen": extra(name, b)["prepared"].tolist()} if extra(name, b) else {}
     if name == "geo_mean" and weights:
         keywords["weights"] = w
 
@@ -304,7 +307,7 @@ def test_a_part_of_a_mini_batch_without_the_choice_is_refused(name: str) -> None
 
 
 def test_most_losses_need_no_preparation() -> None:
-    assert tuple(sorted(n for n in NAMES if get_policy_loss_prepare_fn(n))) == CHOOSING
+    assert {n for n in NAMES if get_policy_loss_prepare_fn(n)} == {*CHOOSING, *COMPARING}
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [

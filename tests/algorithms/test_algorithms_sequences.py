@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises_with
-from test_algorithms_policy_losses import CHOOSING, CONFIG, NAMES, batches, by_paper, make
+from test_algorithms_policy_losses import COMPARING, CONFIG, NAMES, batches, by_paper, extra, make
 
 from hybridrl.algorithms import (
     LOSS_AGG_MODES,
@@ -61,7 +61,7 @@ def run_cut(
                      sequences=sequences, **more)  # fmt: skip
         return loss
 
-    prepared = cut["chosen"] if name in CHOOSING else None
+    prepared = extra(name, cut).get("prepared")
     if name == "bypass_mode" and (prepare := get_policy_loss_prepare_fn(name, config)) is not None:
         prepared = prepare(cut["old"], cut["new"], cut["adv"], cut["mask"], config, 0, sequence_ids=ids)
     found = []
@@ -131,7 +131,9 @@ def test_rejecting_tokens_needs_whole_sequences_only_where_their_lengths_are_rea
 
 
 def test_who_reads_whole_sequences() -> None:
-    assert [name for name in NAMES if reads_whole_sequences(name, CONFIG)] == sorted(WHOLE, key=NAMES.index)
+    assert [name for name in NAMES if reads_whole_sequences(name, CONFIG)] == sorted(
+        (*WHOLE, *COMPARING), key=NAMES.index
+    )
 
 
 @pytest.mark.parametrize("name", WHOLE)

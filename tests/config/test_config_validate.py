@@ -118,6 +118,16 @@ def test_sft_that_works_passes(here):
         (["algorithm.adv_estimator=grpoo"], "algorithm.adv_estimator", "nearest: grpo"),
         ([f"{POLICY}.actor.policy_loss.loss_mode=vanila"], "loss_mode", "nearest: vanilla"),
         (
+            [f"{POLICY}.rollout.n=1", f"{POLICY}.actor.policy_loss.loss_mode=gvpo"],
+            "loss_mode=gvpo compares",
+            f"{POLICY}.rollout.n=1",
+        ),
+        (
+            ["algorithm.use_pf_ppo=True", f"{POLICY}.actor.policy_loss.loss_mode=gvpo_ref"],
+            "loss_mode=gvpo_ref compares",
+            "algorithm.use_pf_ppo=True",
+        ),
+        (
             [f"{POLICY}.rollout.n=1", "algorithm.adv_estimator=grpo_passk"],
             "algorithm.adv_estimator=grpo_passk",
             f"{POLICY}.rollout.n=1",

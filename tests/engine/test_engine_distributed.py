@@ -43,7 +43,7 @@ from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.utils.rng import seed_rng
 from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
-from hybridrl.workers.losses import LossCounts, PolicyLoss, policy_loss_fn
+from hybridrl.workers.losses import GROUP_IDS, LossCounts, PolicyLoss, policy_loss_fn
 
 FIELDS = make_fields()
 # Each token uses the given 2 of 4 experts in 2 layers.
@@ -274,6 +274,7 @@ def sessions(cut: bool) -> DataProto:
     tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
     tensors["prompts"], tensors["responses"] = tensors["input_ids"].split([prompt, response], 1)
     tensors[ROW_IDS] = torch.arange(len(rows))
+    tensors[GROUP_IDS] = torch.tensor([number % 2 for number, *_ in rows])
     batch = DataProto.from_dict(tensors)
     ids = np.array([number for number, *_ in rows]) if cut else None
     shards = 2 if cut else 1
@@ -539,7 +540,7 @@ def test_two_ranks_do_what_one_does(
     torch.save({**record, "after": weights(engine)}, tmp_path / "routers.pt")
 
     whole = {}
-    for mode in ("gspo", "geo_mean", "sppo"):
+    for mode in ("gspo", "geo_mean", "sppo", "gvpo"):
         engine = make_engine(micro_model, optim=SESSION_SGD)
         before = weights(engine)
         trained_on_sessions(engine, mode, sessions(cut=False))

@@ -46,7 +46,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import POLICY_LOSSES
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
-from hybridrl.workers.losses import PREPARED, LossCounts, PolicyLoss, policy_loss_fn
+from hybridrl.workers.losses import GROUP_IDS, PREPARED, LossCounts, PolicyLoss, policy_loss_fn
 
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -184,7 +184,7 @@ def test_every_policy_loss(mode: str, llamas: tuple[Any, Any]) -> None:
     words = [f"actor_rollout_ref.actor.{word}" for word in words]
     actor = load_config("ppo_trainer", [*words, "actor_rollout_ref.model.path=unused"]).actor_rollout_ref.actor
     chosen, generator = PolicyLoss.of(actor, None), torch.Generator().manual_seed(3)
-    fields = {**FIELDS, ROW_IDS: torch.arange(ROWS)}
+    fields = {**FIELDS, ROW_IDS: torch.arange(ROWS), GROUP_IDS: torch.arange(ROWS) % 3}
     current = llamas[1].infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE)["log_probs"]
     for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob"):
         fields[name] = current + 0.1 * torch.randn(current.shape, generator=generator) * FIELDS["response_mask"]

@@ -145,6 +145,7 @@ def policy_loss(
     loss_agg_mode: str = "token-mean",
     weighs_itself: bool = False,
     whole_sequences: bool = False,
+    compares_samples: bool = False,
 ) -> Callable[[Callable[..., tuple[Tensor, Metrics]]], PolicyLossFn]:
     """Return a decorator that registers a per-token loss as a policy loss with verl's signature.
 
@@ -165,7 +166,8 @@ def policy_loss(
         prepare: see `register_policy_loss`; its result is `tokens.prepared`.
         loss_agg_mode: the default for a call without one. A run always sets it.
         weighs_itself: whether the function multiplies by `tokens.weights` itself.
-        whole_sequences: whether the function calls `tokens.total` or `tokens.carry`.
+        whole_sequences: whether the function calls `tokens.total` or `tokens.carry`, or `prepare` sums over sequences.
+        compares_samples: see `hybridrl.registry.LossMetadata`.
     """
     who = f"policy loss {name}"
 
@@ -191,7 +193,8 @@ def policy_loss(
             tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
             if prepare is not None and prepared is None:
                 _check_whole(tokens.mask, global_counts, who)
-                prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0)
+                inputs = _further_inputs(more, needs, compares_samples, who)
+                prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0, **inputs)
             extra_tensors = {field: keep(more[field], tokens.mask) for field in needs if field in more}
             whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
             tokens = replace(tokens, prepared=prepared, more=extra_tensors, sequences=whole)
@@ -212,6 +215,7 @@ def policy_loss(
             requires=requires,
             prepare=prepare,
             whole_sequences=whole_sequences,
+            compares_samples=compares_samples,
         )(loss)
 
     return decorate
@@ -221,9 +225,22 @@ def _check_whole(mask: Tensor, counts: Mapping[str, Any], who: str) -> None:
     """Refuse a part of a mini-batch where the loss has a preliminary pass over the whole."""
     if not total_tokens_match(mask, counts.get("batch_num_tokens")):
         raise AlgorithmError(
-            f"{who} chooses its tokens over the whole mini-batch, but this call holds a part of it and no choice was "
-            "made. Run get_policy_loss_prepare_fn(name) on the mini-batch and pass each part its rows as prepared=."
+            f"{who} reads the whole mini-batch before its update, but this call holds a part of it and nothing was "
+            "prepared. Run get_policy_loss_prepare_fn(name) on the mini-batch and pass each part its rows as prepared=."
         )
+
+
+def _further_inputs(
+    given: Mapping[str, Tensor], needs: Sequence[str], compares_samples: bool, who: str
+) -> dict[str, Tensor]:
+    """The inputs of a preliminary pass in addition to those of every one."""
+    names = [*(name for name in needs if name != "old_log_probs"), *(["group_ids"] if compares_samples else [])]
+    if missing := [name for name in names if name not in given]:
+        raise AlgorithmError(
+            f"{who} was called without {', '.join(missing)}, which its pass over the whole mini-batch reads. Pass them "
+            "by name (group_ids: the prompt of each row), or the result of that pass as prepared=."
+        )
+    return {name: given[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
             where = f"{_ACTOR}.policy_loss"
             yield f"{where}.loss_mode={policy_loss.loss_mode} without {where}.{required}; set it"
     samples = config.actor_rollout_ref.rollout.n
+    if POLICY_LOSSES.metadata(policy_loss.loss_mode).compares_samples:
+        yield from _check_comparing_loss(config)
     if samples < metadata.fewest_samples and not (metadata.alone and samples == 1):
         needed = metadata.fewest_samples
         yield (
@@ -60,6 +62,20 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"algorithm.filter_groups.enable=True drops prompts whose samples all score the same, and {_ROLLOUT}.n=1: "
             "all would be dropped; set it to 2 or more, 8 is usual"
+        )
+
+
+def _check_comparing_loss(config: PPOTrainerConfig) -> Iterator[str]:
+    where = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
+    if config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            f"{where} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1: it would never change a "
+            "weight; set it to 2 or more, 8 is usual"
+        )
+    if config.algorithm.use_pf_ppo:
+        yield (
+            f"{where} compares the samples of a prompt with each other, and algorithm.use_pf_ppo=True draws single "
+            "rows without the others of their prompts; set it to False, or use another loss"
         )
 
 

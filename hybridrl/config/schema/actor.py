@@ -104,6 +104,12 @@ class PolicyLossConfig(ConfigNode):
         gt=0,
         needs=_loss("m2po", group=True),
     )
+    gvpo_beta: float = key(
+        0.1,
+        "gvpo, gvpo_ref: weight of the log-ratio of a sequence, in units of the reward; larger moves less",
+        gt=0,
+        needs=_loss("gvpo", "gvpo_ref", group=True),
+    )
     sppo_eta: float = key(
         1.0,
         "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
+from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import AlgorithmError, RolloutError
@@ -52,6 +53,7 @@ from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
 from hybridrl.workers.distillation import Distillation
 from hybridrl.workers.loss_prepass import ROW_IDS
+from hybridrl.workers.losses import GROUP_IDS
 from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
@@ -369,6 +371,7 @@ class Learner:
         if TRAINED_MASK in batch.batch.keys():
             inputs.batch["response_mask"] = batch.batch[TRAINED_MASK]
         inputs.batch[ROW_IDS] = torch.arange(len(batch))
+        inputs.batch[GROUP_IDS] = Groups(objects["uid"], torch.device("cpu")).ids
         packed = PackedProto.of(inputs)
         seed, families = partial(seed_of, settings.data_loader_seed, self.step), self._families(batch, spec)
         for epoch, mini_batches in enumerate(epochs):

@@ -112,6 +112,7 @@ def check_algorithm(config: PPOTrainerConfig) -> None:
         config=settings,
         rollout_is_weights=None,
         **dict.fromkeys(loss.needs, two),
+        **({"group_ids": torch.zeros(1, dtype=torch.int64)} if loss.compares_samples else {}),
     )
 
 

@@ -1,0 +1,159 @@
+"""Losses that fit the log-ratios of a prompt's samples to their rewards, both measured from the mean of the prompt.
+
+Legend: B rows of a mini-batch, T response tokens; k samples of a prompt, mean_g over them; R_i the reward of sample i,
+as its advantage tells it; x_i = sum_t (log pi_t - log pi'_t) of its sequence, with pi' the policy to stay near.
+
+The mean of a prompt needs all of its samples, which may be in several micro-batches and on several ranks. A pass before
+the update therefore computes a weight per sample from detached values, and the loss is linear in log pi. This is exact:
+of sum_i c_i^2 / 2 with c_i = beta (x_i - mean_g x) - (R_i - mean_g R), the part of the gradient that leads through the
+means is -mean_g(grad) sum_i c_i = 0, because the c_i of a prompt add up to zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.config_access import read_settings
+from hybridrl.algorithms.functional import keep, rounding_of
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.policy_losses.tokens import ACTOR, GROUP, Metrics, Tokens, policy_loss
+from hybridrl.algorithms.sequences import Sequences, WholeSequences
+from hybridrl.settings import key
+
+
+@dataclass(frozen=True)
+class GVPOSettings:
+    """Settings of the losses `gvpo` and `gvpo_ref`."""
+
+    gvpo_beta: float = key(
+        0.1, "gvpo, gvpo_ref: weight of the log-ratio of a sequence, in units of the reward; larger moves less", gt=0
+    )
+
+
+class SampleGroups:
+    """The samples of a mini-batch and their prompts. Rows of one session are one sample.
+
+    Args:
+        response_mask: [B, T]; a sample without a response token does not count.
+        group_ids: [B] the prompt of each row.
+        sequence_ids: [B] the sample of each row; None: each row is one.
+    """
+
+    def __init__(self, response_mask: Tensor, group_ids: Tensor, sequence_ids: Tensor | None) -> None:
+        self.mask = response_mask.bool()
+        self._sequences = Sequences() if sequence_ids is None else WholeSequences(sequence_ids)
+        self._groups = Groups(group_ids, response_mask.device)
+        has_tokens = self.mask.any(-1, keepdim=True).double()
+        self._share = (has_tokens / self._sequences.sum(has_tokens).clamp(min=1)).squeeze(-1)  # of a row in its sample
+        self.lengths = self._sequences.sum(self.mask.double()).squeeze(-1)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the response tokens of each row's sample: [B, T] -> [B] in float64."""
+        return self._sequences.sum(keep(values, self.mask).double()).squeeze(-1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the response tokens of each row's sample, [B, T] -> [B]; samples of a prompt whose means
+        differ by rounding alone have equal ones.
+        """
+        length = self.lengths.clamp(min=1)
+        rounding = rounding_of(self.total(values.abs()) / length, values.dtype)
+        return self._groups.levelled(self.total(values) / length, rounding)
+
+    def centred(self, values: Tensor) -> Tensor:
+        """The distance from the mean of the prompt's samples, [B] -> [B]."""
+        return values - self._groups.mean(values, self._share)
+
+    @property
+    def bessel(self) -> Tensor:
+        """k / (k - 1) of each row's prompt, [B]; 0 for a sample that is alone."""
+        count = self._groups.sum(self._share)[self._groups.ids]
+        return torch.where(count > 1.5, count / (count - 1).clamp(min=1), 0.0)
+
+    def spread(self, values: Tensor, like: Tensor) -> Tensor:
+        """A number of each row on its response tokens, 0 elsewhere: [B] -> [B, T] in the dtype of `like`."""
+        return torch.where(self.mask, values.to(like.dtype)[:, None], 0.0)
+
+
+@torch.no_grad()
+def prepare_gvpo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    seed: int,
+    row_ids: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    *,
+    group_ids: Tensor,
+    ref_log_prob: Tensor | None = None,
+) -> Tensor:
+    """Compute the weight of each sample's log-probability in `gvpo` and `gvpo_ref`, on all of its tokens:
+
+        W_i = beta k / (k - 1) [(R_i - mean_g R) - beta (x_i - mean_g x)]
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: [B, T] of the whole mini-batch; `log_prob` is that of the
+            policy before the update.
+        config: the actor's settings.
+        seed, row_ids: not used.
+        sequence_ids: [B] the sequence of each row; None: each row is one.
+        group_ids: [B] the prompt of each row.
+        ref_log_prob: [B, T] of pi'; None: pi' is the old policy.
+
+    Returns:
+        [B, T]; 0 for a sample that is the only one of its prompt.
+    """
+    settings = read_settings(GVPOSettings, config, who="policy loss gvpo", root=ACTOR, group=GROUP)
+    samples = SampleGroups(response_mask, group_ids, sequence_ids)
+    log_ratio = samples.total(log_prob - (old_log_prob if ref_log_prob is None else ref_log_prob))
+    error = samples.centred(samples.mean(advantages)) - settings.gvpo_beta * samples.centred(log_ratio)
+    return samples.spread(settings.gvpo_beta * samples.bessel * error, log_prob)
+
+
+def _weighted_likelihood(tokens: Tokens) -> tuple[Tensor, Metrics]:
+    assert tokens.prepared is not None
+    weight = keep(tokens.prepared, tokens.mask)
+    return -weight * tokens.log_prob, {"actor/gvpo_weight": weight.abs()}
+
+
+@policy_loss(
+    "gvpo",
+    settings=GVPOSettings,
+    prepare=prepare_gvpo,
+    loss_agg_mode="seq-mean-token-sum",
+    whole_sequences=True,
+    compares_samples=True,
+)
+def compute_policy_loss_gvpo(tokens: Tokens, settings: GVPOSettings) -> tuple[Tensor, Metrics]:
+    """GVPO (Zhang et al. 2025, arXiv 2504.19599): l = -W_i log pi, with W_i of `prepare_gvpo` and pi' = pi_old.
+
+    With `loss_agg_mode=seq-mean-token-sum` and k samples of each prompt, the gradient is that of
+
+        mean over prompts of 1 / (2 (k - 1)) sum_i [beta (x_i - mean_g x) - (R_i - mean_g R)]^2,
+
+    whose only minimum is the policy with the largest E[R] - beta KL(pi || pi'). Neither ratio nor clip is needed, and
+    samples may be of another policy. R_i is the mean advantage of the sample's tokens, which
+    `algorithm.adv_estimator=grpo` with `norm_adv_by_std_in_grpo=False` gives in units of the reward.
+
+    Settings: `policy_loss.gvpo_beta`. Metrics: `actor/gvpo_weight`, the mean of abs(W).
+    """
+    return _weighted_likelihood(tokens)
+
+
+@policy_loss(
+    "gvpo_ref",
+    settings=GVPOSettings,
+    needs=("ref_log_prob",),
+    prepare=prepare_gvpo,
+    loss_agg_mode="seq-mean-token-sum",
+    whole_sequences=True,
+    compares_samples=True,
+)
+def compute_policy_loss_gvpo_ref(tokens: Tokens, settings: GVPOSettings) -> tuple[Tensor, Metrics]:
+    """`gvpo` with pi' = pi_ref: the KL of its optimum is from the reference, not from the policy of the last step."""
+    return _weighted_likelihood(tokens)
