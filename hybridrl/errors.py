@@ -100,6 +100,10 @@ class DiskFullError(UserError):
     """A file could not be written, because a disk or a quota has no space left."""
 
 
+class RemoteFileError(UserError):
+    """A file behind an address cannot be read or written; the message begins with the address."""
+
+
 class PlacementError(UserError):
     """The processes that were requested do not fit on the available devices."""
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from hybridrl.registry import Registry
 
-#: what a setting names. model: a folder, or a hub id; data: files, globs or data sets of the hub; file: a file that is
-#: read; code: Python files or modules; output: a file or folder that is written
+#: what a setting names. model: a folder, or a hub id; data: files, globs, addresses or data sets of the hub; file: a
+#: file that is read; code: Python files or modules; output: a file or folder that is written
 Place = Literal["model", "data", "file", "code", "output"]
 
 

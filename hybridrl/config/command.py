@@ -19,6 +19,7 @@ from hybridrl.config.checks.check_run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
+from hybridrl.config.places import with_masked_addresses
 from hybridrl.config.repeat import search_modules_of
 from hybridrl.config.short_names import explain, nearest_names, table_text
 from hybridrl.config.torchrun import leave_torchrun
@@ -26,6 +27,7 @@ from hybridrl.config.verl.keys import key_book
 from hybridrl.errors import ConfigError, UserError, WorkerError
 from hybridrl.utils.files import NO_SPACE
 from hybridrl.utils.termination import Terminated, ending_in_order
+from hybridrl.utils.urls import masked_text
 
 _EXAMPLES = {
     "ppo_trainer": (
@@ -115,7 +117,7 @@ def cli(
         status = _exit_status(error)
         if status is None:
             raise
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print(masked_text("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         raise SystemExit(status) from None
     if isinstance(status, int) and status:
         raise SystemExit(status)
@@ -236,7 +238,8 @@ def _help(name: str, key: str, command: str | None, defaults: Mapping[str, Any])
 
 def _config_text(composed: Composed, package: str | None, resolve: bool) -> str:
     """Return the text that `--cfg job` prints: the tree with interpolations, or resolved."""
-    tree = OmegaConf.create(to_yaml(composed.config) if resolve else composed.tree)
+    plain: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(composed.config) if resolve else composed.tree))
+    tree = OmegaConf.create(with_masked_addresses(plain, type(composed.config)))
     if package is None:
         return OmegaConf.to_yaml(tree)
     part: Any = OmegaConf.to_container(tree, resolve=False)

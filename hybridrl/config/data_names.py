@@ -1,4 +1,4 @@
-"""The entries of `data.train_files`, `data.val_files` and `data.path`: a file, a glob, or a data set of the hub.
+"""Entries of `data.train_files`, `data.val_files` and `data.path`: a file, a glob, an address, a data set of the hub.
 
 Imported by the configuration's checks, so it reads nothing but folder listings.
 """
@@ -7,6 +7,8 @@ import glob
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from hybridrl.utils.urls import is_remote, without_file_scheme
 
 #: kinds of data files
 FORMATS = (".parquet", ".json", ".jsonl", ".csv", ".tsv")
@@ -40,9 +42,12 @@ def format_of(path: Path) -> str:
 
 def local_files(entry: str) -> list[str]:
     """Return the files that an entry names on this machine, sorted where it is a glob; empty if there are none."""
+    if is_remote(entry):
+        return []
+    entry = without_file_scheme(entry)
     path = Path(entry).expanduser()
     if path.exists():
-        return [str(entry)]
+        return [entry]
     return sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
 
 
@@ -58,10 +63,13 @@ def dataset_name(entry: str) -> DatasetName | None:
     Without a split, `ORG/NAME` is a hub id unless it ends like a file or `ORG` is a folder here, in which a file of
     this name was expected.
     """
+    if is_remote(entry):
+        return None
+    entry = without_file_scheme(entry)
     path = Path(entry).expanduser()
     if is_saved_dataset(path):
         return DatasetName(str(path), None, None)
-    if path.exists() or "://" in entry:
+    if path.exists():
         return None
     match = _DATASET.fullmatch(entry)
     if match is None:

@@ -18,11 +18,14 @@ from hybridrl.config.schema.distillation import TeacherModelConfig
 from hybridrl.config.schema.node import declared, default_of
 from hybridrl.config.schema.reward import RewardPartConfig
 from hybridrl.settings import Place
+from hybridrl.utils.urls import masked
 
 _COMMAND = "actor_rollout_ref.rollout.agent.command"
 _CODE_FILES = (".py", ".pkl")
 #: mappings of groups by a name that the user chooses
 _NAMED_BY_USERS = ("reward.functions.", "roles.", "distillation.teacher_models.")
+#: kinds of places that may be addresses
+_WITH_ADDRESSES = ("data", "output")
 _SCHEMAS = {"reward.functions.": RewardPartConfig, "distillation.teacher_models.": TeacherModelConfig}
 
 
@@ -51,6 +54,8 @@ def _fields(root: type) -> dict[str, "dataclasses.Field[Any]"]:
 
 def with_absolute_places(tree: Mapping[str, Any], root: type) -> dict[str, Any]:
     """Return nested settings in which all that lies on this machine is named by absolute paths.
+
+    Addresses have no credentials.
 
     Args:
         tree: plain nested values.
@@ -81,13 +86,18 @@ def with_absolute_places(tree: Mapping[str, Any], root: type) -> dict[str, Any]:
 
 
 def absolute_value(root: type, key: str, value: Any) -> Any:
-    """Return the value of a setting with absolute paths; names of hubs, modules and registries stay as they are."""
+    """Return the value of a setting with absolute paths; names of hubs, modules and registries stay as they are.
+
+    Addresses of data stay, too, without their credentials.
+    """
     if isinstance(value, Mapping):
         return {name: absolute_value(root, f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [absolute_value(root, key, item) for item in value]
-    if not isinstance(value, str) or not value or "://" in value or len(value) > 4096 or "\0" in value:
+    if not isinstance(value, str) or not value or len(value) > 4096 or "\0" in value:
         return value
+    if "://" in value:
+        return masked(value) if place_of(root, key) in _WITH_ADDRESSES else value
     field = _fields(root).get(key)
     place = place_of(root, key)
     if place is not None:
@@ -97,6 +107,19 @@ def absolute_value(root: type, key: str, value: Any) -> Any:
         return re.sub(r"\S+", lambda word: _absolute(word[0]) if _is_file(word[0]) else word[0], value)
     is_argument = (field is None and not key.startswith(_NAMED_BY_USERS)) or "reward_kwargs." in key
     return _absolute(value) if is_argument and ("/" in value or Path(value).suffix) and _exists(value) else value
+
+
+def with_masked_addresses(tree: Mapping[str, Any], root: type, prefix: str = "") -> dict[str, Any]:
+    """Return nested settings in which addresses of data have no credentials, see `hybridrl.utils.urls.masked`."""
+
+    def of(value: Any, key: str) -> Any:
+        if isinstance(value, Mapping):
+            return with_masked_addresses(value, root, f"{key}.")
+        if isinstance(value, list | tuple):
+            return [of(item, key) for item in value]
+        return masked(value) if isinstance(value, str) and place_of(root, key) in _WITH_ADDRESSES else value
+
+    return {name: of(value, f"{prefix}{name}") for name, value in tree.items()}
 
 
 def same_place(value: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Reads data files, globs of them, and data sets of the Hugging Face hub as one table."""
+"""Reads data files of this machine and of addresses, globs of them, and data sets of the hub, as one table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,11 @@ from hybridrl.config.data_names import (
     local_files,
 )
 from hybridrl.data.table import ArrowPart, RowsPart, Table, check_column_names
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, RemoteFileError
 from hybridrl.notify import notify
 from hybridrl.utils.finite_json import NoNumberError, finite_json
+from hybridrl.utils.remote_files import local_copy, matching
+from hybridrl.utils.urls import is_remote, masked, without_file_scheme
 
 if TYPE_CHECKING:
     import datasets
@@ -51,7 +54,8 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
     """Read one or several sources.
 
     Args:
-        files: files (.parquet, .json, .jsonl, .csv, .tsv; text files may be compressed), globs, or data sets of the hub
+        files: files (.parquet, .json, .jsonl, .csv, .tsv; text files may be compressed), globs, addresses of either
+            (`s3://BUCKET/FILE`; fetched once, see `hybridrl.utils.remote_files`), or data sets of the hub
             (`ORG/NAME@CONFIG:SPLIT`, see `hybridrl.config.data_names`); `~` is expanded.
         key: the configuration key that named them, for messages.
 
@@ -66,6 +70,36 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
     return Table([part for entry in entries for part in _read(str(entry), key)])
 
 
+@dataclass(frozen=True)
+class DataFile:
+    """A file of rows.
+
+    Attributes:
+        path: where it is read.
+        name: what messages call it: the path, or its address without credentials.
+    """
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def files_of(entry: str, key: str) -> list[DataFile]:
+    """Return the files that an entry names, those of an address fetched to this machine; empty if there are none.
+
+    Raises:
+        DataError: files of an address cannot be listed or fetched.
+    """
+    if not is_remote(entry):
+        return [DataFile(Path(file).expanduser(), file) for file in local_files(entry)]
+    try:
+        return [DataFile(local_copy(file), file.url) for file in matching(entry)]
+    except RemoteFileError as error:
+        raise DataError(f"{key}={error}.") from None
+
+
 def fingerprints(files: Sequence[str]) -> list[list[str]]:
     """Return the name of each source with a digest that changes with its content."""
     digests = []
@@ -74,16 +108,19 @@ def fingerprints(files: Sequence[str]) -> list[list[str]]:
         if dataset is not None:
             (part,) = _read(entry, "data.path")
             digests.append([entry, _digest_of_rows(part)])
-        for file in () if dataset is not None else local_files(entry):
-            with open(Path(file).expanduser(), "rb") as opened:
-                digests.append([Path(file).name, hashlib.file_digest(opened, "sha256").hexdigest()])
+        for file in () if dataset is not None else files_of(entry, "data.path"):
+            with open(file.path, "rb") as opened:
+                digests.append([file.path.name, hashlib.file_digest(opened, "sha256").hexdigest()])
     return digests
 
 
-def contents(sources: Sequence[str]) -> list[list[str]]:
+def contents(sources: Sequence[str], fetch: bool = True) -> list[list[str]]:
     """Return digests of what each source holds, in order, wherever it lies. Files that were read before are not again.
 
     What cannot be read here, such as the name of what a dataset class of one's own makes, stands for itself.
+
+    Args:
+        fetch: fetch files of addresses; else an address stands for itself.
     """
     digests = []
     for entry in sources:
@@ -91,12 +128,14 @@ def contents(sources: Sequence[str]) -> list[list[str]]:
             if dataset_name(entry) is not None:
                 digests.append([_digest_of_rows(part) for part in _read(entry, "data.train_files")])
                 continue
+            files = files_of(entry, "data.train_files") if fetch or not is_remote(entry) else []
         except DataError:
-            digests.append([entry])
+            digests.append([masked(entry)])
             continue
-        files = [Path(file).expanduser() for file in local_files(entry)]
-        inner = [path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file])]
-        digests.append([_digest_of_file(path) for path in inner if path.is_file()] or [entry])
+        inner = [
+            path for file in files for path in (sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path])
+        ]
+        digests.append([_digest_of_file(path) for path in inner if path.is_file()] or [masked(entry)])
     return digests
 
 
@@ -121,26 +160,24 @@ def _digest_of_rows(part: ArrowPart | RowsPart) -> str:
 
 
 def _read(entry: str, key: str) -> list[ArrowPart] | list[RowsPart] | list[ArrowPart | RowsPart]:
-    if "://" in entry:
-        raise DataError(
-            f"{key}={entry}: only local files and data sets of the Hugging Face hub (ORG/NAME:SPLIT) can be read. Copy "
-            "it to a local disk first and name the copy."
-        )
     dataset = dataset_name(entry)
     if dataset is not None:
         texts = _text_files_of(dataset, entry, key)
-        return [_read_file(file, key) for file in texts] if texts else [_read_dataset(dataset, entry, key)]
-    files = local_files(entry)
+        if texts:
+            return [_read_file(DataFile(Path(text).expanduser(), text), key) for text in texts]
+        return [_read_dataset(dataset, entry, key)]
+    files = files_of(entry, key)
     if not files:
+        place = Path(without_file_scheme(entry)).expanduser().absolute()
         raise DataError(
-            f"{key}={entry}: no such file (looked for {Path(entry).expanduser().absolute()}). Check the path, or make "
-            "it with hybridrl.data.preprocess. A data set of the hub is named ORG/NAME or ORG/NAME@CONFIG:SPLIT."
+            f"{key}={entry}: no such file (looked for {place}). Check the path, or make it with "
+            "hybridrl.data.preprocess. A data set of the hub is named ORG/NAME or ORG/NAME@CONFIG:SPLIT."
         )
     return [_read_file(file, key) for file in files]
 
 
-def _read_file(name: str, key: str) -> ArrowPart | RowsPart:
-    path = Path(name).expanduser()
+def _read_file(file: DataFile, key: str) -> ArrowPart | RowsPart:
+    path = file.path
     if path.is_dir():
         inside = sorted(
             {
@@ -150,30 +187,30 @@ def _read_file(name: str, key: str) -> ArrowPart | RowsPart:
             }
         )
         example = f" Name the files in it: {key}={path / inside[0]}" if inside else ""
-        raise DataError(f"{key}={name} is a directory.{example or f' Name a file: {key}=FILE'}")
+        raise DataError(f"{key}={file} is a directory.{example or f' Name a file: {key}=FILE'}")
     kind = format_of(path)
     if kind not in FORMATS or (kind == ".parquet" and path.suffix != kind):
         remedy = _REMEDIES.get(path.suffix.lower(), "")
-        raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {_ALLOWED}.{remedy}")
+        raise DataError(f"{key}={file}: unknown kind of file {path.suffix!r}. Allowed are {_ALLOWED}.{remedy}")
     if path.stat().st_size == 0:
-        raise DataError(f"{key}={name}: the file is empty (0 bytes). Write it again.")
-    part = _READERS[kind](path, key)
+        raise DataError(f"{key}={file}: the file is empty (0 bytes). Write it again.")
+    part = _READERS[kind](file, key)
     if len(part) == 0:
-        raise DataError(f"{key}={name}: the file has no rows. Write it again, or leave it out of {key}.")
+        raise DataError(f"{key}={file}: the file has no rows. Write it again, or leave it out of {key}.")
     return part
 
 
-def _read_parquet(path: Path, key: str) -> ArrowPart:
+def _read_parquet(file: DataFile, key: str) -> ArrowPart:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        check_column_names(pyarrow.parquet.read_schema(path).names, f"{key}={path}")
-        return ArrowPart(path, pyarrow.parquet.read_table(path))
+        check_column_names(pyarrow.parquet.read_schema(file.path).names, f"{key}={file}")
+        return ArrowPart(file.name, pyarrow.parquet.read_table(file.path))
     except (pyarrow.ArrowException, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{key}={path}: cannot be read as parquet ({first_line}). The file is damaged or of another kind; write it "
+            f"{key}={file}: cannot be read as parquet ({first_line}). The file is damaged or of another kind; write it "
             "again."
         ) from error
 
@@ -208,50 +245,50 @@ _UNPACK: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def _text(path: Path, key: str) -> str:
+def _text(file: DataFile, key: str) -> str:
     """Return the text of a file, decompressed as its suffix says."""
     try:
-        content = path.read_bytes()
+        content = file.path.read_bytes()
     except OSError as error:
-        raise DataError(f"{key}={path}: cannot be read ({error.strerror or error}).") from error
-    if path.suffix in _UNPACK:
+        raise DataError(f"{key}={file}: cannot be read ({error.strerror or error}).") from error
+    if file.path.suffix in _UNPACK:
         try:
-            content = _UNPACK[path.suffix](content)
+            content = _UNPACK[file.path.suffix](content)
         except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
             raise DataError(
-                f"{key}={path}: cannot be decompressed as {path.suffix} ({error}). The file is damaged or of another "
-                "kind; write it again."
+                f"{key}={file}: cannot be decompressed as {file.path.suffix} ({error}). The file is damaged or of "
+                "another kind; write it again."
             ) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}={path}: cannot be read as UTF-8 text ({error}).") from error
+        raise DataError(f"{key}={file}: cannot be read as UTF-8 text ({error}).") from error
 
 
-def _read_json(path: Path, key: str) -> RowsPart:
+def _read_json(file: DataFile, key: str) -> RowsPart:
     """Read a JSON file. One that begins with `[` is a list of rows; any other holds one row per line."""
-    text, reader = _text(path, key), _JsonReader()
+    text, reader = _text(file, key), _JsonReader()
     if text.lstrip().startswith("["):
         try:
             rows = reader.value(text)
         except json.JSONDecodeError as error:
-            raise DataError(f"{key}={path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
+            raise DataError(f"{key}={file}, line {error.lineno}: not valid JSON ({error.msg}).") from error
         except (_RepeatedNameError, NoNumberError) as error:
-            raise DataError(f"{key}={path}: {error}.") from None
+            raise DataError(f"{key}={file}: {error}.") from None
         except (RecursionError, ValueError) as error:
-            raise DataError(f"{key}={path}: {_unreadable(error)}.") from None
+            raise DataError(f"{key}={file}: {_unreadable(error)}.") from None
         lines = None
     else:
-        rows, lines = _read_json_lines(path, text, key, reader)
-    reader.report(path, key, is_one_text=lines is None)
+        rows, lines = _read_json_lines(file, text, key, reader)
+    reader.report(file, key, is_one_text=lines is None)
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             where = f"item {index}" if lines is None else f"line {lines[index]}"
-            raise DataError(f"{key}={path}, {where}: a row must be a JSON object, found {type(row).__name__}.")
-    return RowsPart(path, rows, lines)
+            raise DataError(f"{key}={file}, {where}: a row must be a JSON object, found {type(row).__name__}.")
+    return RowsPart(file.name, rows, lines)
 
 
-def _read_json_lines(path: Path, text: str, key: str, reader: _JsonReader) -> tuple[list[Any], list[int]]:
+def _read_json_lines(file: DataFile, text: str, key: str, reader: _JsonReader) -> tuple[list[Any], list[int]]:
     rows, lines = [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -260,13 +297,13 @@ def _read_json_lines(path: Path, text: str, key: str, reader: _JsonReader) -> tu
             rows.append(reader.value(line, number))
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
+                f"{key}={file}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
                 "one list of them."
             ) from error
         except (_RepeatedNameError, NoNumberError) as error:
-            raise DataError(f"{key}={path}, line {number}: {error}.") from None
+            raise DataError(f"{key}={file}, line {number}: {error}.") from None
         except (RecursionError, ValueError) as error:
-            raise DataError(f"{key}={path}, line {number}: {_unreadable(error)}.") from None
+            raise DataError(f"{key}={file}, line {number}: {_unreadable(error)}.") from None
         lines.append(number)
     return rows, lines
 
@@ -291,12 +328,12 @@ class _JsonReader:
         """
         return finite_json(text, on_nan=lambda: self.lines.append(line), object_pairs_hook=_object)
 
-    def report(self, path: Path, key: str, is_one_text: bool) -> None:
+    def report(self, file: DataFile, key: str, is_one_text: bool) -> None:
         """Say how many NaN there are."""
         if self.lines:
             first = "" if is_one_text else f", first in line {self.lines[0]}"
             notify(
-                f"{key}={path}: NaN stands {len(self.lines)} times in the file{first}, and is read as a missing value "
+                f"{key}={file}: NaN stands {len(self.lines)} times in the file{first}, and is read as a missing value "
                 "(null)",
                 "warning",
             )
@@ -325,7 +362,7 @@ def _unreadable(error: Exception) -> str:
     return f"a number cannot be read ({error}); write it as text"
 
 
-def _read_csv(path: Path, key: str) -> RowsPart:
+def _read_csv(file: DataFile, key: str) -> RowsPart:
     """Read a CSV or TSV file with a line of column names. Values stay text, so that 007 is not 7; empty ones are None.
 
     A CSV file whose first line has semicolons and no commas is separated by semicolons.
@@ -334,9 +371,9 @@ def _read_csv(path: Path, key: str) -> RowsPart:
     after its commas, one after other commas is no part of a value either.
     """
     csv.field_size_limit(_MAX_FIELD)
-    text, delimiter = _text(path, key), _DELIMITERS[format_of(path)]
+    text, delimiter = _text(file, key), _DELIMITERS[format_of(file.path)]
     header = text.partition("\n")[0]
-    if ";" in header and delimiter not in header and format_of(path) == ".csv":
+    if ";" in header and delimiter not in header and format_of(file.path) == ".csv":
         delimiter = ";"  # as spreadsheets write it where the comma is in numbers
     is_spaced = f"{delimiter} " in header
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
@@ -347,20 +384,20 @@ def _read_csv(path: Path, key: str) -> RowsPart:
     try:
         for fields in reader:
             if not names:
-                names = _column_names(fields, path, key)
+                names = _column_names(fields, file, key)
             elif fields:
-                _check_joined(fields, names, f"{key}={path}, line {first}")
+                _check_joined(fields, names, f"{key}={file}, line {first}")
                 if len(fields) != len(names):
                     raise DataError(
-                        f"{key}={path}, line {first}: {len(fields)} fields, but the first line names {len(names)} "
+                        f"{key}={file}, line {first}: {len(fields)} fields, but the first line names {len(names)} "
                         f"columns ({', '.join(names)}). Text with commas or line breaks needs double quotes."
                     )
                 rows.append({name: value or None for name, value in zip(names, fields, strict=True)})
                 lines.append(first)
             first = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{key}={path}, line {first}: not valid CSV ({error}).") from error
-    return RowsPart(path, rows, lines, text_is_number=True)
+        raise DataError(f"{key}={file}, line {first}: not valid CSV ({error}).") from error
+    return RowsPart(file.name, rows, lines, text_is_number=True)
 
 
 def _check_joined(fields: list[str], names: list[str], where: str) -> None:
@@ -376,14 +413,14 @@ def _check_joined(fields: list[str], names: list[str], where: str) -> None:
         )
 
 
-def _column_names(fields: list[str], path: Path, key: str) -> list[str]:
+def _column_names(fields: list[str], file: DataFile, key: str) -> list[str]:
     names = [field.strip() for field in fields]
     if not all(names) or len(set(names)) < len(names):
-        raise DataError(f"{key}={path}, line 1: must name every column once, found {', '.join(map(repr, names))}.")
+        raise DataError(f"{key}={file}, line 1: must name every column once, found {', '.join(map(repr, names))}.")
     return names
 
 
-_READERS: dict[str, Callable[[Path, str], ArrowPart | RowsPart]] = {
+_READERS: dict[str, Callable[[DataFile, str], ArrowPart | RowsPart]] = {
     ".parquet": _read_parquet,
     ".json": _read_json,
     ".jsonl": _read_json,

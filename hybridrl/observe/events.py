@@ -21,6 +21,7 @@ from typing import Any
 from hybridrl.errors import UserError
 from hybridrl.notify import listening
 from hybridrl.observe import jsonl
+from hybridrl.utils.urls import masked_text
 
 EVENTS = "events.jsonl"
 START, RESUME, END = "start", "resume", "end"
@@ -76,7 +77,14 @@ class EventLog:
             self._file.write(event)
 
     def __enter__(self) -> EventLog:
-        self.write(START, "", _began.get(), command=sys.argv, host=platform.node(), pid=os.getpid())
+        self.write(
+            START,
+            "",
+            _began.get(),
+            command=[masked_text(word) for word in sys.argv],
+            host=platform.node(),
+            pid=os.getpid(),
+        )
         self._listening.__enter__()
         return self
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config import as_dict as config_as_dict
-from hybridrl.config.places import with_absolute_places
+from hybridrl.config.places import with_absolute_places, with_masked_addresses
 from hybridrl.config.repeat import CONFIG as CONFIG
 from hybridrl.config.repeat import STARTED_IN
 from hybridrl.config.repeat import VERSIONS as VERSIONS
@@ -24,6 +24,7 @@ from hybridrl.config.schema.node import ConfigNode
 from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import plain
 from hybridrl.utils.files import write_text
+from hybridrl.utils.urls import masked_text
 from hybridrl.version import __version__
 
 CHANGES = "config_changes.yaml"
@@ -50,6 +51,12 @@ def settings_of(config: Any) -> dict[str, Any]:
     """Convert a configuration to nested plain data, with absolute paths, as `config.yaml` has it."""
     tree = as_dict(config)
     return with_absolute_places(tree, type(config)) if isinstance(config, ConfigNode) else tree
+
+
+def shown_settings(config: Any) -> dict[str, Any]:
+    """Convert a configuration to nested plain data without the credentials of addresses, for services and digests."""
+    tree = as_dict(config)
+    return with_masked_addresses(tree, type(config)) if isinstance(config, ConfigNode) else tree
 
 
 def write_run_info(folder: str | Path, config: Any, *, resumed: bool = False) -> None:
@@ -98,7 +105,7 @@ def versions() -> dict[str, Any]:
         "device": _device(),
         "cpus": os.cpu_count(),
         "host": platform.node(),
-        "command": sys.argv,
+        "command": [masked_text(word) for word in sys.argv],
         STARTED_IN: os.getcwd(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "packages": dict(sorted(_packages().items(), key=lambda item: item[0].lower())),

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint import RunStore, digest, load_json, save_json
-from hybridrl.config import RunConfig, as_dict
+from hybridrl.config import RunConfig
 from hybridrl.notify import notify
+from hybridrl.observe.run_folder import shown_settings
 from hybridrl.trainer.background_save import BackgroundSave, Writers
 from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, complete_models, definition_of
 from hybridrl.trainer.settings_change import SettingChange, check_same_experiment, compare, record_changes
@@ -42,7 +43,7 @@ class Checkpoints:
             keep=trainer.max_actor_ckpt_to_keep,
             identity=identity,
             world={"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node},
-            config_digest=digest(as_dict(config)),
+            config_digest=digest(shown_settings(config)),
         )
         self.source: Path | None = None
         self._writers = writers

@@ -30,6 +30,7 @@ from hybridrl.reward.score import check_data_source, check_ground_truth
 from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import Sample, ground_truth_of
 from hybridrl.utils.files import write_text
+from hybridrl.utils.urls import masked
 
 _NAMED = 5  # how many faulty rows a message names
 _CHUNK = 8192  # samples between two updates of the progress bar
@@ -76,7 +77,7 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
     metrics, intervals = summarise(answers, outcomes)
     path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
-        "files": list(data.path),
+        "files": [masked(path) for path in data.path],
         "reward_function": pool.label,
         "rows": len(set(answers.rows)),
         "responses": len(answers.samples),

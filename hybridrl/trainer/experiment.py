@@ -27,7 +27,7 @@ from hybridrl.utils.content_digest import digest_of_content, digest_of_files, di
 STATE_FILE, EXPERIMENT = "trainer.json", "experiment"
 Definition = dict[str, dict[str, Any]]
 
-DATA = "data.train_files"
+DATA, _OWN_CLASS = "data.train_files", "data.custom_cls.path"
 _MULTI_TURN, _AGENT = "actor_rollout_ref.rollout.multi_turn.", "actor_rollout_ref.rollout.agent."
 _MODEL, _JUDGE = "reward.reward_model.", "reward.reward_model.judge."
 #: settings that take part by their values, as keys or as what keys begin with
@@ -93,7 +93,9 @@ def definition_of(config: ConfigNode) -> Definition:
     open_mappings(tree)
     for key, value in tree.items():
         if key == DATA:
-            definition["values"][key] = definition["code"][key] = digest(contents(value))[:12]
+            definition["values"][key] = definition["code"][key] = digest(
+                contents(value, fetch=not tree.get(_OWN_CLASS))
+            )[:12]
             continue
         if key.startswith((*_NOT_PART, *idle)) and key != f"{_MODEL}enable":
             continue

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from hybridrl.checkpoint import lock
-from hybridrl.config import RunConfig, as_dict
+from hybridrl.config import RunConfig
 from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import UserError
@@ -15,7 +15,7 @@ from hybridrl.notify import notify
 from hybridrl.observe.events import END, RESUME, EventLog
 from hybridrl.observe.jsonl import read
 from hybridrl.observe.report import print_summary, write_report
-from hybridrl.observe.run_folder import write_run_info
+from hybridrl.observe.run_folder import shown_settings, write_run_info
 from hybridrl.observe.timeline import Timed, Timeline
 from hybridrl.observe.traces import Traces
 from hybridrl.observe.tracking import METRICS, Tracking
@@ -103,7 +103,7 @@ class TrainingRun:
                 project=self.trainer.project_name,
                 experiment=self.trainer.experiment_name,
                 folder=self.folder,
-                config=as_dict(self.config),
+                config=shown_settings(self.config),
                 total_steps=self.total_steps,
                 progress_bar=self.trainer.progress_bar,
                 dump_folders=[self.rollout_folder, self.validation_folder],

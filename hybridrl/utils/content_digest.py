@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from hybridrl.errors import DiskFullError
 from hybridrl.notify import notify
-from hybridrl.utils.files import write_text
+from hybridrl.utils.files import cache_folder, write_text
 
 #: bytes of the files of a model, or of a file by itself, that are read whole, the smallest files first
 READ_WHOLE = 32 * 2**30
@@ -125,8 +124,7 @@ def _digest_of_state(path: Path, blocks: int, state: tuple[int, ...]) -> str:
 
 
 def _record_file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "hybridrl" / "digests.json"
+    return cache_folder() / "digests.json"
 
 
 def _recorded() -> dict[str, object]:

@@ -46,6 +46,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: `hybridrl` in `XDG_CACHE_HOME`, or in `~/.cache`.
+
+    Raises:
+        RuntimeError: this user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridrl"
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which is renamed to `path` on success.

@@ -76,10 +76,6 @@ def test_unknown_suffix(tmp_path):
         refused(tmp_path / name, (tmp_path / name).suffix, ".parquet, .json, .jsonl, .csv")
 
 
-def test_remote_address():
-    refused("s3://bucket/a.parquet", "only local files")
-
-
 def test_file_of_no_bytes(tmp_path):
     path = tmp_path / "a.parquet"
     path.touch()

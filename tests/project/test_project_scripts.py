@@ -179,7 +179,7 @@ def test_constraints_hold_every_dependency_within_its_range(repository: Path) ->
         pinned[mode] = {canonicalize_name(name): version for name, version in pins}
     extras = project["optional-dependencies"]
     everywhere = [*project["dependencies"]]
-    for extra in ("dev", "peft", "torchao", "math", "tracking", "bench", "server", "openai", "mcp"):
+    for extra in ("dev", "peft", "torchao", "math", "tracking", "bench", "remote", "server", "openai", "mcp"):
         everywhere += extras[extra]
     wanted = [(text, pinned["common"]) for text in everywhere]
     wanted += [(text, pinned["common"] | pinned["cpu"]) for text in extras["vllm-cpu"] + extras["megatron"]]

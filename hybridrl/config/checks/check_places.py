@@ -14,6 +14,7 @@ from hybridrl.config.checks.idle import acts
 from hybridrl.config.checks.paths import check_source
 from hybridrl.config.schema.node import declared, default_of, default_tree
 from hybridrl.config.schema.root import RootConfig
+from hybridrl.utils.urls import is_remote, masked
 from hybridrl.utils.user_code import can_import, names_file
 
 #: settings of the kind `model` that take a folder, and no name of the hub
@@ -66,6 +67,8 @@ def _faults(place: str | None, key: str, value: str, config: RootConfig) -> Iter
     elif place == "file":
         if not Path(value).expanduser().is_file():
             yield f"{key}={value}: no such file (from {Path.cwd()})"
+    elif place == "output" and is_remote(value):
+        yield f"{key}={masked(value)}: is written to a disk of this machine; name a local or mounted place"
     elif place == "output":
         yield from _check_output(key, Path(value).expanduser())
     elif place == "code":

@@ -66,6 +66,7 @@ from hybridrl.registry import (
     is_endpoint,
     may_have_replicas,
 )
+from hybridrl.utils.urls import is_remote, masked
 from hybridrl.utils.user_code import load_object
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -201,10 +202,14 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
 def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:
     if not config.data.path:
         yield [f"data.path is not set; give the files ({KINDS}) that hold responses"]
-    elif config.data.output_path is None and dataset_name(config.data.path[0]) is not None:
-        yield [f"data.path={config.data.path[0]} is not a local file; set data.output_path to the file for the metrics"]
+    elif config.data.output_path is None and not _is_local(first := config.data.path[0]):
+        yield [f"data.path={masked(first)} is not a local file; set data.output_path to the file for the metrics"]
     yield check_files("data.path", config.data.path)
     yield check_functions(config.reward, config)
+
+
+def _is_local(entry: str) -> bool:
+    return not is_remote(entry) and dataset_name(entry) is None
 
 
 # ---------------------------------------------------------------- data and rewards
@@ -240,6 +245,8 @@ def _check_answers(config: GenerationConfig) -> Iterator[str]:
     if data.custom_cls.path is None:
         yield from check_files("data.path", data.path)
     output = Path(data.output_path).expanduser()
+    if is_remote(data.output_path):
+        return  # refused with the other places
     if not data.output_path:
         yield "data.output_path is not set; name the parquet file that the responses go to"
     elif output.suffix != ".parquet" or output.is_dir():

@@ -14,6 +14,9 @@ from hybridrl.config.data_names import KINDS, dataset_name, local_files
 from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.reward import RewardPartConfig, ScoringConfig
+from hybridrl.errors import RemoteFileError
+from hybridrl.utils.remote_files import file_system_class
+from hybridrl.utils.urls import is_remote, without_file_scheme
 
 _STEP = re.compile(r"global_step_(\d+)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -77,16 +80,27 @@ def _check_not_a_checkpoint(name: str, path: Path) -> Iterator[str]:
 
 
 def check_files(name: str, files: list[str]) -> Iterator[str]:
-    """Check the data files that the key `name` lists. Whether a data set is on the hub is seen when it is loaded."""
+    """Check the data files that the key `name` lists. Other machines are asked when the data are loaded."""
     for file in files:
-        path = Path(file).expanduser()
-        if "://" in file or dataset_name(file) is not None:
+        if is_remote(file):
+            yield from check_address(name, file)
+            continue
+        path = Path(without_file_scheme(file)).expanduser()
+        if dataset_name(file) is not None:
             continue
         if path.is_dir():
             yield f"{name}={file}: is a folder; name the files in it ({KINDS}), e.g. {name}={path / '*.parquet'}"
         elif not local_files(file):
             kind = "no file has such a name" if glob.has_magic(file) else "no such file"
             yield f"{name}={file}: {kind} (from {Path.cwd()})"
+
+
+def check_address(name: str, url: str) -> Iterator[str]:
+    """Check that the package for an address is installed. What is there is seen when it is read."""
+    try:
+        file_system_class(url)
+    except RemoteFileError as error:
+        yield f"{name}={error}"
 
 
 def check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:

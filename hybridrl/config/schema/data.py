@@ -10,7 +10,10 @@ from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
 
 #: a model of the run generates; an endpoint renders and reads messages itself
 _OWN_MODEL = entry_has("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
-_FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
+_FILES = (
+    "files (parquet, json, jsonl, csv, tsv), globs, addresses (s3://bucket/file), or data sets of the hub "
+    "(org/name@config:split)"
+)
 
 
 @dataclass
