@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hybridrl.config import LabelledDataConfig
     from hybridrl.models.vision import ImageProcessor
 
+_WORDS = {"true": True, "false": False}
+
 
 class LabelledDataset(AnsweredPrompts):
     """Conversations whose last turn is an answer with a label, as token ids, with masks of the answers' tokens.
@@ -102,20 +104,24 @@ class LabelledDataset(AnsweredPrompts):
             )
 
     def _read_labels(self, name: str) -> np.ndarray:
-        """Return the labels of the rows.
+        """Return the labels of the rows; the words true and false, which a CSV file has, are labels too.
 
         Raises:
             DataError: one is neither true nor false.
         """
         column = self.table.column(name)
+        labels = []
         for index in map(int, self._rows):
-            if not isinstance(column[index], bool | np.bool_):
+            value = column[index]
+            label = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
+            if not isinstance(label, bool | np.bool_):
                 raise DataError(
-                    f"{self.table.locate(index)}: column {name!r} (data.label_key) is {column[index]!r:.80}; a label "
-                    "is true (desirable) or false, not a number or a text. Write booleans, for example by comparing "
+                    f"{self.table.locate(index)}: column {name!r} (data.label_key) is {value!r:.80}; a label is true "
+                    "(desirable) or false, not a number or another text. Write booleans, for example by comparing "
                     "ratings with a threshold, or name another column with data.label_key."
                 )
-        return np.asarray([bool(column[int(index)]) for index in self._rows])
+            labels.append(bool(label))
+        return np.asarray(labels)
 
     def _conversation_of(self, item: int) -> Conversation:
         """The conversation of an item, which ends in its answer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ def test_pairs_become_two_answers(write: Any, tokenizer: Any, capsys: Any) -> No
         ({"prompt": "Sort: 21", "label": True}, ["'completion'", "data.completion_key"]),
         ({"completion": "12", "label": True}, ["'prompt'", "data.prompt_key"]),
         ({**ROW, "label": 1}, ["'label'", "data.label_key", "1"]),
-        ({**ROW, "label": "true"}, ["'label'", "'true'"]),
+        ({**ROW, "label": "1"}, ["'label'", "'1'"]),
+        ({**ROW, "label": "desirable"}, ["'label'", "'desirable'"]),
         ({**ROW, "label": None}, ["'label'", "None"]),
         ({**ROW, "completion": None}, ["'completion'"]),
         ({**ROW, "completion": " \n"}, ["'completion'", "data.filter_rows=True"]),
@@ -119,6 +121,14 @@ def test_labels_that_say_nothing_or_contradict_are_told(write: Any, tokenizer: A
     assert "1 prompts have an answer that is labelled both" in told and "all 2" not in told
     make(write("c.jsonl", [ROW, ROW, {**ROW, "completion": "21", "label": False}]), tokenizer)
     assert "warning" not in capsys.readouterr().err
+
+
+def test_words_of_a_csv_file_are_labels(tmp_path: Path, tokenizer: Any) -> None:
+    """Such a file has no booleans. pandas writes True, spreadsheets TRUE."""
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion,label\nSort: 21,12,True\nSort: 21,21,FALSE\nSort: 31,13, true\n")
+    dataset = make(path, tokenizer)
+    assert [dataset[item]["desirable"] for item in range(3)] == [True, False, True]
 
 
 def test_batches_hold_labels(write: Any, tokenizer: Any) -> None:

@@ -64,7 +64,7 @@ def check_expert_parallel(model: Any, engine: Any, ranks: int, optim: Any) -> No
 
 
 def undivided_reason(module: nn.Module, engine: Any, optim: Any) -> tuple[str, str] | None:
-    """Return why the experts of a model are not divided among ranks, whatever the size, and the remedy; None if they are.
+    """Return why a model's experts are not divided among ranks, whatever the size, and the remedy; None if they are.
 
     Args:
         module: the model, with or without weights.
