@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hybridrl.errors import AlgorithmError, ConfigError, ModelError, RewardError, RolloutError, UserError
+from hybridrl.errors import AlgorithmError, ConfigError, DataError, ModelError, RewardError, RolloutError, UserError
 from hybridrl.utils.python_source import parsed
 from hybridrl.utils.user_code import OBJECT_SUFFIX, load_entries, load_module, load_object
 
@@ -502,6 +502,14 @@ OBJECTIVES = Registry(
     AlgorithmError,
 )
 
+CURRICULA = Registry(
+    "curriculum",
+    "data.mixture.curriculum.name",
+    ("register_curriculum",),
+    "data/curricula.py",
+    EntryMetadata,
+    DataError,
+)
 MEGATRON_FAMILIES = Registry(
     "model family",
     "model_type of config.json",

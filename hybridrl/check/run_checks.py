@@ -13,7 +13,7 @@ from hybridrl.check.expectation import describe_expectation
 from hybridrl.check.findings import Findings
 from hybridrl.check.row_lengths import describe_rows
 from hybridrl.checkpoint import lock
-from hybridrl.config import PairsDataConfig, PPOTrainerConfig, SupervisedConfig
+from hybridrl.config import DataConfig, PairsDataConfig, PPOTrainerConfig, SupervisedConfig, SupervisedDataConfig
 from hybridrl.config.checks.check_run import check, visible_gpus
 from hybridrl.models.info import tokenizer_of
 from hybridrl.plan.devices import Cluster
@@ -104,7 +104,7 @@ def _check_ppo(findings: Findings, config: PPOTrainerConfig, tokenizer: Any, opt
         partial(describe_rows, findings, config, tokenizer, some, "max_prompt_length")
     )
     manager = findings.attempt(partial(create_reward_manager, config, tokenizer, 1))
-    data = findings.attempt(partial(prepare_ppo.read_data, config, tokenizer, count))
+    data = findings.attempt(partial(prepare_ppo.read_data, config, tokenizer, _rows_read(config.data, count)))
     if manager is None:
         return mean
     try:
@@ -126,6 +126,11 @@ def _check_ppo(findings: Findings, config: PPOTrainerConfig, tokenizer: Any, opt
     return mean
 
 
+def _rows_read(data: DataConfig | SupervisedDataConfig, count: int) -> int | None:
+    """Return how many rows to read at most: all for a mixture, whose sources may begin anywhere."""
+    return None if data.mixture.weights else count
+
+
 def _check_supervised(
     findings: Findings, config: SupervisedConfig, tokenizer: Any, options: CheckOptions
 ) -> float | None:
@@ -142,7 +147,7 @@ def _check_supervised(
         partial(describe_rows, findings, config, tokenizer, some, "max_length", sides)
     )
     count = max(options.rows, config.data.train_batch_size)
-    data = findings.attempt(partial(prepare_supervised.read_data, config, tokenizer, count))
+    data = findings.attempt(partial(prepare_supervised.read_data, config, tokenizer, _rows_read(config.data, count)))
     if data is not None:
         trainer = findings.attempt(partial(prepare_supervised.trainer_of, config, tokenizer, data))
         if trainer is not None:

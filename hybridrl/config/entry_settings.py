@@ -22,6 +22,7 @@ from hybridrl.config.schema.root import ROOTS
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
+    CURRICULA,
     INFERENCE_ENGINES,
     OBJECTIVES,
     POLICY_LOSSES,
@@ -88,6 +89,7 @@ _POLICY_LIB = f"{_POLICY}.model.external_lib"
 ENTRY_GROUPS = (
     EntryGroup(f"{_POLICY}.actor.policy_loss", f"{_POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES, _POLICY_LIB),
     EntryGroup("algorithm", "algorithm.adv_estimator", ADV_ESTIMATORS, _POLICY_LIB),
+    EntryGroup("data.mixture.curriculum", "data.mixture.curriculum.name", CURRICULA, _POLICY_LIB),
     EntryGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
     *dict.fromkeys(group for tree in ROOTS.values() for group in engine_groups(tree, model=f"{_POLICY}.model")),
     *(EntryGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "kto", "rm")),

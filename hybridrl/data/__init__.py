@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
+    from hybridrl.data.curricula import SourceRecord, register_curriculum
     from hybridrl.data.dataset_factory import (
         create_labelled_dataset,
         create_labelled_loader,
@@ -41,6 +42,7 @@ _HOMES = {
     "RLHFDataset": "rl_dataset",
     "SFTDataset": "sft_dataset",
     "SFTLoader": "loader",
+    "SourceRecord": "curricula",
     "StatefulLoader": "loader",
     "create_labelled_dataset": "dataset_factory",
     "create_labelled_loader": "dataset_factory",
@@ -52,6 +54,7 @@ _HOMES = {
     "create_sft_loader": "dataset_factory",
     "create_train_loader": "dataset_factory",
     "create_val_loader": "dataset_factory",
+    "register_curriculum": "curricula",
     "save_rows": "memory_files",
 }
 
@@ -66,6 +69,7 @@ __all__ = [
     "RLHFDataset",
     "SFTDataset",
     "SFTLoader",
+    "SourceRecord",
     "StatefulLoader",
     "create_labelled_dataset",
     "create_labelled_loader",
@@ -77,6 +81,7 @@ __all__ = [
     "create_sft_loader",
     "create_train_loader",
     "create_val_loader",
+    "register_curriculum",
     "save_rows",
 ]
 

@@ -108,6 +108,11 @@ class ConversationDataset(Dataset):
         """The id that shorter sequences are padded with. The mask, not this id, marks padding."""
         return pad_token_id(self.tokenizer)
 
+    @property
+    def indices(self) -> list[int]:
+        """The row number of each item, as in its `index`."""
+        return [int(index) for index in self._rows]
+
     def locate(self, item: int) -> str:
         """Return the file and row of an item, for messages."""
         return self.table.locate(int(self._rows[item]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema.node import default_of
+from hybridrl.data.curricula import CurriculumSampler
 from hybridrl.data.labelled_dataset import LabelledDataset
 from hybridrl.data.loader import LabelledLoader, PaddedLoader, PairLoader, PromptLoader, RowDataset, SFTLoader
 from hybridrl.data.preference_dataset import PreferenceDataset
@@ -15,6 +16,7 @@ from hybridrl.data.rl_dataset import RLHFDataset
 from hybridrl.data.row_selection import seed_of
 from hybridrl.data.samplers import EpochSampler
 from hybridrl.data.sft_dataset import SFTDataset
+from hybridrl.data.source_mixture import MixtureSampler, check_sources, items_by_source
 from hybridrl.errors import DataError
 from hybridrl.utils.user_code import load_class
 
@@ -160,16 +162,22 @@ def _check_media_keys(config: Any) -> None:
             )
 
 
-def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: RowDataset) -> Sampler:
-    """Create the training order: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
+def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: RowDataset, batch_size: int = 1) -> Sampler:
+    """Create the training order.
 
-    A custom class is called as `cls(data_source=dataset, data_config=config)`. `StatefulLoader` describes its optional
-    methods.
+    That is `EpochSampler`; with `data.mixture` `MixtureSampler` or `CurriculumSampler`; or the class that
+    `data.sampler.{class_path,class_name}` names. A custom class is called as
+    `cls(data_source=dataset, data_config=config)`. `StatefulLoader` describes its optional methods.
+
+    Args:
+        batch_size: rows per batch; an epoch of a mixture is a whole number of batches.
 
     Raises:
-        DataError: the class cannot be loaded, or cannot be called this way.
+        DataError: the class cannot be loaded, or cannot be called this way; or the mixture does not fit the data.
     """
     custom = getattr(config, "sampler", None)
+    if config.mixture.weights:
+        return _create_mixture(config, dataset, batch_size)
     if custom is None or custom.class_path is None:
         return EpochSampler(len(dataset), shuffle=config.shuffle, seed=seed_of(config))
     cls = load_class(
@@ -186,12 +194,33 @@ def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: RowDatase
     return cls(**arguments)
 
 
+def _create_mixture(config: DataConfig | SupervisedDataConfig, dataset: RowDataset, batch_size: int) -> MixtureSampler:
+    mixture = config.mixture
+    weights = {str(name): float(weight) for name, weight in mixture.weights.items()}
+    items = items_by_source(dataset, mixture.column)
+    check_sources(weights, items)
+    rows = sum(len(items[name]) for name, weight in weights.items() if weight)
+    if rows < batch_size:
+        raise DataError(
+            f"data.mixture.weights: the sources that it draws have {rows} rows, and a batch has {batch_size}, so that "
+            f"no epoch has a batch. Lower data.train_batch_size to at most {rows}, or supply more rows."
+        )
+    indices, seed = dataset.indices, seed_of(config)  # type: ignore[attr-defined]
+    curriculum = getattr(mixture, "curriculum", None)
+    if curriculum is None or curriculum.name == "fixed":
+        return MixtureSampler(items, indices, weights, batch_size, shuffle=config.shuffle, seed=seed)
+    return CurriculumSampler(
+        items, indices, weights, batch_size, settings=curriculum, shuffle=config.shuffle, seed=seed
+    )
+
+
 def create_train_loader(config: DataConfig, dataset: RowDataset, batch_size: int | None = None) -> PromptLoader:
     """Load training prompts in full batches of `batch_size` (default: `data.train_batch_size`)."""
+    batch_size = batch_size or config.train_batch_size
     return PromptLoader(
         dataset,
-        batch_size or config.train_batch_size,
-        create_sampler(config, dataset),
+        batch_size,
+        create_sampler(config, dataset, batch_size),
         drop_last=True,
         num_workers=config.dataloader_num_workers,
         seed=seed_of(config),
@@ -263,7 +292,9 @@ def create_labelled_loader(
 def _create_loader(
     cls: type[PaddedLoader], config: SupervisedDataConfig, dataset: RowDataset, batch_size: int, train: bool, key: str
 ) -> PaddedLoader:
-    sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
+    sampler = (
+        create_sampler(config, dataset, batch_size) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
+    )
     return cls(
         dataset,
         batch_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -17,11 +18,12 @@ from hybridrl.errors import DataError
 from hybridrl.notify import notify
 from hybridrl.protocol import object_array
 from hybridrl.protocol.bookkeeping import foreign_items
-from hybridrl.protocol.names import MULTI_MODAL_INPUTS
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS, SCORED_GROUPS
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
+    from hybridrl.data.group_scores import GroupScore
     from hybridrl.protocol import DataProto
 
 
@@ -143,6 +145,8 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[DataProto]:
         epoch = self._epoch
+        if not self._batches:
+            self.begin_epoch()
         for collated in self._inner_batches():
             self._batches += 1
             if self._batches == len(self):
@@ -167,15 +171,27 @@ class StatefulLoader:
             yield from self._loader
         self._resumed_at_boundary = False
 
-    def after_step(self, batch: DataProto) -> None:
+    def begin_epoch(self) -> None:
+        """Prepare for the first batch of an epoch."""
+
+    def after_step(self, batch: DataProto, groups: Sequence[GroupScore] = ()) -> dict[str, float]:
         """Pass a batch to the sampler's `update` and the dataset's `on_batch_end`, if they exist (as in verl).
 
         Args:
             batch: the batch after its update, with responses, rewards and advantages.
+            groups: the prompts that were scored for it, those that are not trained on included; the hooks find them in
+                `batch.meta_info["scored_groups"]`.
+
+        Returns:
+            What the sampler's `metrics` returns, if it has that method.
         """
+        if groups:
+            batch.meta_info = {**batch.meta_info, SCORED_GROUPS: list(groups)}
         for hook in (getattr(self.sampler, "update", None), getattr(self.dataset, "on_batch_end", None)):
             if hook is not None:
                 hook(batch=batch)
+        measure = getattr(self.sampler, "metrics", None)
+        return {} if measure is None else dict(measure(batch=batch))
 
     def finish(self, collated: Collated, epoch: int) -> DataProto:
         """Make the batch, in the controller's process."""
@@ -199,6 +215,7 @@ class StatefulLoader:
             "loader": inner,
             "sampler": self.sampler.state_dict() if self._batches == 0 and _is_stateful(self.sampler) else None,
             "made_with": self._made_with(),
+            **self.epoch_state(),
         }
         try:
             return json.loads(json.dumps(state))
@@ -208,6 +225,10 @@ class StatefulLoader:
                 f"{type(self.sampler).__name__} "
                 f"and of the data set {type(self.dataset).__name__} must return numbers, strings, lists and dicts only."
             ) from error
+
+    def epoch_state(self) -> dict[str, Any]:
+        """Return what else the batches of the rest of the epoch depend on."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position.
@@ -243,6 +264,7 @@ class StatefulLoader:
             "shuffle": getattr(sampler, "shuffle", None),
             "seed": getattr(sampler, "seed", None),
             "workers": self._loader.num_workers > 0,
+            "sources": getattr(sampler, "sources", None),
         }
 
 
@@ -251,8 +273,9 @@ class PromptLoader(StatefulLoader):
 
     A batch holds `input_ids, attention_mask, position_ids` `[B, P]` (int64), left-padded to the longest prompt of the
     batch (`position_ids` are `[B, 4, P]` for a vision-language model), and as non-tensors `uid, raw_prompt, index`, the
-    other columns of the rows, and for a vision-language model `multi_modal_inputs`. `uid` is
-    `"{epoch}-{index}"`: the same in every run of the same data, different for every prompt of a run.
+    other columns of the rows, and for a vision-language model `multi_modal_inputs`. `uid` is `"{epoch}-{index}"`, and
+    `"{epoch}-{index}-{k}"` where the epoch has drawn the row k > 0 times before: the same in every run of the same
+    data, different for every draw of a run.
 
     Args:
         dataset, batch_size, sampler, drop_last, settings: see `StatefulLoader`.
@@ -271,15 +294,26 @@ class PromptLoader(StatefulLoader):
     ) -> None:
         collate = PromptCollator(_pad_id(dataset, pad_token_id))
         super().__init__(dataset, batch_size, sampler, drop_last, collate=collate, **settings)
+        self._draws: Counter[str] = Counter()  # of the epoch, by the row's index
+
+    def begin_epoch(self) -> None:
+        self._draws.clear()
+
+    def epoch_state(self) -> dict[str, Any]:
+        draws_once = type(self.sampler) is EpochSampler  # no row comes again in the rest of its epoch
+        return {"draws": dict(self._draws) if self._batches and not draws_once else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._draws = Counter(state.get("draws", {}))  # checkpoints of earlier versions have none
 
     def finish(self, collated: Collated, epoch: int) -> DataProto:
         tensors, objects = collated
-        repeats: dict[str, int] = {}
         uids = []
-        for index in objects["index"]:
-            uid = f"{epoch}-{index}"
-            again = repeats[uid] = repeats.get(uid, -1) + 1
-            uids.append(f"{uid}-{again}" if again else uid)  # a row drawn twice is two prompts, two groups
+        for index in map(str, objects["index"]):
+            again = self._draws[index]
+            self._draws[index] += 1
+            uids.append(f"{epoch}-{index}-{again}" if again else f"{epoch}-{index}")
         return super().finish((tensors, {**objects, "uid": uids}), epoch)
 
 

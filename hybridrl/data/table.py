@@ -320,6 +320,10 @@ class Table:
             values.extend(part.column(name) if name in part.columns else [None] * len(part))
         return values
 
+    def files(self) -> list[str]:
+        """Return the file of each row, or what else its part was read from."""
+        return [str(part.path) for part in self.parts for _ in range(len(part))]
+
     def media_columns(self) -> list[str]:
         """Return the names of columns with files of media, by the form of their values."""
         return list(dict.fromkeys(name for part in self.parts for name in part.media_columns()))

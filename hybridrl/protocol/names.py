@@ -12,6 +12,8 @@ ROUTED_EXPERTS = "routed_experts"
 ATTEMPT = "attempt"
 #: in the meta of a generated batch: an `UnscoredSample` for each attempt at a sample that gave none
 MISSING_SAMPLES = "missing_samples"
+#: in the meta of a batch after its step: a `GroupScore` for each prompt that was scored for it
+SCORED_GROUPS = "scored_groups"
 #: in the meta of answers that brought rewards along: names of the columns that are the data's
 DATA_COLUMNS = "data_columns"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any

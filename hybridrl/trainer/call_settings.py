@@ -41,6 +41,7 @@ class PolicySettings(TypedDict, total=False):
     clip_ratio_c: float
     clip_rewards: float | None
     cliprange_value: float
+    column: str | None
     combine: str
     command: str | None
     critic_warmup: int
@@ -87,6 +88,7 @@ class PolicySettings(TypedDict, total=False):
     file: str
     filter_overlong_prompts: bool
     filter_overlong_prompts_workers: int
+    floor: float
     format: str
     forward_micro_batch_size_per_gpu: int
     free_cache_engine: bool
@@ -277,6 +279,7 @@ class PolicySettings(TypedDict, total=False):
     shuffle_dataset: bool
     significance: float
     sleep_level: int
+    smoothing: float
     source: str
     sppo_eta: float
     sppo_preference_scale: float | None
@@ -285,6 +288,7 @@ class PolicySettings(TypedDict, total=False):
     stop: list[str]
     stuck_timeout_s: float
     system_prompt: str | None
+    target: float
     target_kl: float
     target_modules: str | list[str]
     tau_neg: float
@@ -348,6 +352,7 @@ class PolicySettings(TypedDict, total=False):
     weight: float
     weight_decay: float
     weight_pow: float
+    weights: dict[str, Any]
 
 
 class SupervisedSettings(TypedDict, total=False):
@@ -365,6 +370,7 @@ class SupervisedSettings(TypedDict, total=False):
     bf16: Any
     chat_template_kwargs: dict[str, Any]
     clip_grad: float
+    column: str | None
     context_parallel_size: int
     custom_chat_template: str | None
     data_seed: Any
@@ -526,6 +532,7 @@ class SupervisedSettings(TypedDict, total=False):
     warmup_ratio: float
     warmup_steps: Any
     weight_decay: float
+    weights: dict[str, Any]
 
 
 class SFTSettings(SupervisedSettings, total=False):

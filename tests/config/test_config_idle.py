@@ -489,6 +489,7 @@ EXAMPLES = {
     "lr_warmup_steps": -1,
     "trainer_mode": "colocate_async",
     "test_freq": 5,
+    "weights": {"a": 1},
 }
 
 

@@ -97,6 +97,51 @@ def test_a_row_drawn_twice_in_a_batch_is_two_prompts():
     assert uids([batch]) == [["0-1", "0-1-1", "0-1-2"]]
 
 
+class WithReplacement(torch.utils.data.Sampler):
+    """Draws each row of an epoch anew, from the seed and the epoch."""
+
+    def __init__(self, size: int, high: int) -> None:
+        self.size, self.high, self.epoch = size, high, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        return iter(np.random.default_rng([3, self.epoch]).integers(self.high, size=self.size).tolist())
+
+
+def repeating(high: int = 3) -> PromptLoader:
+    return PromptLoader(Numbers(9), 3, WithReplacement(9, high))
+
+
+@settings(max_examples=20, deadline=None)
+@given(high=st.integers(1, 9), stop=st.integers(0, 8))
+def test_every_draw_is_a_prompt_of_its_own_also_after_a_resume(high, stop):
+    expected = uids(take(repeating(high), 9))
+    flat = [uid for batch in expected for uid in batch]
+    assert len(set(flat)) == 27
+    drawn = [row for epoch in range(3) for row in np.random.default_rng([3, epoch]).integers(high, size=9).tolist()]
+    assert [tuple(map(int, uid.split("-")[:2])) for uid in flat] == [(n // 9, row) for n, row in enumerate(drawn)]
+    before, after = repeating(high), repeating(high)
+    head = uids(take(before, stop)) if stop else []
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert head + uids(take(after, 9 - stop)) == expected
+
+
+def test_a_pass_that_is_alike_has_the_same_uids_of_rows_drawn_twice():
+    source = PromptLoader(Numbers(3), 1, [1, 1, 2], every_epoch_alike=True)
+    assert uids(source) == uids(source) == [["0-1"], ["0-1-1"], ["0-2"]]
+
+
+def test_the_state_of_an_ordinary_epoch_holds_no_row():
+    source = loader(size=300)
+    take(source, 50)
+    assert source.state_dict()["draws"] == {}
+
+
 # 3 batches an epoch: mid-epoch, both boundaries, second and third epoch. With processes that read ahead the first
 # boundary and both sides of it.
 @pytest.mark.parametrize(("workers", "stop"), [*((0, stop) for stop in range(8)), (2, 0), (2, 2), (2, 3), (2, 4)])

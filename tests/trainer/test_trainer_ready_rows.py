@@ -103,14 +103,6 @@ def test_rows_of_one_sample_count_by_their_sum() -> None:
     assert uids_of(sampled.batch) == ["b"] and sampled.metrics["filter_groups/discarded"] == 1.0
 
 
-def test_a_prompt_that_comes_twice_is_refused() -> None:
-    sampler = given_sampler(
-        [generated(["a", "b"], [[0, 1], [1, 1]]), generated(["b"], [[0, 1]])], prompts=4, enable=False
-    )
-    with raises_with(UserError, "'b'", "data.sampler"):
-        sampler.next()
-
-
 def test_a_surplus_goes_through_the_checkpoint(tmp_path: Path) -> None:
     sampler = given_sampler([generated(["a", "b"], [[0, 1], [2, 0]])], prompts=1)
     sampler.next()

@@ -83,6 +83,10 @@ def test_batches_come_one_after_the_other_with_their_metrics() -> None:
     assert first.metrics["reward/timeouts"] == 2.0 and second.metrics["reward/timeouts"] == 1.0  # a call is a timeout
     assert second.metrics["filter_groups/carried_over"] == 1.0
     assert first.timing.keys() == {"data", "gen", "reward"} and first.reward_columns == ("acc",)
+    # those of a generation batch belong to the step that trains on the first of them: a surplus is not counted twice
+    rows = [[group.row for group in sampled.groups] for sampled in (first, second, third)]
+    assert rows == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert all(group.mixed and group.mean == pytest.approx(group.row + 1.005) for group in first.groups)
     assert [asked.meta_info["global_steps"] for asked in rollout.asked] == [1, 1, 2, 3, 3]
     scores = first.batch.batch["token_level_scores"].sum(1)
     torch.testing.assert_close(scores, torch.tensor([1.0, 1.01, 2.0, 2.01, 3.0, 3.01]))
@@ -115,6 +119,7 @@ def test_a_sampler_continues_from_its_state(tmp_path) -> None:
         assert found.batch.non_tensor_batch["uid"].tolist() == expected.batch.non_tensor_batch["uid"].tolist()
         assert torch.equal(found.batch.batch["responses"], expected.batch.batch["responses"])
         assert found.metrics == expected.metrics and found.reward_columns == expected.reward_columns
+        assert found.groups == expected.groups != ()
     assert resumed.step == whole.step == 3
 
 

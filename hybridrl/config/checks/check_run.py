@@ -20,6 +20,7 @@ from hybridrl.config.checks.check_algorithm import (
 from hybridrl.config.checks.check_distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.check_judge import check_judge
 from hybridrl.config.checks.check_mappings import check_mappings
+from hybridrl.config.checks.check_mixture import check_mixture
 from hybridrl.config.checks.check_places import check_places
 from hybridrl.config.checks.check_roles import (
     check_contents,
@@ -55,6 +56,7 @@ from hybridrl.errors import ConfigError, RewardError
 from hybridrl.notify import notify
 from hybridrl.registry import (
     ADV_ESTIMATORS,
+    CURRICULA,
     INFERENCE_ENGINES,
     OBJECTIVES,
     POLICY_LOSSES,
@@ -134,6 +136,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_roles(config)
     yield check_hub("actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint, trainer)
     yield _check_prompts(config)
+    yield check_mixture(config.data)
     yield _check_reward(config)
     yield check_estimator(config)
     yield check_rewards_to_advantages(config)
@@ -159,6 +162,8 @@ def _named_entries(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], s
         f"{_ACTOR}.policy_loss.loss_mode": (POLICY_LOSSES, policy.actor.policy_loss.loss_mode),
         f"{_ROLLOUT}.multi_turn.format": (TOOL_PARSERS, policy.rollout.multi_turn.format),
     }
+    if (curriculum := config.data.mixture.curriculum.name) != "fixed":
+        choices["data.mixture.curriculum.name"] = (CURRICULA, curriculum)
     if manager.source == "register":
         choices["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
     return choices | chosen_by_name(config) | _chosen_rollout(policy.rollout)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from hybridrl.config.checks.check_mixture import check_mixture
 from hybridrl.config.checks.paths import check_class, check_files
 from hybridrl.config.data_names import KINDS
 from hybridrl.config.entry_settings import ranks_per_sequence
@@ -19,6 +20,7 @@ _ROWS = {PairsDataConfig: "pairs", LabelledDataConfig: "labelled answers"}
 def check_supervised(config: SupervisedConfig) -> Iterator[str]:
     """Check the settings of the data and of the objective."""
     yield from _check_data(config)
+    yield from check_mixture(config.data)
     if isinstance(config.data, SFTDataConfig):
         yield from _check_conversations(config.data)
     yield from _check_sizes(config)

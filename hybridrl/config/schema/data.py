@@ -4,9 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import choices
-from hybridrl.config.schema.conditions import above, among, any_of, entry_has, is_not_set, is_set, off, on
+from hybridrl.config.schema.conditions import (
+    Need,
+    above,
+    among,
+    any_of,
+    entry,
+    entry_has,
+    is_not_set,
+    is_set,
+    off,
+    on,
+)
+from hybridrl.config.schema.mappings import Unchecked
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import INFERENCE_ENGINES, OBJECTIVES
+from hybridrl.registry import CURRICULA, INFERENCE_ENGINES, OBJECTIVES
 
 #: a model of the run generates; an endpoint renders and reads messages itself
 _OWN_MODEL = entry_has("actor_rollout_ref.rollout.name", INFERENCE_ENGINES, "takes_weights")
@@ -14,6 +26,8 @@ _FILES = (
     "files (parquet, json, jsonl, csv, tsv), globs, addresses (s3://bucket/file), or data sets of the hub "
     "(org/name@config:split)"
 )
+#: the weights of sources follow their scores
+_ADAPTS = Need(".name", lambda name: name != "fixed", "=mixed_groups or another curriculum")
 
 
 @dataclass
@@ -36,6 +50,64 @@ class SamplerConfig(ConfigNode):
         "name of the sampler class, built with (data_source=dataset, data_config=data)",
         needs=is_set(".class_path"),
     )
+
+
+@dataclass
+class MixtureConfig(ConfigNode):
+    """`data.mixture`: batches that are mixed from the sources of the data with weights."""
+
+    weights: dict[str, Any] = key(
+        {},
+        "{source: weight}, for every source of the data, of any sum; 0: its rows are left out. {}: each row once an "
+        "epoch",
+        read_by=Unchecked("hybridrl.config.checks.check_mixture, and hybridrl.data.source_mixture once there are data"),
+    )
+    column: str | None = key(
+        "data_source",
+        "column that names a row's source; null: its file does, by its name without the ending",
+        needs=is_set(".weights"),
+    )
+
+
+@dataclass
+class CurriculumConfig(ConfigNode):
+    """`data.mixture.curriculum`: weights that follow the scores of the sources."""
+
+    name: str = key(
+        "fixed",
+        "how useful a source is by the scores of its prompts; fixed: the weights do not change",
+        choices=("fixed",),
+        registry=CURRICULA,
+        needs=is_set("..weights"),
+    )
+    floor: float = key(
+        0.1,
+        "share of its own weight that each source keeps, whatever its scores",
+        gt=0,
+        le=1,
+        needs=_ADAPTS,
+    )
+    smoothing: float = key(
+        0.9,
+        "weight of a source's earlier scores when those of a step are added; 0: the last step alone counts",
+        ge=0,
+        lt=1,
+        needs=_ADAPTS,
+    )
+    target: float = key(
+        0.5,
+        "target_pass_rate: the mean score at which a source is most useful",
+        gt=0,
+        lt=1,
+        needs=(_ADAPTS, entry(".name", CURRICULA, "target_pass_rate")),
+    )
+
+
+@dataclass
+class RLMixtureConfig(MixtureConfig):
+    """`data.mixture` of `ppo_trainer`."""
+
+    curriculum: CurriculumConfig = group(CurriculumConfig)
 
 
 @dataclass
@@ -121,6 +193,7 @@ class DataConfig(PromptConfig):
     validation_shuffle: bool = key(False, "shuffle validation prompts", needs=is_set(".val_files"))
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
+    mixture: RLMixtureConfig = group(RLMixtureConfig)
     tool_config_path: str | None = key(
         None,
         "YAML file with the tools that prompts describe to the model; null: none",
@@ -160,6 +233,7 @@ class SupervisedDataConfig(ConfigNode):
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
     seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0, needs=on(".shuffle"))
+    mixture: MixtureConfig = group(MixtureConfig)
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further arguments of the chat template", read_by="template-variables"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.data.group_scores import GroupScore
 from hybridrl.trainer.ppo.episode import merged
 from hybridrl.trainer.ppo.missing_statistics import MissingCounts
 
@@ -22,6 +23,7 @@ class LotReport:
         scored: number of groups with scored samples, enough of them.
         discarded: those of them that dynamic sampling drops.
         scores, dropped_scores: of the rows of those groups.
+        groups: the scores of all of them.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -32,6 +34,7 @@ class LotReport:
     discarded: int = 0
     scores: torch.Tensor | None = None
     dropped_scores: torch.Tensor | None = None
+    groups: list[GroupScore] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
         """Return everything as JSON values, for `from_state`."""
@@ -44,6 +47,7 @@ class LotReport:
             "discarded": self.discarded,
             "scores": None if self.scores is None else self.scores.tolist(),
             "dropped_scores": None if self.dropped_scores is None else self.dropped_scores.tolist(),
+            "groups": [list(group) for group in self.groups],
         }
 
     @classmethod
@@ -58,6 +62,7 @@ class LotReport:
                 **state,
                 "columns": None if state["columns"] is None else tuple(state["columns"]),
                 "counts": [MissingCounts.from_state(counts) for counts in state["counts"]],
+                "groups": [GroupScore(*group) for group in state.get("groups", [])],  # earlier versions wrote none
                 **tensors,
             }
         )

@@ -16,6 +16,7 @@ from hybridrl.config.entry_mappings import idle_settings
 from hybridrl.config.places import place_of
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.data.group_scores import GroupScore
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
@@ -178,7 +179,11 @@ def write_batch(folder: Path, step: int, sampled: ScoredBatch) -> None:
         StorageError: a column holds objects that cannot be stored.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    results = {"metrics": sampled.metrics, "reward_columns": list(sampled.reward_columns)}
+    results = {
+        "metrics": sampled.metrics,
+        "reward_columns": list(sampled.reward_columns),
+        "groups": [list(group) for group in sampled.groups],
+    }
     batch = sampled.batch.select()
     batch.meta_info = {**batch.meta_info, _STEP_RESULTS: results}
     if sampled.probe is not None:
@@ -192,7 +197,8 @@ def read_batch(folder: Path, step: int) -> ScoredBatch:
     results = batch.meta_info.pop(_STEP_RESULTS)
     file = _probe_file(folder, step)
     probe = DataProto.load_from_disk(file) if file.exists() else None
-    return ScoredBatch(batch, dict(results["metrics"]), {}, tuple(results["reward_columns"]), probe)
+    groups = tuple(GroupScore(*group) for group in results.get("groups", []))  # earlier versions wrote none
+    return ScoredBatch(batch, dict(results["metrics"]), {}, tuple(results["reward_columns"]), probe, groups)
 
 
 def check_recording(config: PPOTrainerConfig, steps: int) -> None:

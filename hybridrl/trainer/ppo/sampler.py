@@ -18,7 +18,8 @@ import torch
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
-from hybridrl.errors import CheckpointError, RewardError, UserError
+from hybridrl.data.group_scores import GroupScore, group_scores
+from hybridrl.errors import CheckpointError, RewardError
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
@@ -62,6 +63,7 @@ class ScoredBatch:
         metrics: metrics of generation, scoring and dynamic sampling.
         timing: seconds per phase: `data`, `gen`, `reward`, `gen_max`, and those of roles that score.
         reward_columns: names of the columns that the reward function returned, which dumps show.
+        groups: the scores of the prompts that were answered for the batch, those that it leaves out included.
         probe: responses sampled without top-p and top-k, on which the learner compares sampler and trainer. Set only
             with the first batch, and only if the batch itself was sampled otherwise.
     """
@@ -71,6 +73,7 @@ class ScoredBatch:
     timing: dict[str, float]
     reward_columns: tuple[str, ...] = ()
     probe: DataProto | None = None
+    groups: tuple[GroupScore, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ class Sampler:
         probe = self.probe(batch, self._prompt_columns) if self.step == 1 else None
         # Lots that are answered ahead overlap with training: a step only waits for them.
         timing = dict(timer.seconds) if self.reads_ahead else summed_seconds(reports)
-        return ScoredBatch(batch, scored | metrics, timing, self.reward_columns, probe)
+        groups = tuple(group for report in reports for group in report.groups)
+        return ScoredBatch(batch, scored | metrics, timing, self.reward_columns, probe, groups)
 
     async def _take(self) -> tuple[TakenGroups[None], dict[str, float]]:
         """Take the groups of a step; return them with the metrics of dynamic sampling and of the ledger."""
@@ -281,13 +285,6 @@ class Sampler:
         with timer.phase("data"):
             prompts = next(self._prompts)
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"].tolist()]
-        live = {group.uid for group in self._feeder.ledger.live.values()}
-        twice = [uid for number, uid in enumerate(uids) if uid in live or uid in uids[:number]]
-        if twice:
-            raise UserError(
-                f"the prompt with uid {twice[0]!r} was drawn twice for one step: two generation batches hold it. "
-                "Let the data sampler (data.sampler) draw a row at most once per epoch, or give prompts unique uids."
-            )
         return uids, DrawnPrompts(prompts, timer.seconds["data"])
 
     async def _answer(self, lot: Lot[DrawnPrompts]) -> LotResult[None]:
@@ -337,6 +334,7 @@ class Sampler:
         groups = Groups(batch.non_tensor_batch["uid"], torch.device("cpu"))
         report.scored = groups.count
         report.scores = batch.batch["token_level_scores"].sum(dim=-1)
+        report.groups = group_scores(batch)
         settings = self.config.algorithm.filter_groups
         if not settings.enable:
             return batch

@@ -275,7 +275,8 @@ class RayPPOTrainer:
                     self.end_validation()  # of the step before: all its answers are by the weights of that step
                     self.sampler.before_publish()  # prompts that would be too old under the new weights
                     synced = self.reshard()  # training weights -> generation weights
-                    self.train_loader.after_step(result.batch)  # a curriculum uses it to choose the next prompts
+                    # a curriculum uses it to choose the next prompts
+                    synced |= self.train_loader.after_step(result.batch, sampled.groups)
                     self.sampler.release()  # the rollout has the weights that were trained on the batch
                 self.report_validation()
                 metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})

@@ -152,7 +152,7 @@ class SupervisedTrainer:
             for batch in self.run.batches(self.train_loader):
                 with self.run.measured_step(), self.profiler.step(self.run.step):
                     metrics = self.update(batch)
-                    self.train_loader.after_step(batch)  # for a sampler or dataset that learns from it
+                    metrics |= self.train_loader.after_step(batch)  # for a sampler or dataset that learns from it
                 self.report(metrics)
                 with suppress(StepAbandoned), self.run.abandonable():
                     self.validate_if_due()
