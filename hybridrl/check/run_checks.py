@@ -114,7 +114,7 @@ def _check_ppo(findings: Findings, config: PPOTrainerConfig, tokenizer: Any, opt
             findings.attempt(manager.start)
             trainer = findings.attempt(partial(prepare_ppo.trainer_of, config, tokenizer, manager, data))
             if trainer is not None:
-                findings.attempt(trainer.run.look_for_checkpoint)
+                findings.attempt(partial(trainer.run.look_for_checkpoint, fetch=False))
             if config.reward.runs_functions and not config.reward.reward_model.is_judge and len(data[0]):
                 columns = findings.attempt(partial(describe_answers, findings, manager, tokenizer, data[0], _SCORED))
                 if columns and config.algorithm.filter_groups.enable:
@@ -151,7 +151,7 @@ def _check_supervised(
     if data is not None:
         trainer = findings.attempt(partial(prepare_supervised.trainer_of, config, tokenizer, data))
         if trainer is not None:
-            findings.attempt(trainer.run.look_for_checkpoint)
+            findings.attempt(partial(trainer.run.look_for_checkpoint, fetch=False))
     return mean
 
 

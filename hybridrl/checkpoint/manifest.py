@@ -102,7 +102,19 @@ def read_manifest(folder: Path) -> Manifest:
     path = Path(folder) / MANIFEST
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no finished checkpoint of hybridrl")
-    data = load_json(path)
+    return manifest_of(load_json(path), path)
+
+
+def manifest_of(data: Any, path: Path | str) -> Manifest:
+    """Return the manifest with this content, and check its form and its own hash.
+
+    Args:
+        data: plain data.
+        path: where it was read, for messages.
+
+    Raises:
+        CheckpointError: it was altered, or is of a later format.
+    """
     if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
         raise CheckpointError(f"{path} has format {data['format']}, this version reads up to {FORMAT}: update hybridrl")
     try:
@@ -157,7 +169,19 @@ def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
     return manifest
 
 
-def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+def ranked(manifests: Mapping[int, Manifest]) -> list[int]:
+    """Return the steps of checkpoints, starting with the one to resume from.
+
+    The newest checkpoint is the one saved last, which need not have the highest step: a run that went back to an
+    earlier step leaves checkpoints of later steps that it abandoned. Those come last.
+    """
+    if not manifests:
+        return []
+    newest = max(manifests, key=lambda step: manifests[step].sequence)
+    return sorted(manifests, key=lambda step: (step <= newest, manifests[step].sequence), reverse=True)
+
+
+def check_identity(folder: Path | str, manifest: Manifest, identity: Mapping[str, Any]) -> None:
     """Raise a CheckpointError that shows both sides, unless the manifest agrees with every entry of `identity`."""
     # Compare after a JSON round trip, so that a tuple equals the list it was saved as.
     identity = json.loads(json.dumps(dict(identity)))

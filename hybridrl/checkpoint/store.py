@@ -17,7 +17,14 @@ from typing import Any
 
 from hybridrl.checkpoint import lock
 from hybridrl.checkpoint.disk_failure import disk_failure
-from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
+from hybridrl.checkpoint.manifest import (
+    Manifest,
+    check_identity,
+    ranked,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from hybridrl.config.schema.choices import RESUME_MODES
 from hybridrl.errors import CheckpointError
 from hybridrl.notify import notify
@@ -41,6 +48,9 @@ class RunStore:
         config_digest: hash of the resolved configuration, recorded in each checkpoint.
         notice: called with each message for the user; by default, messages are printed to stderr.
 
+    Attributes:
+        earlier: number of saves of this run that are elsewhere, after which those of a new folder are numbered.
+
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class RunStore:
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity or {})))
         self.world: dict[str, Any] = json.loads(json.dumps(dict(world or {})))
         self.config_digest = config_digest
+        self.earlier = 0
         self._notice = notice
         self._protected: dict[str, Path] = {}
         self._in_use: Path | None = None
@@ -135,6 +146,26 @@ class RunStore:
             self._explain(exc, step)
             raise
         return self._unfinished
+
+    @contextlib.contextmanager
+    def receiving(self, step: int) -> Iterator[Path]:
+        """Yield a folder to copy a finished checkpoint of `step` into, with its manifest. It is verified at the end.
+
+        Raises:
+            CheckpointError: the copy is incomplete or corrupt. The folder is removed then, as after any other error.
+        """
+        self.claim()
+        final = self.folder(step)
+        temporary = final.with_name(final.name + ".tmp")
+        temporary.mkdir()
+        try:
+            yield temporary
+            verify(temporary)
+            self._publish(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        write_text(self.root / LATEST, str(step))
 
     def claim(self) -> None:
         """Create the folder, lock it for this process, and clean up after a killed run. `find` and `writing` do so too.
@@ -211,9 +242,9 @@ class RunStore:
         ) from exc
 
     def _next_sequence(self) -> int:
-        return max((manifest.sequence for manifest in self._readable().values()), default=0) + 1
+        return max([self.earlier, *(manifest.sequence for manifest in self.manifests().values())]) + 1
 
-    def _readable(self) -> dict[int, Manifest]:
+    def manifests(self) -> dict[int, Manifest]:
         """Return the manifests that can be read, by step."""
         return self._manifests()[0]
 
@@ -228,16 +259,8 @@ class RunStore:
         return manifests, faults
 
     def _ranked(self) -> list[int]:
-        """Return the steps with a readable manifest, starting with the one to resume from.
-
-        The newest checkpoint is the one saved last, which need not have the highest step: a run that went back to an
-        earlier step leaves checkpoints of later steps that it abandoned. Those come last.
-        """
-        manifests = self._readable()
-        if not manifests:
-            return []
-        newest = max(manifests, key=lambda step: manifests[step].sequence)
-        return sorted(manifests, key=lambda step: (step <= newest, manifests[step].sequence), reverse=True)
+        """Return the steps with a readable manifest, starting with the one to resume from."""
+        return ranked(self.manifests())
 
     def newest(self) -> int | None:
         """Return the step of the checkpoint saved last, or None. Its hashes are not checked."""
@@ -249,7 +272,7 @@ class RunStore:
 
         The checkpoint saved last always stays, because the new one does not exist yet.
         """
-        manifests, ranked = self._readable(), self._ranked()
+        manifests, ranked = self.manifests(), self._ranked()
         if self.keep is None or len(ranked) < max(2, self.keep):
             return
         needed = manifests[ranked[0]].size

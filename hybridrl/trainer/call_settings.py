@@ -236,6 +236,7 @@ class PolicySettings(TypedDict, total=False):
     ray_wait_register_center_timeout: int
     recompute_old_log_prob: str
     record: bool
+    remote_dir: str | None
     replay: str | None
     report: bool
     report_rollouts: int
@@ -472,6 +473,7 @@ class SupervisedSettings(TypedDict, total=False):
     ray_init: dict[str, Any]
     ray_wait_register_center_timeout: int
     recompute_granularity: str
+    remote_dir: str | None
     report: bool
     report_to: str | list[str]
     reshard_after_forward: bool

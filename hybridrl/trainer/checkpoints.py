@@ -10,6 +10,7 @@ from hybridrl.notify import notify
 from hybridrl.observe.run_folder import shown_settings
 from hybridrl.trainer.background_save import BackgroundSave, Writers
 from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition, complete_models, definition_of
+from hybridrl.trainer.remote_checkpoints import RemoteCheckpoints
 from hybridrl.trainer.settings_change import SettingChange, check_same_experiment, compare, record_changes
 
 
@@ -24,6 +25,7 @@ class Checkpoints:
 
     Attributes:
         store: the folders.
+        remote: their copies behind `trainer.remote_dir`; None: there are none.
         source: the checkpoint to resume from; None: there is none.
         looked: whether `look` was called.
     """
@@ -45,6 +47,7 @@ class Checkpoints:
             world={"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node},
             config_digest=digest(shown_settings(config)),
         )
+        self.remote = None if trainer.remote_dir is None else RemoteCheckpoints(trainer.remote_dir, self.store)
         self.source: Path | None = None
         self._writers = writers
         self.looked = False
@@ -53,17 +56,23 @@ class Checkpoints:
         self._saving: BackgroundSave | None = None
         self._saved_step = -1
 
-    def look(self) -> None:
+    def look(self, fetch: bool = True) -> None:
         """Find and verify the checkpoint that `restore` will resume from, so that a corrupt or foreign one is refused
         before a model is loaded, and so is another experiment. This is done only once.
 
+        Args:
+            fetch: whether a newer one behind `trainer.remote_dir` is copied to this machine.
+
         Raises:
+            UserError: see `RemoteCheckpoints.look`.
             CheckpointError: see `RunStore.find`, or with `resume_mode=auto` the model, the data, the reward, the
                 environment or the algorithm are not those that the run began with.
         """
         if self.looked:
             return
         self._definition = definition_of(self.config)
+        if self.remote is not None:
+            self.remote.look(self.trainer.resume_mode, self.config, self._definition, fetch)
         self.source = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
         self.looked = True
         if self.source is None:
@@ -157,11 +166,28 @@ class Checkpoints:
         saving, self._saving = self._saving, None  # after an error there is nothing to wait for any more
         if saving is not None and saving.advance(wait):
             self._saved_step = saving.step
+            if self.remote is not None:
+                self.remote.add(saving.step)
         else:
             self._saving = saving
+            if self.remote is not None:
+                self.remote.advance()
 
-    def close(self, error: BaseException | None) -> None:
-        """Wait at the end of the run; after an error, which may be of the processes that write, as well as it goes."""
+    def has_copy(self, step: int) -> bool:
+        """Return whether there is a checkpoint of a step, here or behind `trainer.remote_dir`."""
+        return self.store.folder(step).is_dir() or (self.remote is not None and step in self.remote.steps)
+
+    def close(self, error: BaseException | None, gives_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait at the end of the run; after an error, which may be of the processes that write, as well as it goes.
+
+        Args:
+            gives_up: whether to wait no more for uploads; asked again and again.
+        """
+        self._close(error)
+        if self.remote is not None:
+            self.remote.close(lambda: gives_up() or isinstance(error, KeyboardInterrupt))
+
+    def _close(self, error: BaseException | None) -> None:
         if error is None:
             self.complete()
         elif self._saving is not None:

@@ -119,13 +119,15 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._cleanup:
-            self.checkpoints.close(error)
+            self.checkpoints.close(error, lambda: self.abandons)
             self._keep_best()
             self.tracking.finish(failed=kind is not None)
             self.events.write(END, self._ending(error))
             if kind is None and self.trainer.report:
                 write_report(self.folder)
                 print_summary(self.folder)
+            if self.checkpoints.remote is not None:
+                self.checkpoints.remote.upload_run_files()
             if kind is None:
                 self._report_end()
 
@@ -255,8 +257,11 @@ class TrainingRun:
     def _emit(self, kind: EventKind, folder: Path, metrics: Mapping[str, Any], step: int) -> None:
         emit(RunEvent(kind, step, self.total_steps, folder, dict(metrics)))
 
-    def look_for_checkpoint(self) -> None:
+    def look_for_checkpoint(self, fetch: bool = True) -> None:
         """Find and verify the checkpoint to resume from, and refuse folders that cannot be written.
+
+        Args:
+            fetch: see `Checkpoints.look`.
 
         Raises:
             CheckpointError: see `Checkpoints.look`.
@@ -264,7 +269,7 @@ class TrainingRun:
         """
         if not self.checkpoints.looked:
             self._check_dump_folders()
-        self.checkpoints.look()
+        self.checkpoints.look(fetch)
 
     def _check_dump_folders(self) -> None:
         for name in ("rollout_data_dir", "validation_data_dir"):
@@ -296,7 +301,7 @@ class TrainingRun:
         self.step = step
         self.tracking.cut_after(self.step)
         records = read(self.folder / METRICS) if (self.folder / METRICS).exists() else []
-        self.best.replay(records, set(self.checkpoints.store.steps()).__contains__)
+        self.best.replay(records, self.checkpoints.has_copy)
         self._was_finished = self._is_finished
         self.timeline.cut_after(self.step)
         self.events.write(RESUME, str(self.checkpoints.source))
@@ -336,6 +341,8 @@ class TrainingRun:
         """Keep the best checkpoint, once it is written, besides the newest ones, and name it in the run's folder."""
         if self.best.best is None:
             return
+        if self.checkpoints.remote is not None:
+            self.checkpoints.remote.best = self.best.best.step
         folder = self.checkpoints.store.folder(self.best.best.step)
         if folder.is_dir() and folder != self._best_folder:
             self._best_folder = folder

@@ -185,18 +185,25 @@ def compare(
     return [*changes, *contents.values()]
 
 
-def check_same_experiment(folder: Path, changes: list[SettingChange]) -> None:
+def check_same_experiment(folder: Path | str, changes: list[SettingChange]) -> None:
     """Refuse to continue a run as another experiment.
+
+    Args:
+        folder: of the run, or the address of its copies.
+        changes: what is different.
 
     Raises:
         OtherExperimentError: the model, the data, the reward, the environment or the algorithm are others; names the
             settings and the remedies.
     """
+    setting = (
+        "trainer.remote_dir" if isinstance(folder, str) else "trainer.default_local_dir (or trainer.experiment_name)"
+    )
     others = [str(change) for change in changes if change.is_another_experiment]
     if others:
         raise OtherExperimentError(
             f"trainer.resume_mode=auto would continue the run in {folder} as another experiment: {'; '.join(others)}",
-            ". Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
+            f". Set {setting} to another folder, or "
             "trainer.resume_mode=disable to start over in this one. To continue that run with the new values on "
             "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N",
             any(change.is_another_experiment and _is_model(change.key.removeprefix(_CONTENT_OF)) for change in changes),

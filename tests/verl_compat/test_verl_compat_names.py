@@ -17,12 +17,13 @@ from tensordict import NonTensorData, NonTensorStack
 
 import hybridrl.verl_compat
 from hybridrl.config import ActorConfig, OptimConfig
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.errors import ConfigError, DataError, RemoteFileError
 from hybridrl.protocol import DataProto, union_tensor_dict
 from hybridrl.verl_compat.base_config import BaseConfig
 from hybridrl.verl_compat.protocol import deserialize_tensordict, serialize_tensordict
 from hybridrl.verl_compat.trainer.config import RolloutCorrectionConfig
 from hybridrl.verl_compat.trainer.ppo.ray_trainer import compute_advantage
+from hybridrl.verl_compat.utils import hdfs_io
 from hybridrl.verl_compat.utils import tensordict_utils as tu
 from hybridrl.verl_compat.utils import torch_functional as F
 from hybridrl.verl_compat.utils.config import omega_conf_to_dataclass
@@ -255,8 +256,15 @@ def test_plain_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["VERL_COMPAT_TEST"] == "1"
     assert "VERL_COMPAT_TEST" not in os.environ
     assert copy_to_local(tmp_path) == str(tmp_path)
-    with raises_with(DataError, "hdfs://a/b"):
-        copy_to_local("hdfs://a/b")
+    with raises_with(RemoteFileError, "nosuch://a/b"):
+        copy_to_local("nosuch://a/b")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("{}")
+    hdfs_io.makedirs("memory://verl/data", exist_ok=True)
+    hdfs_io.copy(str(tmp_path / "rows"), "memory://verl/data")
+    assert hdfs_io.exists("memory://verl/data/rows/a.jsonl") and not hdfs_io.exists("memory://verl/data/b")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert Path(copy_to_local("memory://verl/data/rows/a.jsonl")).read_text() == "{}"
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
     logger = Tracking("project", "run", default_backend=[], config={"lr": 1})
     logger.log({"loss": 2.0}, step=1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridrl.config.checks.branches import ConfigBranch, branches, value_at
 from hybridrl.config.checks.idle import acts
-from hybridrl.config.checks.paths import check_source
+from hybridrl.config.checks.paths import check_source, check_written_address
 from hybridrl.config.schema.node import declared, default_of, default_tree
 from hybridrl.config.schema.root import RootConfig
 from hybridrl.utils.urls import is_remote, masked
@@ -69,6 +69,8 @@ def _faults(place: str | None, key: str, value: str, config: RootConfig) -> Iter
             yield f"{key}={value}: no such file (from {Path.cwd()})"
     elif place == "output" and is_remote(value):
         yield f"{key}={masked(value)}: is written to a disk of this machine; name a local or mounted place"
+    elif place == "remote":
+        yield from check_written_address(key, value)
     elif place == "output":
         yield from _check_output(key, Path(value).expanduser())
     elif place == "code":

@@ -16,7 +16,7 @@ from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.reward import RewardPartConfig, ScoringConfig
 from hybridrl.errors import RemoteFileError
 from hybridrl.utils.remote_files import file_system_class
-from hybridrl.utils.urls import is_remote, without_file_scheme
+from hybridrl.utils.urls import is_remote, is_web, masked, scheme_of, without_file_scheme
 
 _STEP = re.compile(r"global_step_(\d+)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -101,6 +101,16 @@ def check_address(name: str, url: str) -> Iterator[str]:
         file_system_class(url)
     except RemoteFileError as error:
         yield f"{name}={error}"
+
+
+def check_written_address(name: str, url: str) -> Iterator[str]:
+    """Check that files can be written behind an address, as far as its scheme says."""
+    if scheme_of(url) is None:
+        yield f"{name}={url}: must be an address, such as s3://bucket/run; a mounted folder is file:///folder"
+    elif is_web(url):
+        yield f"{name}={masked(url)}: nothing can be written over HTTP; use s3://, gs://, abfs:// or hdfs://"
+    else:
+        yield from check_address(name, url)
 
 
 def check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:

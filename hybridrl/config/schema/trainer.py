@@ -65,6 +65,12 @@ class RunConfig(JobConfig):
     )
     save_last: bool = key(True, "keep a checkpoint of the last step also with save_freq=-1")
     test_freq: int = key(-1, "steps between validations; -1 or false: none", ge=-1, means=_NEVER)
+    remote_dir: str | None = key(
+        None,
+        "address, such as s3://bucket/run, that finished checkpoints are copied to next to training, and that "
+        "resume_mode=auto continues from where it has a newer one than default_local_dir; null: none",
+        place="remote",
+    )
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; null: all", gt=0)
     best_metric: str | None = key(
         None,

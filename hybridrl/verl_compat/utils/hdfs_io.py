@@ -1,4 +1,4 @@
-"""`verl.utils.hdfs_io`: the operations on local files, as preparation scripts call them."""
+"""`verl.utils.hdfs_io`: operations on local files and on those of addresses, as preparation scripts call them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,46 @@ import os
 import shutil
 from typing import Any
 
-from hybridrl.verl_compat.utils.fs import copy_to_local
+from hybridrl.errors import DataError
+from hybridrl.utils.remote_files import file_system
+from hybridrl.verl_compat.utils.fs import is_non_local
 
 __all__ = ["copy", "exists", "makedirs"]
 
 
 def exists(path: str, **kwargs: Any) -> bool:
-    """Return whether a local path exists."""
-    return os.path.exists(copy_to_local(path))
+    """Return whether there is a file or folder."""
+    if not is_non_local(path):
+        return os.path.exists(path)
+    system, name = file_system(path)
+    return bool(system.exists(name))
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
-    """Make a local folder with its parents."""
-    os.makedirs(copy_to_local(name), mode=mode, exist_ok=exist_ok)
+    """Make a folder with its parents."""
+    if not is_non_local(name):
+        os.makedirs(name, mode=mode, exist_ok=exist_ok)
+        return
+    system, path = file_system(name)
+    system.makedirs(path, exist_ok=exist_ok)
 
 
 def copy(src: str, dst: str, **kwargs: Any) -> str:
-    """Copy a local file or folder, and return where it is."""
-    source, target = copy_to_local(src), copy_to_local(dst)
-    if os.path.isdir(source):
-        return str(shutil.copytree(source, target, dirs_exist_ok=bool(kwargs.get("dirs_exist_ok", False))))
-    return str(shutil.copy(source, target))
+    """Copy a file or folder within this machine, to an address or from one, and return where it is.
+
+    Raises:
+        DataError: both are addresses.
+    """
+    if is_non_local(src) and is_non_local(dst):
+        raise DataError(f"{src}: copy it to a local folder first, and then to {dst}")
+    if is_non_local(src):
+        system, path = file_system(src)
+        system.get(path, dst, recursive=bool(system.isdir(path)))
+        return dst
+    if is_non_local(dst):
+        system, path = file_system(dst)
+        system.put(src, path, recursive=os.path.isdir(src))
+        return dst
+    if os.path.isdir(src):
+        return str(shutil.copytree(src, dst, dirs_exist_ok=bool(kwargs.get("dirs_exist_ok", False))))
+    return str(shutil.copy(src, dst))
