@@ -207,6 +207,7 @@ class PolicySettings(TypedDict, total=False):
     num_iterations: int
     num_train_epochs: Any
     on_nonfinite: str
+    online_dpo_beta: float
     optim: Any
     output_dir: str
     parameter_sync_step: int | None

@@ -71,6 +71,7 @@ CASES = [
     Case(f"{ACTOR}.policy_loss.loss_mode=dro", below(f"{ACTOR}.policy_loss", "dro_beta=0.1")),
     Case(f"{ACTOR}.policy_loss.loss_mode=sppo", below(f"{ACTOR}.policy_loss", "sppo_eta=2")),
     Case(f"{ACTOR}.policy_loss.loss_mode=gvpo", below(f"{ACTOR}.policy_loss", "gvpo_beta=2")),
+    Case(f"{ACTOR}.policy_loss.loss_mode=online_dpo", below(f"{ACTOR}.policy_loss", "online_dpo_beta=2")),
     Case(f"{ACTOR}.policy_loss.loss_mode=m2po", below(f"{ACTOR}.policy_loss", "m2_threshold=2")),
     Case(
         f"{ACTOR}.policy_loss.loss_mode=vanilla",

@@ -58,7 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the engines and roles whose layouts a plan computes by formulas of their own
     "plan/run_plan.py": ("critic", "fsdp2", "megatron", "ref", "reward_model"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
-    "__init__.py": ("grpo",),
+    "__init__.py": ("grpo", "kto"),
     "agents/environments/gymnasium.py": ("gymnasium",),
     "agents/tools/builtin.py": ("abs",),
     # names of other projects
@@ -80,17 +80,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ),
-    "compat/trl/script.py": ("grpo",),
+    "compat/trl/script.py": ("grpo", "kto"),
     "config/short_table.py": ("cispo", "dapo", "grpo", "sapo"),  # TRL's names of losses
     "engine/megatron/build.py": ("vanilla",),
     "observe/tracking.py": ("mlflow",),
     "plan/plan_command.py": ("grpo",),
     "plan/published.py": ("prime-rl",),
-    "programs.py": ("grpo",),
+    "programs.py": ("grpo", "kto"),
     "reward/column_checks.py": ("reward_model",),
     "reward/pools.py": ("judge",),
     "rollout/vllm/compat.py": ("vllm",),
-    "trainer/api.py": ("grpo",),
+    "trainer/api.py": ("grpo", "kto"),
     "trainer/call_arguments.py": ("dapo", "grpo", "sapo"),  # likewise
     "utils/agent_host.py": ("openai",),
 }

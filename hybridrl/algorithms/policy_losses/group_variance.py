@@ -67,10 +67,37 @@ class SampleGroups:
         """The distance from the mean of the prompt's samples, [B] -> [B]."""
         return values - self._groups.mean(values, self._share)
 
+    def best_and_worst(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of the best and of the worst sample of each prompt, the first of equal ones: [B] -> ([B], [B]) bool.
+
+        A prompt whose samples all have the same value has neither.
+        """
+        counts = self.lengths > 0
+        smallest, largest = (torch.where(counts, sign * values, torch.inf) for sign in (1.0, -1.0))
+        low, high = self._groups.smallest(smallest), -self._groups.smallest(largest)
+        differ = (high > low)[self._groups.ids]
+        first = (self._groups.best_and_second(-each)[0] & differ for each in (largest, smallest))
+        best, worst = (self._sequences.sum(row[:, None].double()).squeeze(-1) > 0 for row in first)
+        return best, worst
+
+    def of(self, sample: Tensor, values: Tensor) -> Tensor:
+        """The value of one sample of each prompt, on all rows of the prompt; 0 for prompts without it.
+
+        Args:
+            sample: [B] bool, the rows of that sample.
+            values: [B], equal on all rows of a sample.
+        """
+        return self._groups.sum(torch.where(sample, values * self._share, 0.0))[self._groups.ids]
+
+    @property
+    def count(self) -> Tensor:
+        """The number of samples of each row's prompt, [B] float64."""
+        return self._groups.sum(self._share)[self._groups.ids]
+
     @property
     def bessel(self) -> Tensor:
         """k / (k - 1) of each row's prompt, [B]; 0 for a sample that is alone."""
-        count = self._groups.sum(self._share)[self._groups.ids]
+        count = self.count
         return torch.where(count > 1.5, count / (count - 1).clamp(min=1), 0.0)
 
     def spread(self, values: Tensor, like: Tensor) -> Tensor:

@@ -231,16 +231,16 @@ def _check_whole(mask: Tensor, counts: Mapping[str, Any], who: str) -> None:
 
 
 def _further_inputs(
-    given: Mapping[str, Tensor], needs: Sequence[str], compares_samples: bool, who: str
+    fields: Mapping[str, Tensor], needs: Sequence[str], compares_samples: bool, who: str
 ) -> dict[str, Tensor]:
     """The inputs of a preliminary pass in addition to those of every one."""
     names = [*(name for name in needs if name != "old_log_probs"), *(["group_ids"] if compares_samples else [])]
-    if missing := [name for name in names if name not in given]:
+    if missing := [name for name in names if name not in fields]:
         raise AlgorithmError(
             f"{who} was called without {', '.join(missing)}, which its pass over the whole mini-batch reads. Pass them "
             "by name (group_ids: the prompt of each row), or the result of that pass as prepared=."
         )
-    return {name: given[name] for name in names}
+    return {name: fields[name] for name in names}
 
 
 @dataclass(frozen=True)

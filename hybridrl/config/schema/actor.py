@@ -110,6 +110,12 @@ class PolicyLossConfig(ConfigNode):
         gt=0,
         needs=_loss("gvpo", "gvpo_ref", group=True),
     )
+    online_dpo_beta: float = key(
+        0.1,
+        "online_dpo: scale of the implied rewards: larger values keep nearer to the reference",
+        gt=0,
+        needs=_loss("online_dpo", group=True),
+    )
     sppo_eta: float = key(
         1.0,
         "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage",
