@@ -81,6 +81,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reinforce_plus_plus_baseline",
     ),
     "compat/trl/script.py": ("grpo", "kto"),
+    "config/entry_settings.py": ("kto",),
     "config/short_table.py": ("cispo", "dapo", "grpo", "sapo"),  # TRL's names of losses
     "engine/megatron/build.py": ("vanilla",),
     "observe/tracking.py": ("mlflow",),
@@ -92,6 +93,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rollout/vllm/compat.py": ("vllm",),
     "trainer/api.py": ("grpo", "kto"),
     "trainer/call_arguments.py": ("dapo", "grpo", "sapo"),  # likewise
+    "trainer/settings_change.py": ("kto",),
     "utils/agent_host.py": ("openai",),
 }
 
