@@ -492,7 +492,6 @@ TRAIN_ENGINES = Registry(
     TrainMetadata,
     ModelError,
 )
-
 OBJECTIVES = Registry(
     "training objective",
     "loss_type",
@@ -518,8 +517,6 @@ MEGATRON_FAMILIES = Registry(
     EntryMetadata,
     ModelError,
 )
-
-
 AGENT_LOOPS = Registry(
     "agent loop",
     "actor_rollout_ref.rollout.agent.default_agent_loop",
@@ -544,7 +541,6 @@ TOOLS = Registry(
     EntryMetadata,
     RolloutError,
 )
-
 INTERACTIONS = Registry(
     "simulated user",
     "class_name of multi_turn.interaction_config_path",

@@ -37,6 +37,7 @@ class AnswerTokens:
     end: int
 
     def item(self) -> dict[str, list[int]]:
+        """Return the tokens, and the mask of those of the answer."""
         mask = np.zeros(len(self.ids), dtype=np.int64)
         mask[self.first : self.end] = 1
         return {"input_ids": self.ids.tolist(), "loss_mask": mask.tolist()}
@@ -107,6 +108,7 @@ class AnsweredPrompts(ConversationDataset):
     # ------------------------------------------------------------------ rows that cannot be used
 
     def refuse(self, item: int, error: UnusableRow) -> None:
+        """Count a row that cannot be trained on, and keep it for `raise_refused` unless such rows are left out."""
         if not self.filters:
             self._refused.append((item, error))
         self.left_out[error.kind] += 1
@@ -143,7 +145,7 @@ class AnsweredPrompts(ConversationDataset):
             fields = " and ".join(name for name in TURN_FIELDS if answer.get(name) is not None)
             raise DataError(
                 f"{self.table.locate(index)}: the answer in column {column!r} has train or weight ({fields}), which "
-                f"conversations for fine-tuning have; every answer of {self.plural} counts the same. Remove the field."
+                "conversations for fine-tuning have; every answer counts the same. Remove the field."
             )
         if not answer.get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
             raise UnusableRow("an empty answer", f"the answer in column {column!r} is empty")
@@ -207,6 +209,11 @@ class AnsweredPrompts(ConversationDataset):
         return [*as_messages(prompt, self.config.system_prompt, has_padding=padded), *answer]
 
     def answer_tokens(self, ids: np.ndarray, turn_of: np.ndarray) -> AnswerTokens:
+        """Return a conversation of `tokenize` with the place of its answer.
+
+        Raises:
+            UnusableRow: the answer has no tokens.
+        """
         inside = turn_of.nonzero()[0]
         if not len(inside):
             raise UnusableRow("an empty answer", "an answer has no tokens of its own")

@@ -264,7 +264,7 @@ def _unpaired(answers: LabelledAnswers, settings: Any, baseline: torch.Tensor | 
     reads=("beta", "desirable_weight", "undesirable_weight", "reference"),
 )
 def kto(answers: LabelledAnswers, settings: Any) -> LabelLoss:
-    """KTO (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8): l = lambda_y - v(x, y), with h = log(pi / pi_ref).
+    """KTO (Ethayarajh et al. 2024, arXiv 2402.01306): l = lambda_y - v(x, y), with h = log(pi / pi_ref).
 
     v = lambda_D s(beta (h - z0)) of a desirable answer and lambda_U s(beta (z0 - h)) of another one. z0 is the mean of
     log pi(y' | x) - log pi_ref(y' | x) over prompts x with an answer y' to another prompt, at least 0, without a

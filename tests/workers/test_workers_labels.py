@@ -33,14 +33,14 @@ Z0 = 0.7
 
 
 def kto(h: float, desirable: bool) -> float:
-    """Equation 8 of the paper: lambda_y - v(x, y)."""
+    """The paper's lambda_y - v(x, y)."""
     if desirable:
         return DESIRED - DESIRED / (1 + math.exp(-BETA * (h - Z0)))
     return UNDESIRED - UNDESIRED / (1 + math.exp(-BETA * (Z0 - h)))
 
 
 def apo_zero_unpaired(h: float, desirable: bool) -> float:
-    """Equation 7 of the paper without its pairs: an answer that is not desirable counts by its own probability."""
+    """The paper's loss without its pairs: an answer that is not desirable counts by its own probability."""
     probability = 1 / (1 + math.exp(-BETA * h))
     return DESIRED * (1 - probability) if desirable else UNDESIRED * probability
 

@@ -40,7 +40,8 @@ def _check_data(config: SupervisedConfig) -> Iterator[str]:
         yield f"data.train_files is not set; give files with {rows} ({KINDS})"
     if not data.val_files and config.trainer.test_freq not in (-1, 0):
         yield f"trainer.test_freq={config.trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
-    if 0 <= data.train_max_samples < data.train_batch_size:
+    answers_per_row = 2 if isinstance(data, LabelledDataConfig) else 1  # a row may be a pair, which is split
+    if 0 <= data.train_max_samples * answers_per_row < data.train_batch_size:
         yield (
             f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
             f"{data.train_batch_size}: there would be no batch"

@@ -230,6 +230,9 @@ class SupervisedTrainer:
 
         Args:
             batches: the loader's batches.
+
+        Raises:
+            DataError: no two rows have an answer.
         """
         assert self.reference is not None  # `register_objective`
         dataset: Any = self.train_loader.dataset
@@ -239,6 +242,8 @@ class SupervisedTrainer:
             if rows is not None:
                 now = self.group.compute_answers(rows).batch[ANSWER_LOG_PROBS]
                 ratios.append(now - self.reference.compute(rows).batch[REF_LOG_PROBS])
+        if not ratios:
+            raise DataError("no two rows of a step have an answer (loss_mask), so there is no KL to estimate")
         return max(0.0, float(torch.cat(ratios).double().mean()))
 
     def _arranged(self, batch: DataProto, totals: Totals) -> DataProto:
