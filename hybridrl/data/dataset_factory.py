@@ -205,7 +205,8 @@ def _create_mixture(config: DataConfig | SupervisedDataConfig, dataset: RowDatas
             f"data.mixture.weights: the sources that it draws have {rows} rows, and a batch has {batch_size}, so that "
             f"no epoch has a batch. Lower data.train_batch_size to at most {rows}, or supply more rows."
         )
-    indices, seed = dataset.indices, seed_of(config)  # type: ignore[attr-defined]
+    indices = dataset.item_ids if isinstance(dataset, LabelledDataset) else dataset.indices  # type: ignore[attr-defined]
+    seed = seed_of(config)
     curriculum = getattr(mixture, "curriculum", None)
     if curriculum is None or curriculum.name == "fixed":
         return MixtureSampler(items, indices, weights, batch_size, shuffle=config.shuffle, seed=seed)

@@ -77,11 +77,20 @@ class LabelledDataset(AnsweredPrompts):
         self._report_labels()
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        answer, desirable, index = self._answers[item], bool(self._desirable[item]), int(self._rows[item])
-        row: dict[str, Any] = {**answer.item(), "desirable": desirable}
+        answer = self._answers[item]
+        row: dict[str, Any] = {**answer.item(), "desirable": bool(self._desirable[item])}
         if self._images is not None:
             row |= self.media(item, [(answer.ids, self._conversation_of(item))])[0]
-        return {**row, "index": 2 * index + (not desirable) if self._is_paired else index}
+        return {**row, "index": self._id_of(item)}
+
+    @property
+    def item_ids(self) -> list[int]:
+        """The `index` of each item; `indices` are the numbers of their rows."""
+        return [self._id_of(item) for item in range(len(self))]
+
+    def _id_of(self, item: int) -> int:
+        row = int(self._rows[item])
+        return 2 * row + (not self._desirable[item]) if self._is_paired else row
 
     def _require_columns(self, answers: Sequence[str]) -> None:
         """Refuse files without a column of answers or labels.

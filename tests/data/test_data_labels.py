@@ -11,6 +11,7 @@ import torch
 from raising import raises_with
 
 from hybridrl.config import LabelledDataConfig
+from hybridrl.config.schema.data import MixtureConfig
 from hybridrl.data import DataError, create_labelled_dataset, create_labelled_loader
 from hybridrl.data.loader import LabelledCollator
 from hybridrl.protocol import DataProto
@@ -179,3 +180,18 @@ def test_prompts_get_the_answer_before_them_to_another_prompt() -> None:
     assert read(mismatched(loaded(rows), 4, 0)) == [([2], [7, 7, 7]), ([2], [7, 7, 7]), ([3], [6, 6])]
     assert read(mismatched(loaded([([1], [5], 0), ([1], [6], 0)]), 8, 0)) == [([1], [6]), ([1], [5])]  # one prompt
     assert mismatched(loaded(rows[:1]), 8, 0) is None
+
+
+def test_a_mixture_knows_the_sources_of_both_answers_of_a_pair(write: Any, tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "Sort: 21", "chosen": "12", "rejected": "21", "data_source": source}
+        for source in ("a", "a", "a", "b", "b", "b")
+    ]
+    config = LabelledDataConfig(shuffle=True, mixture=MixtureConfig(weights={"a": 1, "b": 3}))
+    dataset = create_labelled_dataset(write("a.jsonl", rows), config, tokenizer)
+    loader = create_labelled_loader(config, dataset, 4)
+    batch = next(iter(loader))
+    sources = [rows[index // 2]["data_source"] for index in batch.non_tensor_batch["index"]]
+    assert sorted(sources) == ["a", "b", "b", "b"]
+    metrics = loader.sampler.metrics(batch)
+    assert (metrics["data/mixture/a/share"], metrics["data/mixture/b/share"]) == (0.25, 0.75)
