@@ -55,7 +55,8 @@ def make_batch(rows: int, width: int) -> Batch:
         name: torch.tensor(rng.random((rows, width)), dtype=torch.float32) for name in ("values", "sum_pi_squared")
     }
     tensors = {"token_level_rewards": rewards, "response_mask": mask, "old_log_probs": -dense["values"], **dense}
-    tensors |= {"reward_baselines": torch.zeros(rows), "process_rewards": dense["values"] - 0.5}
+    tensors |= {"reward_baselines": torch.zeros(rows), "prompt_values": torch.zeros(rows)}
+    tensors["process_rewards"] = dense["values"] - 0.5
     tensors["turn_states"] = torch.where(rewards != 0, 1, 0)
     others = {"uid": np.array([f"{i // 8:032x}" for i in range(rows)], dtype=object)}
     others |= {key: rng.random(rows).astype(object) for key in "ab"}

@@ -42,8 +42,8 @@ class EstimatorMetadata(EntryMetadata):
 
     Attributes:
         needs: inputs that it requires in addition to rewards, mask and uid: `values` requires a critic,
-            `reward_baselines` a greedy response to each prompt, `old_log_probs` the pass that computes them,
-            `sum_pi_squared` the setting `actor.calculate_sum_pi_squared`.
+            `reward_baselines` a greedy response to each prompt, `prompt_values` rewards from 0 to 1, `old_log_probs`
+            the pass that computes them, `sum_pi_squared` the setting `actor.calculate_sum_pi_squared`.
         compares_samples: it compares the samples of one prompt with each other.
         alone: with one sample per prompt, which has no others to compare with, the advantage is the score itself.
             False: it needs two samples of each prompt.

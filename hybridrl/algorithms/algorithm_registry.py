@@ -245,6 +245,7 @@ _PROVIDERS = {
     "index": "the prompts' uid (non_tensor_batch['uid'])",
     "reward_baselines": "the greedy baseline pass, which the trainer runs for an estimator that names reward_baselines",
     "old_log_probs": "the old-log-prob pass of the actor, actor_rollout_ref.actor.recompute_old_log_prob=always",
+    "prompt_values": "the trainer, which tracks them for an estimator that names prompt_values",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
     "process_rewards": "the role prime, which takes part for algorithm.adv_estimator=prime",
     "turn_states": "sessions on environments, actor_rollout_ref.rollout.agent.default_agent_loop=env_agent",

@@ -54,7 +54,7 @@ _COLUMNS: dict[str, Writer] = {
 #: tensors with a value per row, which `fields` needs no entry for
 _ROW_TENSORS = (
     *("reward_baselines", "row_ids", "group_ids", "sequence_ids", "sequence_tokens", "teacher_index", "margins"),
-    *("ref_answer_log_probs", "answer_log_probs", "kl_baseline"),
+    *("ref_answer_log_probs", "answer_log_probs", "kl_baseline", "prompt_values"),
 )
 #: columns of sessions that no reward function gets: it has them in `extra_info`, or they say nothing about an answer
 _NOT_FOR_REWARDS = (SESSION_LOG, "__num_turns__", "reward_scores")

@@ -89,6 +89,7 @@ class PolicySettings(TypedDict, total=False):
     filter_overlong_prompts: bool
     filter_overlong_prompts_workers: int
     floor: float
+    flowrl_beta: float
     format: str
     forward_micro_batch_size_per_gpu: int
     free_cache_engine: bool
@@ -283,6 +284,7 @@ class PolicySettings(TypedDict, total=False):
     sleep_level: int
     smoothing: float
     source: str
+    spo_rho: float
     sppo_eta: float
     sppo_preference_scale: float | None
     start_timeout_s: float

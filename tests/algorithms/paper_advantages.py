@@ -218,6 +218,14 @@ def reinforce_pp_baseline(r, mask, index):
     return whiten(on_tokens(rows, mask), mask)
 
 
+def spo(r, mask, values):
+    distances = [score(r, mask, i) - values[i] for i in range(len(mask))]
+    samples = [d for d, row in zip(distances, mask, strict=True) if any(row)]
+    centre, count = mean(samples), len(samples)
+    std = (sum((d - centre) ** 2 for d in samples) / (count - 1)) ** 0.5 if count > 1 else 1.0
+    return on_tokens([(d - centre) / (std + 1e-8) for d in distances], mask)
+
+
 def flash_reinforce(r, mask):
     counted = [i for i in range(len(mask)) if tokens_of(mask, i)]
     baseline = mean([score(r, mask, i) for i in counted])

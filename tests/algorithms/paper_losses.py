@@ -145,7 +145,7 @@ def gvpo(old, lp, sg, adv, mask, cfg, chosen=None):
     return each(lambda i, t: -chosen[i][t] * lp[i][t], mask)
 
 
-gvpo_ref = online_dpo = gvpo
+gvpo_ref = flowrl_vargrad = online_dpo = gvpo
 
 
 def aggregate(loss, mask, mode, counts=None, factor=None):

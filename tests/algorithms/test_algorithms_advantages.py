@@ -65,6 +65,7 @@ def make(seed: int, rows: int, width: int, holes: bool, sparse: bool, least: int
         "sum_pi_squared": rng.random((rows, width)),
         "rollout_is_weights": rng.random((rows, width)) * 2,
         "reward_baselines": rng.normal(size=rows),
+        "prompt_values": rng.random(rows),
     }
     batch = {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
     batch["response_mask"] = torch.tensor(mask)
@@ -98,6 +99,9 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
         return advantages, advantages
     if name == "flash_reinforce":
         return paper.flash_reinforce(r, mask)
+    if name == "spo":
+        advantages = paper.spo(r, mask, b.lists("prompt_values"))
+        return advantages, advantages
     if name == "remax":
         return paper.remax(r, mask, b.lists("reward_baselines"))
     if "optimal" in name:

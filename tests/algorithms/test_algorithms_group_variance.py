@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,12 @@ from test_algorithms_sequences import cut_at_random
 from hybridrl.algorithms import AlgorithmError, get_policy_loss_fn, get_policy_loss_prepare_fn, global_counts
 
 torch.set_num_threads(1)
-CONFIG = SimpleNamespace(policy_loss=SimpleNamespace(gvpo_beta=0.3, online_dpo_beta=0.3), loss_scale_factor=None)
+CONFIG = SimpleNamespace(
+    policy_loss=SimpleNamespace(gvpo_beta=0.3, flowrl_beta=1.7, online_dpo_beta=0.3),
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.3,
+)
+NAMES = ("gvpo", "gvpo_ref", "flowrl_vargrad", "online_dpo")
 MODE = "seq-mean-token-sum"
 Batch = dict[str, torch.Tensor]
 
@@ -67,6 +73,19 @@ def gvpo(name: str, batch: Batch, prompts: torch.Tensor, log_prob: torch.Tensor)
     return loss
 
 
+def flowrl(batch: Batch, prompts: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+    """w (log Z + log pi / n - beta R - log pi_ref / n)^2, mean over samples, at the best log Z of each prompt."""
+    loss, mask = torch.zeros((), dtype=torch.float64), batch["mask"].double()
+    for prompt in prompts.unique():
+        rows, length = prompts == prompt, mask[prompts == prompt].sum(-1)
+        ratio = ((log_prob.detach() - batch["old"]) * mask)[rows].sum(-1) / length
+        weight = ratio.exp().clamp(0.8, 1.3)
+        error = ((log_prob - batch["ref"]) * mask)[rows].sum(-1) / length - 1.7 * batch["adv"][rows, 0]
+        log_z = -(weight * error).sum() / weight.sum()
+        loss = loss + (weight * (log_z + error).square()).sum() / len(prompts)
+    return loss
+
+
 def gradient(
     name: str, batch: Batch, prompts: torch.Tensor, micro: int, sequences: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -93,11 +112,12 @@ def gradient(
 
 def expected(name: str, batch: Batch, prompts: torch.Tensor) -> torch.Tensor:
     log_prob = batch["new"].clone().requires_grad_()
-    loss = online_dpo(batch, prompts, log_prob) if name == "online_dpo" else gvpo(name, batch, prompts, log_prob)
+    own = {"flowrl_vargrad": flowrl, "online_dpo": online_dpo}.get(name, partial(gvpo, name))
+    loss = own(batch, prompts, log_prob)
     return torch.autograd.grad(loss, log_prob)[0] if loss.requires_grad else torch.zeros_like(log_prob)
 
 
-@pytest.mark.parametrize("name", ["gvpo", "gvpo_ref", "online_dpo"])
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40, deadline=None)
 @given(data=batches, micro=st.integers(1, 12))
 def test_the_gradient_is_that_of_the_paper_however_prompts_are_split(name: str, data: Any, micro: int) -> None:
@@ -105,7 +125,7 @@ def test_the_gradient_is_that_of_the_paper_however_prompts_are_split(name: str, 
     torch.testing.assert_close(gradient(name, batch, prompts, micro), expected(name, batch, prompts))
 
 
-@pytest.mark.parametrize("name", ["gvpo", "gvpo_ref", "online_dpo"])
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30, deadline=None)
 @given(data=batches, seed=st.integers(0, 999))
 def test_the_rows_of_a_session_are_one_sample(name: str, data: Any, seed: int) -> None:
@@ -140,8 +160,9 @@ def test_what_it_compares_must_be_given() -> None:
     fields = (batch["old"], batch["new"], batch["adv"], batch["mask"], MODE, CONFIG)
     with raises_with(AlgorithmError, "gvpo", "group_ids"):
         get_policy_loss_fn("gvpo")(*fields)
-    with raises_with(AlgorithmError, "gvpo_ref", "ref_log_prob"):
-        get_policy_loss_fn("gvpo_ref")(*fields, group_ids=prompts)
+    for name in NAMES[1:]:
+        with raises_with(AlgorithmError, name, "ref_log_prob"):
+            get_policy_loss_fn(name)(*fields, group_ids=prompts)
     log_prob = batch["new"].clone().requires_grad_()
     loss, _ = get_policy_loss_fn("gvpo")(fields[0], log_prob, *fields[2:], group_ids=prompts)
     torch.testing.assert_close(torch.autograd.grad(loss, log_prob)[0], gradient("gvpo", batch, prompts, 4))

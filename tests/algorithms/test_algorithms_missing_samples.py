@@ -62,6 +62,7 @@ def batch_of(groups: list[tuple[int, ...]], name: str = "") -> tuple[dict[str, t
         "sum_pi_squared": table([SQUARES] * 3),
         "process_rewards": table([[0.1, 0.0], [0.2, 0.4], [0.2, -0.3]]),
         "turn_states": table([[1, 0], [0, 1], [0, 1]]).int(),  # one turn, in the same situation
+        "prompt_values": torch.full((len(rows),), 0.4, dtype=torch.float64),
         "reward_baselines": torch.full((len(rows),), 0.7, dtype=torch.float64),
     }
     others = {"uid": np.array([f"{n}" for n, group in enumerate(groups) for _ in group], dtype=object)}
@@ -163,7 +164,15 @@ def test_groups_of_any_size_are_estimated_one_by_one(name) -> None:
         name, {key: value[order] for key, value in tensors.items()}, {k: v[order] for k, v in others.items()}, CONFIG
     )
     torch.testing.assert_close(mixed, whole[order], rtol=1e-9, atol=1e-9)
-    of_the_batch = {"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "flash_reinforce", "gpg"}
+    of_the_batch = {
+        "gae",
+        "gdpo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "flash_reinforce",
+        "gpg",
+        "spo",
+    }
     if name not in of_the_batch:
         alone = [estimate_advantages(name, *batch_of([group], name), CONFIG)[0] for group in groups]
         torch.testing.assert_close(whole, torch.cat(alone), rtol=1e-9, atol=1e-9)

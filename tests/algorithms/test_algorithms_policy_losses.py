@@ -36,7 +36,7 @@ CONFIG = SimpleNamespace(
 )  # fmt: skip
 NAMES = POLICY_LOSSES.names()  # each has its formula, under its name, in `paper_losses`
 CHOOSING = ("clip_cov", "kl_cov", "m2po")  # they choose tokens in a preliminary pass
-COMPARING = ("gvpo", "gvpo_ref", "online_dpo")  # they compare the samples of a prompt in one
+COMPARING = ("gvpo", "gvpo_ref", "flowrl_vargrad", "online_dpo")  # they compare the samples of a prompt in one
 many = settings(max_examples=25, derandomize=True)
 few = settings(max_examples=10, derandomize=True)
 

@@ -46,6 +46,7 @@ def batch_of(scores: torch.Tensor, dtype: torch.dtype, values: float = 0.0) -> d
         "sum_pi_squared": torch.full((ROWS, WIDTH), 0.5, dtype=dtype),
         "values": torch.full((ROWS, WIDTH), values, dtype=dtype),
         "reward_baselines": scores.to(dtype),
+        "prompt_values": torch.full((ROWS,), 0.3, dtype=torch.float64),
         "process_rewards": torch.full((ROWS, WIDTH), float(scores[0]), dtype=dtype),
         "turn_states": mask * (torch.arange(1, WIDTH + 1) == lengths[:, None]),
     }
@@ -104,7 +105,7 @@ def test_scores_a_rounding_error_apart_are_equal(offset: float, ulps: list[int])
 
 def test_a_real_difference_next_to_a_large_offset_counts() -> None:
     scores = torch.tensor([1e6] * 11 + [1e6 + 1], dtype=torch.float64)
-    for name in ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "flash_reinforce", "gae"):
+    for name in ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "flash_reinforce", "spo", "gae"):
         found = advantages(name, batch_of(scores, torch.float32), scores)
         assert float(found[-1, 0]) > 0.5, name
 
@@ -178,6 +179,7 @@ def test_sums_over_long_responses_are_as_exact_as_their_dtype(
         "token_level_rewards": torch.from_numpy(rewards),
         "response_mask": torch.from_numpy(mask).long(),
         "reward_baselines": torch.zeros(4),
+        "prompt_values": torch.zeros(4),
         "old_log_probs": torch.full((4, width), -1.0),
         "sum_pi_squared": torch.full((4, width), 0.5),
     }

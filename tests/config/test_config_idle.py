@@ -70,6 +70,8 @@ CASES = [
     Case(f"{ACTOR}.policy_loss.loss_mode=kl_cov", below(f"{ACTOR}.policy_loss", "kl_cov_ratio=0.1", "ppo_kl_coef=1")),
     Case(f"{ACTOR}.policy_loss.loss_mode=dro", below(f"{ACTOR}.policy_loss", "dro_beta=0.1")),
     Case(f"{ACTOR}.policy_loss.loss_mode=sppo", below(f"{ACTOR}.policy_loss", "sppo_eta=2")),
+    Case("algorithm.adv_estimator=spo", ["algorithm.spo_rho=0.5"]),
+    Case(f"{ACTOR}.policy_loss.loss_mode=flowrl_vargrad", below(f"{ACTOR}.policy_loss", "flowrl_beta=2")),
     Case(f"{ACTOR}.policy_loss.loss_mode=gvpo", below(f"{ACTOR}.policy_loss", "gvpo_beta=2")),
     Case(f"{ACTOR}.policy_loss.loss_mode=online_dpo", below(f"{ACTOR}.policy_loss", "online_dpo_beta=2")),
     Case(f"{ACTOR}.policy_loss.loss_mode=m2po", below(f"{ACTOR}.policy_loss", "m2_threshold=2")),

@@ -123,6 +123,16 @@ def test_sft_that_works_passes(here):
             f"{POLICY}.rollout.n=1",
         ),
         (
+            ["algorithm.adv_estimator=spo", "algorithm.use_kl_in_reward=true"],
+            "adv_estimator=spo tracks",
+            "algorithm.use_kl_in_reward",
+        ),
+        (
+            ["algorithm.adv_estimator=spo", "algorithm.normalize_rewards=batch"],
+            "adv_estimator=spo tracks",
+            "algorithm.normalize_rewards=batch",
+        ),
+        (
             ["algorithm.use_pf_ppo=True", f"{POLICY}.actor.policy_loss.loss_mode=gvpo_ref"],
             "loss_mode=gvpo_ref compares",
             "algorithm.use_pf_ppo=True",

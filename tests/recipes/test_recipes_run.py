@@ -28,7 +28,7 @@ NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
     "dpo kto rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline "
     "remax opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
-    "distillation retool search_r1 collabllm maxrl m2po gvpo online_dpo"
+    "distillation retool search_r1 collabllm maxrl m2po gvpo online_dpo spo flowrl"
 )
 SESSIONS = ("retool", "search_r1")  # with tools, which the prompts describe
 #: a metric that the recipe alone, or few with it, reports
@@ -48,6 +48,8 @@ SHOWS = {
     "m2po": "actor/m2",
     "gvpo": "actor/gvpo_weight",
     "online_dpo": "actor/online_dpo_weight",
+    "flowrl": "actor/flowrl_weight",
+    "spo": "critic/prompt_values/mean",
     "rloo": "actor/reward_kl_penalty",
     "retool": "tool_call_counts/mean",
     "search_r1": "tool_call_counts/mean",

@@ -12,7 +12,7 @@ from raising import raises_with
 
 from hybridrl.config import load_config
 from hybridrl.errors import WorkerDiedError
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, object_array
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import spread_over_ranks
@@ -54,6 +54,9 @@ class PlainGroup:
         number = float(len(self.updated))
         done = DataProto(meta_info={"metrics": {"actor/pg_loss": [Metric(number, 1.0)]}})
         return SimpleNamespace(get=lambda: done)
+
+    def save_checkpoint(self, folder: str, contents: list[str]) -> None:
+        self.calls.append("save_checkpoint")
 
     def load_checkpoint(self, folder: str, contents: list[str]) -> None:
         self.calls.append("load_checkpoint")
@@ -168,7 +171,8 @@ def test_whoever_generates_hears_of_each_change_of_the_weights_before_it(tmp_pat
     learner = learner_of(group, tmp_path)
     learner.on_weights_change.append(lambda: group.calls.append("weights will change"))
     learner.learn(sampled_batch())
-    state = {"kl_ctrl": learner.kl_ctrl.state_dict(), "reward_transform": learner.reward_transform.state_dict()}
+    tracked = ("kl_ctrl", "reward_transform", "prompt_values")
+    state = {name: getattr(learner, name).state_dict() for name in tracked}
     learner.load(tmp_path, state)
     assert group.calls == [
         "compute_log_prob",
@@ -177,6 +181,25 @@ def test_whoever_generates_hears_of_each_change_of_the_weights_before_it(tmp_pat
         "weights will change",
         "load_checkpoint",
     ]
+
+
+def test_the_values_of_prompts_are_resumed_and_used(tmp_path) -> None:
+    sampled, groups = sampled_batch(), [PlainGroup(), PlainGroup()]
+    fields, rows = sampled.batch.batch, PROMPTS * SAMPLES
+    fields["token_level_scores"] = (fields["token_level_scores"] > 0).float()
+    messages = [[{"role": "user", "content": f"prompt {row // SAMPLES}"}] for row in range(rows)]
+    sampled.batch.non_tensor_batch["raw_prompt"] = object_array(messages)
+    straight, resumed = (learner_of(group, tmp_path, "algorithm.adv_estimator=spo") for group in groups)
+    assert not straight.prompt_values.state_dict()
+    straight.learn(sampled)
+    resumed.load(tmp_path, straight.save(tmp_path))
+    learned = [learner.learn(sampled) for learner in (straight, resumed)]
+    assert straight.prompt_values.state_dict() == resumed.prompt_values.state_dict()
+    advantages = [result.batch.batch["advantages"] for result in learned]
+    assert torch.equal(*advantages) and advantages[0].abs().max() > 0
+    solved = fields["token_level_scores"].sum(1).view(PROMPTS, SAMPLES).sum(1).double()
+    values = (0.9 * 0.5 + solved) / (0.9 + SAMPLES)  # after one step
+    torch.testing.assert_close(learned[0].batch.batch["prompt_values"], values.repeat_interleave(SAMPLES))
 
 
 def test_a_jagged_batch_is_learned_from_like_a_padded_one(tmp_path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.advantages.outcome_rewards import outcome_estimator
 from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
 from hybridrl.algorithms.algorithm_registry import register_adv_est
 from hybridrl.algorithms.config_access import number
@@ -71,6 +72,33 @@ def compute_flash_reinforce_outcome_advantage(
         spread(scores - batch.mean(scores), token_level_rewards, response_mask),
         spread(scores, token_level_rewards, response_mask),
     )
+
+
+@outcome_estimator("spo", needs=("prompt_values",))
+def compute_spo_outcome_advantage(
+    scores: Tensor, groups: Groups, prompt_values: Tensor, response_mask: Tensor
+) -> Tensor:
+    """SPO (Xu and Ding 2025, arXiv 2509.13232): A_i = (d_i - mean d) / (std d + 1e-8), d_i = R_i - v of the prompt.
+
+    v is the prompt's value before this step's rewards (`prompt_values.PromptValues`). Mean and unbiased standard
+    deviation are those of the batch, over samples with a response token. One sample per prompt is enough.
+
+    Args:
+        prompt_values: [B].
+
+    Raises:
+        AlgorithmError: the values have the wrong shape or are not finite.
+    """
+    if prompt_values.shape != scores.shape or not bool(torch.isfinite(prompt_values).all()):
+        raise AlgorithmError(
+            f"prompt_values must be one finite number a row, shape {tuple(scores.shape)}; they have shape "
+            f"{tuple(prompt_values.shape)}, {int((~torch.isfinite(prompt_values)).sum())} of them not finite."
+        )
+    batch = Groups(response_mask.bool().any(-1), response_mask.device)  # samples with a response token, and others
+    values = prompt_values.double()
+    distances = batch.levelled(scores - values, rounding_of(scores.abs() + values.abs(), torch.float32))
+    centred = distances - batch.mean(distances)
+    return torch.where(centred == 0, 0.0, centred / (batch.std(distances) + 1e-8))
 
 
 @register_adv_est("remax", needs=("reward_baselines",), unbiased=True)

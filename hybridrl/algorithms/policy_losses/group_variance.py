@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridrl.algorithms.config_access import read_settings
 from hybridrl.algorithms.functional import keep, rounding_of
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.policy_losses.tokens import ACTOR, GROUP, Metrics, Tokens, policy_loss
+from hybridrl.algorithms.policy_losses.tokens import ACTOR, GROUP, ClipRange, Metrics, Tokens, policy_loss
 from hybridrl.algorithms.sequences import Sequences, WholeSequences
 from hybridrl.settings import key
 
@@ -31,6 +31,15 @@ class GVPOSettings:
 
     gvpo_beta: float = key(
         0.1, "gvpo, gvpo_ref: weight of the log-ratio of a sequence, in units of the reward; larger moves less", gt=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowRLSettings(ClipRange):
+    """Settings of the loss `flowrl_vargrad`."""
+
+    flowrl_beta: float = key(
+        15.0, "flowrl_vargrad: weight of the reward; samples are to be as likely as exp of it says", gt=0
     )
 
 
@@ -63,9 +72,10 @@ class SampleGroups:
         rounding = rounding_of(self.total(values.abs()) / length, values.dtype)
         return self._groups.levelled(self.total(values) / length, rounding)
 
-    def centred(self, values: Tensor) -> Tensor:
-        """The distance from the mean of the prompt's samples, [B] -> [B]."""
-        return values - self._groups.mean(values, self._share)
+    def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The distance from the mean of the prompt's samples, weighted if weights are given, [B] -> [B]."""
+        share = self._share if weights is None else self._share * weights
+        return values - self._groups.mean(values, share)
 
     def best_and_worst(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the best and of the worst sample of each prompt, the first of equal ones: [B] -> ([B], [B]) bool.
@@ -142,10 +152,10 @@ def prepare_gvpo(
     return samples.spread(settings.gvpo_beta * samples.bessel * error, log_prob)
 
 
-def _weighted_likelihood(tokens: Tokens) -> tuple[Tensor, Metrics]:
+def _weighted_likelihood(tokens: Tokens, metric: str) -> tuple[Tensor, Metrics]:
     assert tokens.prepared is not None
     weight = keep(tokens.prepared, tokens.mask)
-    return -weight * tokens.log_prob, {"actor/gvpo_weight": weight.abs()}
+    return -weight * tokens.log_prob, {metric: weight.abs()}
 
 
 @policy_loss(
@@ -169,7 +179,7 @@ def compute_policy_loss_gvpo(tokens: Tokens, settings: GVPOSettings) -> tuple[Te
 
     Settings: `policy_loss.gvpo_beta`. Metrics: `actor/gvpo_weight`, the mean of abs(W).
     """
-    return _weighted_likelihood(tokens)
+    return _weighted_likelihood(tokens, "actor/gvpo_weight")
 
 
 @policy_loss(
@@ -183,4 +193,69 @@ def compute_policy_loss_gvpo(tokens: Tokens, settings: GVPOSettings) -> tuple[Te
 )
 def compute_policy_loss_gvpo_ref(tokens: Tokens, settings: GVPOSettings) -> tuple[Tensor, Metrics]:
     """`gvpo` with pi' = pi_ref: the KL of its optimum is from the reference, not from the policy of the last step."""
-    return _weighted_likelihood(tokens)
+    return _weighted_likelihood(tokens, "actor/gvpo_weight")
+
+
+@torch.no_grad()
+def prepare_flowrl_vargrad(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    seed: int,
+    row_ids: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    *,
+    group_ids: Tensor,
+    ref_log_prob: Tensor,
+) -> Tensor:
+    """Compute the weight of each sample's log-probability in `flowrl_vargrad`, on all of its tokens:
+
+        W_i = 2 w_i / n_i (e_i - mean_g e),   e_i = beta R_i - x_i / n_i,   mean_g weighted by w
+
+    n_i are the response tokens of the sample. w_i is the geometric mean of rho over them, clipped to [1 - lo, 1 + hi].
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask, ref_log_prob: [B, T] of the whole mini-batch; `log_prob` is
+            that of the policy before the update.
+        config: the actor's settings.
+        seed, row_ids: not used.
+        sequence_ids: [B] the sequence of each row; None: each row is one.
+        group_ids: [B] the prompt of each row.
+
+    Returns:
+        [B, T]; 0 for a sample that is the only one of its prompt.
+    """
+    settings = read_settings(FlowRLSettings, config, who="policy loss flowrl_vargrad", root=ACTOR, group=GROUP)
+    samples = SampleGroups(response_mask, group_ids, sequence_ids)
+    length = samples.lengths.clamp(min=1)
+    ratio = (samples.total(log_prob - old_log_prob) / length).exp().clamp(1.0 - settings.low, 1.0 + settings.high)
+    error = settings.flowrl_beta * samples.mean(advantages) - samples.total(log_prob - ref_log_prob) / length
+    return samples.spread(2.0 * ratio / length * samples.centred(error, ratio), log_prob)
+
+
+@policy_loss(
+    "flowrl_vargrad",
+    settings=FlowRLSettings,
+    needs=("ref_log_prob",),
+    prepare=prepare_flowrl_vargrad,
+    loss_agg_mode="seq-mean-token-sum",
+    whole_sequences=True,
+    compares_samples=True,
+)
+def compute_policy_loss_flowrl_vargrad(tokens: Tokens, settings: FlowRLSettings) -> tuple[Tensor, Metrics]:
+    """FlowRL (Zhu et al. 2025, arXiv 2509.15207) without its network for log Z: l = -W_i log pi, W_i of
+    `prepare_flowrl_vargrad`. With `loss_agg_mode=seq-mean-token-sum` the gradient is that of the mean over samples of
+
+        w_i (log Z + x_i / n_i - beta R_i)^2,
+
+    where log Z of a prompt is the number that makes the sum over its samples smallest (VarGrad, Richter et al. 2020,
+    arXiv 2010.10436), and w_i is a constant. The paper learns log Z(x) by a network on the prompt's hidden states, next
+    to the policy. R_i is the mean advantage of the sample's tokens: of `algorithm.adv_estimator=grpo`, the reward
+    normalised over the group as in the paper.
+
+    Settings: `policy_loss.flowrl_beta`; `clip_ratio_low`, `clip_ratio_high`, else `clip_ratio`. Metrics:
+    `actor/flowrl_weight`, the mean of abs(W).
+    """
+    return _weighted_likelihood(tokens, "actor/flowrl_weight")

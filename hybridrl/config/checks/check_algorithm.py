@@ -65,6 +65,18 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
+def check_tracked_values(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check that the rewards of an estimator that tracks the value of prompts stay those of the reward function."""
+    algorithm = config.algorithm
+    if "prompt_values" not in ADV_ESTIMATORS.metadata(algorithm.adv_estimator).needs:
+        return
+    takes = f"algorithm.adv_estimator={algorithm.adv_estimator} tracks rewards from 0 to 1 of each prompt, which"
+    if algorithm.use_kl_in_reward:
+        yield f"{takes} algorithm.use_kl_in_reward=True changes; use {_ACTOR}.use_kl_loss=True in its place"
+    if algorithm.normalize_rewards != "none":
+        yield f"{takes} algorithm.normalize_rewards={algorithm.normalize_rewards} changes; set it to none"
+
+
 def _check_comparing_loss(config: PPOTrainerConfig) -> Iterator[str]:
     where = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
     if config.actor_rollout_ref.rollout.n == 1:

@@ -16,6 +16,7 @@ from hybridrl.config.checks.check_algorithm import (
     check_full_kl,
     check_names,
     check_rewards_to_advantages,
+    check_tracked_values,
 )
 from hybridrl.config.checks.check_distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.check_judge import check_judge
@@ -140,6 +141,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_reward(config)
     yield check_estimator(config)
     yield check_rewards_to_advantages(config)
+    yield check_tracked_values(config)
     yield check_full_kl(config)
     yield check_distillation(config)
     yield check_served(config)

@@ -41,7 +41,7 @@ _AS_ACTOR: dict[str, Any] = {
 
 
 #: policy losses that clip the ratio
-_CLIPPED = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+_CLIPPED = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", "flowrl_vargrad")
 #: losses that read these settings whatever `policy_loss.loss_mode` is
 _OTHER_LOSSES = (
     on("distillation.distillation_loss.use_policy_gradient"),
@@ -115,6 +115,12 @@ class PolicyLossConfig(ConfigNode):
         "online_dpo: scale of the implied rewards: larger values keep nearer to the reference",
         gt=0,
         needs=_loss("online_dpo", group=True),
+    )
+    flowrl_beta: float = key(
+        15.0,
+        "flowrl_vargrad: weight of the reward; samples are to be as likely as exp of it says",
+        gt=0,
+        needs=_loss("flowrl_vargrad", group=True),
     )
     sppo_eta: float = key(
         1.0,

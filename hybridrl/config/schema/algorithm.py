@@ -171,6 +171,13 @@ class AlgorithmConfig(ConfigNode):
         gt=0,
         needs=entry(".adv_estimator", ADV_ESTIMATORS, "sppo"),
     )
+    spo_rho: float = key(
+        0.9,
+        "spo: what remains of the rewards of a prompt that were seen before, when new ones arrive",
+        gt=0,
+        lt=1,
+        needs=entry(".adv_estimator", ADV_ESTIMATORS, "spo"),
+    )
     reward_dpo_coef: float = key(
         1.0,
         "prime: weight of the process rewards in the advantage",

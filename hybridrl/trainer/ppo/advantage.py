@@ -1,5 +1,7 @@
 """From scores to advantages: checks of the estimator's inputs, the KL penalty in the reward, estimation, and PF-PPO."""
 
+import hashlib
+import json
 from typing import Any
 
 import torch
@@ -14,9 +16,14 @@ from hybridrl.algorithms import (
     rewards_to_go,
 )
 from hybridrl.algorithms.config_access import ConfigView
+from hybridrl.algorithms.groups import outcome_scores
+from hybridrl.algorithms.prompt_values import PromptValues
+from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
 from hybridrl.config.roles import active_roles
+from hybridrl.errors import AlgorithmError
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import IMAGE_DIGEST
 from hybridrl.workers.losses import FULL_KL
 
 SLOT = "slot"  # column for cutting a drawn batch into mini-batches: uid of the row that a drawn row replaces
@@ -32,7 +39,8 @@ def check_estimator(config: PPOTrainerConfig) -> None:
         "uid",
         "old_log_probs",
         "reward_baselines",
-    }  # the last two are computed for an estimator that needs them
+        "prompt_values",
+    }  # the last three are computed for an estimator that needs them
     available |= {name for spec in active_roles(config) for model_pass in spec.passes for name in model_pass.gives}
     if config.use_critic:
         available.add("values")
@@ -73,6 +81,49 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl")
     )
     kl_ctrl.update(current_kl=float(kl), n_steps=len(data))
     return data, {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": beta}
+
+
+def prompt_keys(batch: DataProto) -> list[str]:
+    """Return a key of the content of each row's prompt: its source, messages and images; the same in every run.
+
+    Raises:
+        AlgorithmError: the batch has no messages.
+    """
+    columns = batch.non_tensor_batch
+    if "raw_prompt" not in columns:
+        raise AlgorithmError(
+            "the estimator tracks values of prompts by their messages, and the batch has no column raw_prompt; use a "
+            "data set that gives it, such as data.custom_cls=null, or another algorithm.adv_estimator"
+        )
+    empty = [None] * len(batch)
+    images, sources = (columns.get(name, empty) for name in (IMAGE_DIGEST, "data_source"))
+    parts = zip(sources, columns["raw_prompt"], images, strict=True)
+    texts = (json.dumps([str(source), list(prompt), str(image)], sort_keys=True) for source, prompt, image in parts)
+    return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
+
+
+def add_prompt_values(batch: DataProto, tracked: PromptValues) -> dict[str, float]:
+    """Add `prompt_values` [B], those before this batch, and update them with its rewards.
+
+    A sample counts once, whatever its number of rows, and not at all if it has no response token.
+
+    Returns:
+        The metrics `critic/prompt_values/mean` of the rows, `critic/prompt_values/prompts` seen so far.
+
+    Raises:
+        AlgorithmError: a reward is not in [0, 1], or the batch has no messages.
+    """
+    fields, keys = batch.batch, prompt_keys(batch)
+    values = tracked.values(keys)
+    fields["prompt_values"] = values
+    rewards = outcome_scores(fields["token_level_rewards"], fields["response_mask"])
+    has_tokens = fields["response_mask"].bool().any(dim=-1)
+    sessions = sessions_of(batch)
+    if sessions is not None:
+        rewards, has_tokens = sessions.sum(rewards), sessions.sum(has_tokens.double()) > 0
+        keys = sessions.pick(keys).tolist()
+    tracked.update([key for key, counts in zip(keys, has_tokens.tolist(), strict=True) if counts], rewards[has_tokens])
+    return {"critic/prompt_values/mean": values.mean().item(), "critic/prompt_values/prompts": float(len(tracked))}
 
 
 def compute_advantage(

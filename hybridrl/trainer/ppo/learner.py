@@ -14,6 +14,7 @@ import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.prompt_values import PromptValues
 from hybridrl.algorithms.sessions import sessions_of
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import AlgorithmError, RolloutError
@@ -29,6 +30,7 @@ from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.adapter_probe import AdapterProbe
 from hybridrl.trainer.ppo.advantage import (
     SLOT,
+    add_prompt_values,
     apply_kl_penalty,
     compute_advantage,
     critic_metrics,
@@ -105,6 +107,7 @@ class Learner:
         self.failed_batches = failed_batches
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.reward_transform = RewardTransform(config.algorithm)
+        self.prompt_values = PromptValues(config.algorithm.spo_rho)
         self.needs = RunRequirements.of(config)
         self.step = 0
         self.on_weights_change: list[Callable[[], None]] = []
@@ -287,6 +290,8 @@ class Learner:
                 fields["reward_baselines"] = baselines
             if algorithm.use_kl_in_reward:
                 batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            if self.needs.prompt_values:
+                metrics |= add_prompt_values(batch, self.prompt_values)
             compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
             if self.needs.values:
                 metrics |= critic_metrics(batch, algorithm.gamma)
@@ -412,10 +417,15 @@ class Learner:
                 how = {"in_background": True} if checkpoint.async_save else {}
                 where = str(folder / spec.saved)
                 self.groups[spec.name].save_checkpoint(where, checkpoint.save_contents, **how)
-        return {"kl_ctrl": self.kl_ctrl.state_dict(), "reward_transform": self.reward_transform.state_dict()}
+        return {
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "reward_transform": self.reward_transform.state_dict(),
+            "prompt_values": self.prompt_values.state_dict(),
+        }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Load the weights, optimizers and schedules of a checkpoint, the KL coefficient and the reward statistics."""
+        """Load the weights, optimizers and schedules of a checkpoint, the KL coefficient, the reward statistics and
+        the values of prompts."""
         self._announce_change()
         for spec in self.roles:
             if spec.saved is not None:
@@ -423,6 +433,7 @@ class Learner:
                 self.groups[spec.name].load_checkpoint(str(folder / spec.saved), contents)
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.reward_transform.load_state_dict(state["reward_transform"])
+        self.prompt_values.load_state_dict(state["prompt_values"])
 
 
 def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:

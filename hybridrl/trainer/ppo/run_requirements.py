@@ -35,6 +35,7 @@ class RunRequirements:
         reward_baselines: the estimator compares with a greedy response to each prompt.
         teacher: teachers compute before the update what the distillation loss reads. A loss over the vocabulary is
             computed in the update.
+        prompt_values: the estimator compares with the value of each prompt, which is tracked over the run.
         sampled_experts: the policy's pass and updates use the experts that tokens chose in generation.
     """
 
@@ -47,6 +48,7 @@ class RunRequirements:
     values: bool
     reward_baselines: bool
     sampled_experts: bool
+    prompt_values: bool = False
     teacher: bool = False
 
     @classmethod
@@ -68,6 +70,7 @@ class RunRequirements:
             ref_kl=full_in_reward,
             values="values" in inputs,
             reward_baselines="reward_baselines" in inputs,
+            prompt_values="prompt_values" in inputs,
             teacher=config.distillation.enabled and config.distillation.reads != "vocabulary",
             sampled_experts=actor.router_replay.records_in_generation,
         )
