@@ -272,11 +272,11 @@ class RunStore:
 
         The checkpoint saved last always stays, because the new one does not exist yet.
         """
-        manifests, ranked = self.manifests(), self._ranked()
-        if self.keep is None or len(ranked) < max(2, self.keep):
+        manifests, steps = self.manifests(), self._ranked()
+        if self.keep is None or len(steps) < max(2, self.keep):
             return
-        needed = manifests[ranked[0]].size
-        for step in reversed(ranked[max(1, self.keep - 1) :]):
+        needed = manifests[steps[0]].size
+        for step in reversed(steps[max(1, self.keep - 1) :]):
             free = shutil.disk_usage(self.root).free
             folder = self.folder(step)
             if free > needed:

@@ -45,6 +45,7 @@ from hybridrl.config.verl.keys import COMMAND_LINE, Assignment, KeyBook, Rewrite
 from hybridrl.config.verl.tables import Choice, choices
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
+from hybridrl.utils.urls import masked_text
 
 _USER_CONFIG = "hybridrl_user_config"
 
@@ -525,7 +526,7 @@ def _wrong_types(root: str, tree: Mapping[str, Any], origins: Mapping[str, str])
 def print_notices(notices: Sequence[str]) -> None:
     """Print each notice once per process."""
     for notice in notices:
-        notify(notice, once=True)
+        notify(masked_text(notice), once=True)
 
 
 @overload

@@ -183,9 +183,11 @@ class Checkpoints:
         Args:
             gives_up: whether to wait no more for uploads; asked again and again.
         """
-        self._close(error)
-        if self.remote is not None:
-            self.remote.close(lambda: gives_up() or isinstance(error, KeyboardInterrupt))
+        try:
+            self._close(error)
+        finally:
+            if self.remote is not None:
+                self.remote.close(lambda: gives_up() or isinstance(error, KeyboardInterrupt))
 
     def _close(self, error: BaseException | None) -> None:
         if error is None:

@@ -11,6 +11,7 @@ from hybridrl.config.short_names import TREES, nearest_names
 from hybridrl.config.verl.keys import key_book
 from hybridrl.errors import ConfigError
 from hybridrl.programs import PROGRAMS
+from hybridrl.utils.urls import masked_text
 
 
 def main(arguments: Sequence[str] | None = None, command: str = "hybridrl explain") -> int:
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, command: str = "hybridrl explai
     try:
         composed = compose_config(tree, options.overrides, *user_file(options), defaults=defaults)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(masked_text(f"error: {error}"), file=sys.stderr)
         return 2
     text = explain_setting(tree, args.name, composed, defaults)
     if text is None:
@@ -39,5 +40,5 @@ def main(arguments: Sequence[str] | None = None, command: str = "hybridrl explai
         hint = nearest_names(tree, args.name) if short else key_book(tree).suggest(args.name)
         print(f"error: {args.name}: {program} has no such setting{hint}", file=sys.stderr)
         return 2
-    print(text)
+    print(masked_text(text))
     return 0

@@ -17,13 +17,13 @@ from hybridrl.checkpoint.remote_store import RemoteStore
 from hybridrl.errors import RemoteFileError
 from hybridrl.notify import notify
 from hybridrl.observe.run_folder import BEST, CHANGES, CONFIG, VERSIONS
-from hybridrl.observe.tracking import METRICS
+from hybridrl.observe.tracking import MEMORY, METRICS
 from hybridrl.trainer.experiment import EXPERIMENT, STATE_FILE, Definition
 from hybridrl.trainer.settings_change import check_same_experiment, compare
 from hybridrl.utils.background import BackgroundCall
 
 #: what a run that continues elsewhere reads, and what is of use without the run's folder
-_CONTINUED = (CONFIG, CHANGES, METRICS, "tracking.json", BEST)
+_CONTINUED = (CONFIG, CHANGES, METRICS, MEMORY, BEST)
 _RUN_FILES = (*_CONTINUED, VERSIONS, "report.html")
 _POLL_S = 0.05
 
@@ -78,7 +78,8 @@ class RemoteCheckpoints:
             self._remote.check_writable()
             manifests, unfinished = self._remote.manifests()
         if unfinished:
-            notify(f"{self._remote.url}: the checkpoints of steps {unfinished} were not uploaded completely")
+            then = "" if manifests else ", and there is no complete one"
+            notify(f"{self._remote.url}: the checkpoints of steps {unfinished} were not uploaded completely{then}")
         self._steps = set(manifests)
         self._store.earlier = max((manifest.sequence for manifest in manifests.values()), default=0)
         if resume_mode != "auto":
@@ -137,7 +138,7 @@ class RemoteCheckpoints:
     def add(self, step: int) -> None:
         """Upload the finished checkpoint of a step, and those that failed before, when their turn comes."""
         self._protect(step, True)
-        self._waiting = [*sorted({*self._waiting, *self._failed}), step]
+        self._waiting = [*sorted({*self._waiting, *self._failed} - {step}), step]
         self._failed.clear()
         self.advance()
 
@@ -229,6 +230,7 @@ class RemoteCheckpoints:
             raise
         finally:
             self._tell_missing()
+        self._store.prune()  # what stayed until it was uploaded
 
     def _tell_missing(self) -> None:
         uploading = [] if self._uploading is None else [self._uploading]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from raising import raises_with
 
-from hybridrl.config import load_config
+from hybridrl.config import ConfigError, cli, load_config, validate
 from hybridrl.config.differences import differences
 from hybridrl.config.places import absolute_value, same_place, with_absolute_places
 from hybridrl.config.schema.root import ROOTS
-from hybridrl.observe.run_folder import settings_of
+from hybridrl.observe.run_folder import settings_of, shown_settings
+from hybridrl.trainer.explain_command import main as explain
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -95,6 +97,39 @@ def test_settings_that_follow_a_path_have_the_same_one(place: Path) -> None:
     assert with_absolute_places(settings_of(again), type(again)) == settings_of(again)
     shown = {one.key for one in differences(tree)}
     assert shown == {"actor_rollout_ref.model.path", "data.train_files"}, "a default folder is no difference"
+
+
+def test_addresses_stay_without_their_credentials(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "https://me:hunter2@host/a.parquet?sig=topsecret"
+    words = [f"data.train_files=['{url}',data/a.parquet]", "trainer.remote_dir=webhdfs://me:hunter2@host/run"]
+    words += ["actor_rollout_ref.model.path=org/name"]
+    config = load_config("ppo_trainer", words)
+    assert config.data.train_files[0] == url
+    tree = settings_of(config)
+    assert tree["data"]["train_files"] == ["https://***@host/a.parquet?***", f"{place}/data/a.parquet"]
+    assert tree["trainer"]["remote_dir"] == "webhdfs://me:***@host/run"
+    assert with_absolute_places(tree, type(config)) == tree
+    for arguments in ([*words, "--cfg", "job"], [*words, "--cfg", "job", "--resolve"]):
+        cli("ppo_trainer", lambda config: None, arguments)
+    with pytest.raises(SystemExit):
+        cli("ppo_trainer", lambda config: None, [*words, "data.val_files=sftp://me:hunter2@host/a"])
+    explain(["data.train_files", "grpo", *words])
+    for text in (str(tree), str(shown_settings(config)), *capsys.readouterr()):
+        assert "host/a.parquet" in text or "host/a" in text
+        assert "hunter2" not in text and "topsecret" not in text
+
+
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.rollout_data_dir"])
+def test_addresses_are_no_places_for_what_is_written_here(key: str) -> None:
+    words = ["data.train_files=data/a.parquet", "actor_rollout_ref.model.path=org/local", f"{key}=s3://bucket/run"]
+    with raises_with(ConfigError, f"{key}=s3://bucket/run"):
+        validate(load_config("ppo_trainer", words))
+
+
+def test_verls_name_of_the_address_acts() -> None:
+    for root in ("ppo_trainer", "sft_trainer"):
+        assert load_config(root, ["trainer.default_hdfs_dir=hdfs://host/run"]).trainer.remote_dir == "hdfs://host/run"
+        assert load_config(root, ["trainer.default_hdfs_dir=null"]).trainer.remote_dir is None
 
 
 def test_same_place() -> None:

@@ -68,7 +68,8 @@ def _faults(place: str | None, key: str, value: str, config: RootConfig) -> Iter
         if not Path(value).expanduser().is_file():
             yield f"{key}={value}: no such file (from {Path.cwd()})"
     elif place == "output" and is_remote(value):
-        yield f"{key}={masked(value)}: is written to a disk of this machine; name a local or mounted place"
+        remedy = "; trainer.remote_dir is for copies elsewhere" * (key == "trainer.default_local_dir")
+        yield f"{key}={masked(value)}: must be on a local or mounted disk{remedy}"
     elif place == "remote":
         yield from check_written_address(key, value)
     elif place == "output":
