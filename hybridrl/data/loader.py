@@ -14,6 +14,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hybridrl.data.samplers import EpochSampler
+from hybridrl.data.source_mixture import MixtureSampler
 from hybridrl.errors import DataError
 from hybridrl.notify import notify
 from hybridrl.protocol import object_array
@@ -50,7 +51,8 @@ class StatefulLoader:
         dataset: a map-style dataset.
         batch_size: rows per batch.
         sampler: default: `EpochSampler` in file order. If it has `set_epoch`, that is called before each epoch. A
-            sampler with `state_dict` and `load_state_dict` is saved and restored; others are replayed.
+            sampler with `state_dict` and `load_state_dict` is saved and restored; others are replayed. See `after_step`
+            for `update` and `metrics`.
         drop_last: whether to leave out an incomplete last batch.
         num_workers: number of processes that read ahead; 0 reads in this process.
         collate: rows -> (tensors, lists of objects); runs in the reading process.
@@ -191,7 +193,7 @@ class StatefulLoader:
             if hook is not None:
                 hook(batch=batch)
         measure = getattr(self.sampler, "metrics", None)
-        return {} if measure is None else dict(measure(batch=batch))
+        return dict(measure(batch=batch)) if callable(measure) else {}
 
     def finish(self, collated: Collated, epoch: int) -> DataProto:
         """Make the batch, in the controller's process."""
@@ -264,7 +266,7 @@ class StatefulLoader:
             "shuffle": getattr(sampler, "shuffle", None),
             "seed": getattr(sampler, "seed", None),
             "workers": self._loader.num_workers > 0,
-            "sources": getattr(sampler, "sources", None),
+            "sources": sampler.sources if isinstance(sampler, MixtureSampler) else None,
         }
 
 

@@ -54,7 +54,8 @@ def files(names: str, split: str, probabilities: str | None) -> Any:
     """The files of a data set; a data set of the hub gets its split."""
     if probabilities is not None and "," in names:
         raise RefusedValueError(
-            f"rows are not drawn with probabilities ({probabilities}); repeat files, or make one file"
+            f"probabilities ({probabilities}) are weights by name here: set data.mixture.weights, with "
+            "data.mixture.column=null where files are the sources"
         )
     listed = [name.strip() for name in names.split(",") if name.strip()]
     places = []

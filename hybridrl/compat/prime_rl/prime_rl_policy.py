@@ -94,7 +94,8 @@ def _ratio(_: WrittenSetting, values: ProjectValues) -> Meaning:
     if len(ratios) == 1:
         return {}
     raise RefusedValueError(
-        "each task is drawn once in a pass over the data; repeat the file of a source for more weight"
+        "ratios are weights by name here: set data.mixture.weights, with data.mixture.column=null where files are the "
+        "sources"
     )
 
 
@@ -333,8 +334,8 @@ _ROWS: tuple[ProjectSetting, ...] = (
     row(f"{_TRAIN}.*.group_size", translate=_group_size),
     row(f"{_TRAIN}.*.curriculum.gates.*.type", translate=_gate),
     row(f"{_TRAIN}.*.curriculum.gates.*.reject_m*", translate=_gate_range),
-    *refused(f"{_TRAIN}.*.curriculum.*", "tasks are not drawn by their difficulty; data.sampler takes a class of your "
-        "own"),
+    *refused(f"{_TRAIN}.*.curriculum.*", "single tasks are not drawn by their difficulty; data.mixture.curriculum "
+        "weighs sources by it, and data.sampler takes a class of your own"),
     *idle(f"{_TRAIN}.*.serve.* {_EVAL}.*.serve.* orchestrator.env_server_base_port", "the run starts the servers"),
     *refused(f"{_TRAIN}.*.algo.* {_TRAIN}.*.sampling.*", "all sources have the algorithm and the sampling of the run"),
     *refused(f"{_TRAIN}.*", "it is no setting of a source that is known here"),

@@ -25,7 +25,10 @@ _EVALS = "validation computes the loss of data.val_files; hybridrl generate and 
 def _data(value: str, values: ProjectValues) -> Meaning:
     subsets, splits = values["data.subsets"] or [None], values["data.splits"] or ["train"]
     if values["data.probabilities"]:
-        raise RefusedValueError("rows are not drawn with probabilities; repeat files, or make one file")
+        raise RefusedValueError(
+            "probabilities are weights by name here: set data.mixture.weights, with data.mixture.column=null where "
+            "files are the sources"
+        )
     places = [f"{value}{f'@{subset}' if subset else ''}:{split}" for subset in subsets for split in splits]
     return {"data.train_files": places if len(places) > 1 else places[0]}
 
