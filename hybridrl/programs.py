@@ -114,7 +114,7 @@ PROGRAMS = {
         "write responses to benchmark suites, and score them",
         "suite_evaluation",
         "hybridrl.trainer.suites.suite_evaluation:run_suites",
-        {"data.output_path": "outputs/suites/responses.parquet", "reward.timeout_s": 600.0},
+        {"data.output_path": "outputs/suites/responses.parquet"},
         with_suites="eval suite",
     ),
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
+import pickle
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -178,3 +181,101 @@ def test_the_place_of_a_suite_is_made_absolute_where_settings_are_stored(
     write_lines(tmp_path / "copies" / "gsm8k.jsonl", [GSM8K])
     stored = absolute_value(PPOTrainerConfig, "data.val_files", ["suite:gsm8k@copies", "suite:gsm8k"])
     assert stored == [f"suite:gsm8k@{tmp_path / 'copies'}", "suite:gsm8k"]
+
+
+# ------------------------------------------------------------------ programs
+
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def one():\n    """Return 1."""\n',
+    "canonical_solution": "    return 1\n",
+    "test": "def check(candidate):\n    assert candidate() == 1\n",
+    "entry_point": "one",
+}
+CASE = {"input": "1\n2\n", "output": "3\n", "testtype": "stdin"}
+CALL = {"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}
+LIVECODEBENCH = {
+    "question_title": "Sums",
+    "question_content": "Add two numbers.",
+    "platform": "atcoder",
+    "question_id": "abc300_a",
+    "starter_code": "",
+    "difficulty": "easy",
+    "public_test_cases": json.dumps([CASE]),
+    "private_test_cases": json.dumps([{**CASE, "input": "2\n2\n", "output": "4\n"}]),
+    "metadata": "{}",
+}
+
+
+def packed(value: Any, protocol: int = 4) -> str:
+    """A value as the published files have private test cases."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
+
+
+def test_humaneval_asks_for_the_function_and_keeps_its_check(tmp_path: Path) -> None:
+    (row,) = rows_of(f"suite:humaneval@{write_lines(tmp_path / 'HumanEval.jsonl', [HUMANEVAL])}")
+    assert HUMANEVAL["prompt"] in row["prompt"][0]["content"] and row["extra_info"]["id"] == "HumanEval/0"
+    truth = json.loads(row["reward_model"]["ground_truth"])
+    assert truth == {name: HUMANEVAL[name] for name in ("prompt", "test", "entry_point")}
+    with raises_with(DataError, "'test'", "'check'"):
+        read_table(f"suite:humaneval@{write_lines(tmp_path / 'b.jsonl', [{**HUMANEVAL, 'test': 'assert 1'}])}")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_livecodebench_reads_private_cases_in_both_forms(protocol: int, tmp_path: Path) -> None:
+    private = [{**CASE, "input": "é\n" * 300, "output": str(number)} for number in range(3)]
+    hidden = {**LIVECODEBENCH, "private_test_cases": packed(json.dumps(private, ensure_ascii=False), protocol)}
+    plain, coded = rows_of(f"suite:livecodebench@{write_lines(tmp_path / 'test.jsonl', [LIVECODEBENCH, hidden])}")
+    truth = json.loads(plain["reward_model"]["ground_truth"])
+    assert truth == {"inputs": ["1\n2\n", "2\n2\n"], "outputs": ["3\n", "4\n"]}
+    assert json.loads(coded["reward_model"]["ground_truth"])["outputs"] == ["3\n", "0", "1", "2"]
+
+
+def test_livecodebench_calls_functions_by_the_name_in_the_metadata(tmp_path: Path) -> None:
+    row = {
+        **LIVECODEBENCH,
+        "starter_code": "class Solution:\n    def total(self, values, more):",
+        "public_test_cases": json.dumps([CALL]),
+        "private_test_cases": packed(json.dumps([CALL])),
+        "metadata": json.dumps({"func_name": "total"}),
+    }
+    (read,) = rows_of(f"suite:livecodebench@{write_lines(tmp_path / 'a.jsonl', [row])}")
+    assert json.loads(read["reward_model"]["ground_truth"])["fn_name"] == "total"
+    assert "def total" in read["prompt"][0]["content"]
+    with raises_with(DataError, "'metadata'", "'func_name'"):
+        read_table(f"suite:livecodebench@{write_lines(tmp_path / 'b.jsonl', [{**row, 'metadata': '{}'}])}")
+    mixed = {**row, "public_test_cases": json.dumps([CASE])}
+    with raises_with(DataError, "functional, stdin"):
+        read_table(f"suite:livecodebench@{write_lines(tmp_path / 'c.jsonl', [mixed])}")
+
+
+class Harmful:
+    """Unpickled, it would make a file."""
+
+    def __reduce__(self) -> Any:
+        return open, ("unpickled", "w")
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (packed(Harmful()), "opcode"),
+        (packed([json.dumps([CASE])]), "opcode"),
+        (packed({"a": 1}), "opcode"),
+        (packed("no json"), "JSON"),
+        (packed(json.dumps({"a": 1})), "dict"),
+        (base64.b64encode(b"not compressed").decode(), "private_test_cases"),
+        (base64.b64encode(zlib.compress(pickle.dumps("[]"))[:-3]).decode(), "incomplete"),
+        ("!!!", "private_test_cases"),
+        ("[1", "JSON"),
+        (json.dumps([1]), "'input'"),
+    ],
+)
+def test_private_cases_are_never_unpickled(
+    value: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_lines(tmp_path / "test.jsonl", [{**LIVECODEBENCH, "private_test_cases": value}])
+    with raises_with(DataError, names):
+        read_table(f"suite:livecodebench@{file}")
+    assert not (tmp_path / "unpickled").exists()

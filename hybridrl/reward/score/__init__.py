@@ -43,6 +43,8 @@ SCORERS: dict[str, str] = {
     "gsm8k": "gsm8k_answer",
     "math500": "prime_math",
     "gpqa": "choice_letter",
+    "humaneval": "function_checks",
+    "livecodebench": "contest_programs",
 }
 
 
