@@ -279,3 +279,32 @@ def test_private_cases_are_never_unpickled(
     with raises_with(DataError, names):
         read_table(f"suite:livecodebench@{file}")
     assert not (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.parametrize("as_parquet", [False, True])
+def test_ifeval_keeps_the_instructions_with_their_arguments(as_parquet: bool, tmp_path: Path) -> None:
+    rows = [
+        {
+            "key": 1000,
+            "prompt": "Write.",
+            "instruction_id_list": ["punctuation:no_comma"],
+            "kwargs": [{"keyword": None}],
+        },
+        {
+            "key": 1001,
+            "prompt": "Write more.",
+            "instruction_id_list": ["keywords:frequency"],
+            "kwargs": [{"keyword": "sun", "frequency": 3, "relation": "at least"}],
+        },
+    ]
+    if as_parquet:  # every row has all arguments there, most of them null
+        file = tmp_path / "train.parquet"
+        pd.DataFrame(rows).to_parquet(file)
+    else:
+        file = write_lines(tmp_path / "input_data.jsonl", rows)
+    first, second = (json.loads(row["reward_model"]["ground_truth"]) for row in rows_of(f"suite:ifeval@{tmp_path}"))
+    assert first == {"ids": ["punctuation:no_comma"], "kwargs": [{}]}
+    assert second["kwargs"] == [{"keyword": "sun", "frequency": 3, "relation": "at least"}]
+    assert rows_of(f"suite:ifeval@{file}")[1]["extra_info"]["id"] == "1001"
+    with raises_with(DataError, "'kwargs'"):
+        read_table(f"suite:ifeval@{write_lines(tmp_path / 'b.jsonl', [{**rows[0], 'kwargs': []}])}")

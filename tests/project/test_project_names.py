@@ -40,7 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     **{f"{name}.py": COLUMN for name in ("protocol/bookkeeping", "reward/signature")},
     **{f"data/suites/{name}.py": COLUMN for name in ("math_suites", "suite_rows")},
     # the scorers of suites, by data source
-    "reward/score/__init__.py": ("gpqa", "gsm8k", "humaneval", "livecodebench", "math500"),
+    "reward/score/__init__.py": ("gpqa", "gsm8k", "humaneval", "ifeval", "livecodebench", "math500"),
     "trainer/ppo/samples.py": COLUMN,
     # forms of the KL divergence, of which losses for distillation are made
     "algorithms/kl.py": KL,

@@ -230,7 +230,7 @@ def test_math_dapo_strict_box():
 
 
 # answers of hybridrl/colours are letters (tests/data/test_data_preprocess.py), those of others programs
-OTHERWISE = {"hybridrl/colours", "gpqa", "humaneval", "livecodebench"}
+OTHERWISE = {"hybridrl/colours", "gpqa", "humaneval", "ifeval", "livecodebench"}
 OTHERWISE |= {name for name, module in SCORERS.items() if module == "programs"}
 
 

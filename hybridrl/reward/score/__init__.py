@@ -45,6 +45,7 @@ SCORERS: dict[str, str] = {
     "gpqa": "choice_letter",
     "humaneval": "function_checks",
     "livecodebench": "contest_programs",
+    "ifeval": "instructions",
 }
 
 
