@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop; the same command continues it
 
@@ -24,12 +24,14 @@ class ProgramSpec:
         tree: its configuration (`hybridrl.config.load_config`).
         function: `module:name` of the function that is called with the configuration.
         defaults: values by key that replace defaults of the tree; files and words replace them in turn.
+        with_suites: the program that runs in its place where the option `--suite` names benchmark suites.
     """
 
     summary: str
     tree: str
     function: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    with_suites: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Import the function; with it come torch and Ray, which `--help` and `--cfg` do not need."""
@@ -103,7 +105,17 @@ PROGRAMS = {
         "hybridrl.trainer.generation.run_generation:run_generation",
     ),
     "eval": ProgramSpec(
-        "score the responses in a file, by data source", "evaluation", "hybridrl.trainer.evaluation:run_evaluation"
+        "score the responses in a file, by data source; with --suite NAME,NAME the same as eval suite",
+        "evaluation",
+        "hybridrl.trainer.evaluation:run_evaluation",
+        with_suites="eval suite",
+    ),
+    "eval suite": ProgramSpec(
+        "write responses to benchmark suites, and score them",
+        "suite_evaluation",
+        "hybridrl.trainer.suites.suite_evaluation:run_suites",
+        {"data.output_path": "outputs/suites/responses.parquet"},
+        with_suites="eval suite",
     ),
 }
 
@@ -186,6 +198,8 @@ def start(
     """
     program = PROGRAMS[name]
     words = list(sys.argv[1:] if argv is None else argv)
+    if program.with_suites is not None and (suites := _suite_words(words, command)) is not None:
+        program, words = PROGRAMS[program.with_suites], suites
     own_defaults = {**program.defaults, **(defaults or {})}
 
     def run(config: Any) -> int:
@@ -202,6 +216,40 @@ def start(
         cli(program.tree, run, words, command=command, defaults=own_defaults)
     except ModuleNotFoundError as error:
         _explain_missing(error)
+
+
+def _suite_words(words: Sequence[str], command: str) -> list[str] | None:
+    """Words in which `--suite NAME,NAME --suite-folder FOLDER` are settings; None: no suite is named.
+
+    Raises:
+        SystemExit: an option has no value, or a folder stands without a suite.
+    """
+    values: dict[str, list[str]] = {"--suite": [], "--suite-folder": []}
+    rest: list[str] = []
+    waiting = iter(words)
+    for word in waiting:
+        option, sign, value = word.partition("=")
+        if option not in values:
+            rest.append(word)
+            continue
+        value = value if sign else next(waiting, "")
+        if not value or value.startswith("-"):
+            _refuse(f"{command}: {option} needs a value, such as --suite gsm8k,aime24 --suite-folder copies")
+        values[option].append(value)
+    if len(values["--suite-folder"]) > 1 or (values["--suite-folder"] and not values["--suite"]):
+        _refuse(f"{command}: --suite-folder is one folder with local copies of the suites that --suite names")
+    names = [name for value in values["--suite"] for name in value.split(",") if name]
+    if not names:
+        return None
+    folder = values["--suite-folder"][0] if values["--suite-folder"] else ""
+    entries = [f"suite:{name}@{folder}" if folder and "@" not in name else f"suite:{name}" for name in names]
+    quoted = ",".join("'" + entry.replace("\\", "\\\\").replace("'", "\\'") + "'" for entry in entries)
+    return [*rest, f"data.path=[{quoted}]"]
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

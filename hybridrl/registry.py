@@ -223,6 +223,26 @@ class ImportMetadata(EntryMetadata):
     reads: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SuiteMetadata(EntryMetadata):
+    """A benchmark suite.
+
+    Attributes:
+        hub: its data set on the hub, `ORG/NAME@CONFIG:SPLIT`; "": it is read from local copies only.
+        files: names of its files in a local copy, as globs; `SPLIT.jsonl` and the like are tried besides.
+        columns: columns that a row must have; names that published copies use for one column are separated by `|`,
+            and the row has the value under the first of them.
+        sampling: the sampling that results are usually reported with, for people.
+        licence: of the data, and where the data are from, for people.
+    """
+
+    hub: str = ""
+    files: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    sampling: str = ""
+    licence: str = ""
+
+
 #: what an objective of supervised training computes with, and the tree whose runs choose it
 OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "labels": "kto_trainer", "scores": "rm_trainer"}
 
@@ -573,6 +593,15 @@ IMPORTED_PROJECTS = Registry(
     "compat/*/*.py",
     ImportMetadata,
     ConfigError,
+)
+
+SUITES = Registry(
+    "benchmark suite",
+    "suite:NAME",
+    ("register_suite",),
+    "data/suites/*.py",
+    SuiteMetadata,
+    DataError,
 )
 
 MAPPING_READERS = Registry(

@@ -55,6 +55,7 @@ from hybridrl.config.schema.root import (
     RMTrainerConfig,
     RootConfig,
     SFTTrainerConfig,
+    SuiteEvaluationConfig,
     SupervisedConfig,
 )
 from hybridrl.config.schema.trainer import (
@@ -154,6 +155,7 @@ __all__ = [
     "SamplingConfig",
     "ScoringConfig",
     "ServerConfig",
+    "SuiteEvaluationConfig",
     "SupervisedConfig",
     "SupervisedDataConfig",
     "TrainerConfig",

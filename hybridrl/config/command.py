@@ -45,6 +45,10 @@ _EXAMPLES = {
         "      actor_rollout_ref.model.path=MODEL",
     ),
     "evaluation": ("main_eval", "data.path=answers.parquet"),
+    "suite_evaluation": (
+        "main_eval",
+        "--suite gsm8k,aime24 --suite-folder copies \\\n      actor_rollout_ref.model.path=MODEL data.n_samples=4",
+    ),
 }
 _REFUSED = {
     "multirun": "sweeps are run by the command hybridrl, for programs that train",

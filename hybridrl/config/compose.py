@@ -35,6 +35,7 @@ from hybridrl.config.schema.root import (
     PPOTrainerConfig,
     RMTrainerConfig,
     SFTTrainerConfig,
+    SuiteEvaluationConfig,
 )
 from hybridrl.config.short_derived import acting_seeds, derive
 from hybridrl.config.short_names import TREES, ShortSettings, is_short
@@ -578,6 +579,13 @@ def load_config(
     config_dir: str | os.PathLike[str] | None = ...,
     config_name: str | None = ...,
 ) -> EvaluationConfig: ...
+@overload
+def load_config(
+    name: Literal["suite_evaluation"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> SuiteEvaluationConfig: ...
 def load_config(
     name: str,
     overrides: Sequence[str] = (),
@@ -587,7 +595,8 @@ def load_config(
     """Compose a configuration and return it typed, with interpolations resolved.
 
     Args:
-        name: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `kto_trainer`, `rm_trainer`, `generation` or `evaluation`.
+        name: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `kto_trainer`, `rm_trainer`, `generation`, `evaluation` or
+            `suite_evaluation`.
         overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
         config_dir: folder with the user's YAML file, relative to the working directory.
         config_name: that file's name without `.yaml`; by default `name`. The file may be partial and needs no defaults

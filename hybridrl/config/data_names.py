@@ -1,4 +1,4 @@
-"""Entries of `data.train_files`, `data.val_files` and `data.path`: a file, a glob, an address, a data set of the hub.
+"""Entries of `data.train_files`, `data.val_files` and `data.path`: a file, glob, address, data set of the hub, suite.
 
 Imported by the configuration's checks, so it reads nothing but folder listings.
 """
@@ -35,6 +35,35 @@ class DatasetName:
     split: str | None
 
 
+@dataclass(frozen=True)
+class SuiteName:
+    """A benchmark suite as an entry: `suite:NAME@PLACE`, the last part optional.
+
+    Attributes:
+        name: in `hybridrl.registry.SUITES`.
+        place: a file, glob, folder or data set with its rows; None: its data set on the hub.
+    """
+
+    name: str
+    place: str | None
+
+
+_SUITE = "suite:"
+
+
+def suite_name(entry: str) -> SuiteName | None:
+    """Return the suite that an entry names; None if it names something else."""
+    if not entry.startswith(_SUITE) or Path(entry).exists():
+        return None
+    name, _, place = entry.removeprefix(_SUITE).partition("@")
+    return SuiteName(name, place or None)
+
+
+def suite_entry(name: str, place: str | None) -> str:
+    """Return the entry that names a suite."""
+    return f"{_SUITE}{name}" + ("" if place is None else f"@{place}")
+
+
 def format_of(path: Path) -> str:
     """Return the suffix that says the format, without that of the compression; "" if the file has none."""
     return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
@@ -42,7 +71,7 @@ def format_of(path: Path) -> str:
 
 def local_files(entry: str) -> list[str]:
     """Return the files that an entry names on this machine, sorted where it is a glob; empty if there are none."""
-    if is_remote(entry):
+    if suite_name(entry) is not None or is_remote(entry):
         return []
     entry = without_file_scheme(entry)
     path = Path(entry).expanduser()
@@ -63,7 +92,7 @@ def dataset_name(entry: str) -> DatasetName | None:
     Without a split, `ORG/NAME` is a hub id unless it ends like a file or `ORG` is a folder here, in which a file of
     this name was expected.
     """
-    if is_remote(entry):
+    if suite_name(entry) is not None or is_remote(entry):
         return None
     entry = without_file_scheme(entry)
     path = Path(entry).expanduser()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.data_names import dataset_name, local_files
+from hybridrl.config.data_names import dataset_name, local_files, suite_entry, suite_name
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.distillation import TeacherModelConfig
 from hybridrl.config.schema.node import declared, default_of
@@ -141,6 +141,8 @@ def _absolute_model(text: str) -> str:
 
 
 def _absolute_data(text: str) -> str:
+    if (suite := suite_name(text)) is not None:
+        return suite_entry(suite.name, None if suite.place is None else _absolute_data(suite.place))
     if local_files(text):
         return _absolute(text)
     dataset = dataset_name(text)

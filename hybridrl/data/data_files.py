@@ -1,4 +1,4 @@
-"""Reads data files of this machine and of addresses, globs of them, and data sets of the hub, as one table."""
+"""Reads data files of this machine and of addresses, globs of them, data sets of the hub, and suites, as one table."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hybridrl.config.data_names import (
     format_of,
     is_saved_dataset,
     local_files,
+    suite_name,
 )
 from hybridrl.data.table import ArrowPart, RowsPart, Table, check_column_names
 from hybridrl.errors import DataError, RemoteFileError
@@ -55,8 +56,9 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
 
     Args:
         files: files (.parquet, .json, .jsonl, .csv, .tsv; text files may be compressed), globs, addresses of either
-            (`s3://BUCKET/FILE`; fetched once, see `hybridrl.utils.remote_files`), or data sets of the hub
-            (`ORG/NAME@CONFIG:SPLIT`, see `hybridrl.config.data_names`); `~` is expanded.
+            (`s3://BUCKET/FILE`; fetched once, see `hybridrl.utils.remote_files`), data sets of the hub
+            (`ORG/NAME@CONFIG:SPLIT`), or benchmark suites (`suite:NAME@PLACE`), see `hybridrl.config.data_names`;
+            `~` is expanded.
         key: the configuration key that named them, for messages.
 
     Raises:
@@ -104,11 +106,11 @@ def fingerprints(files: Sequence[str]) -> list[list[str]]:
     """Return the name of each source with a digest that changes with its content."""
     digests = []
     for entry in files:
-        dataset = dataset_name(entry)
-        if dataset is not None:
+        is_read = _is_read_for_digest(entry)
+        if is_read:
             (part,) = _read(entry, "data.path")
             digests.append([entry, _digest_of_rows(part)])
-        for file in () if dataset is not None else files_of(entry, "data.path"):
+        for file in () if is_read else files_of(entry, "data.path"):
             with open(file.path, "rb") as opened:
                 digests.append([file.path.name, hashlib.file_digest(opened, "sha256").hexdigest()])
     return digests
@@ -125,7 +127,7 @@ def contents(sources: Sequence[str], fetch: bool = True) -> list[list[str]]:
     digests = []
     for entry in sources:
         try:
-            if dataset_name(entry) is not None:
+            if _is_read_for_digest(entry):
                 digests.append([_digest_of_rows(part) for part in _read(entry, "data.train_files")])
                 continue
             files = files_of(entry, "data.train_files") if fetch or not is_remote(entry) else []
@@ -137,6 +139,11 @@ def contents(sources: Sequence[str], fetch: bool = True) -> list[list[str]]:
         ]
         digests.append([_digest_of_file(path) for path in inner if path.is_file()] or [masked(entry)])
     return digests
+
+
+def _is_read_for_digest(entry: str) -> bool:
+    """Whether what an entry holds is known only from its rows: a data set of the hub, or a suite."""
+    return dataset_name(entry) is not None or suite_name(entry) is not None
 
 
 def _digest_of_file(path: Path) -> str:
@@ -160,6 +167,10 @@ def _digest_of_rows(part: ArrowPart | RowsPart) -> str:
 
 
 def _read(entry: str, key: str) -> list[ArrowPart] | list[RowsPart] | list[ArrowPart | RowsPart]:
+    if (suite := suite_name(entry)) is not None:
+        from hybridrl.data.suites import read_suite
+
+        return [read_suite(suite, key)]
     dataset = dataset_name(entry)
     if dataset is not None:
         texts = _text_files_of(dataset, entry, key)

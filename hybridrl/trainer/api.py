@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.convert import nearest, put
-from hybridrl.config.data_names import FORMATS, dataset_name, format_of, local_files
+from hybridrl.config.data_names import FORMATS, dataset_name, format_of, local_files, suite_name
 from hybridrl.config.short_names import ShortSettings
 from hybridrl.errors import ConfigError
 from hybridrl.notify import forget
@@ -352,7 +352,7 @@ def _is_file(item: str | Path) -> bool:
     if isinstance(item, Path) or "://" in item or format_of(Path(item)) in FORMATS:
         return True
     try:
-        return dataset_name(item) is not None or bool(local_files(item))
+        return suite_name(item) is not None or dataset_name(item) is not None or bool(local_files(item))
     except (OSError, ValueError):  # a text that no system takes for a name
         return False
 

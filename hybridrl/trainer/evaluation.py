@@ -67,30 +67,64 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         RewardError: the reward function cannot be loaded or fails, or gives no score of any response.
     """
     validate(config)
-    data = config.data
-    table = read_table(data.path, "data.path")
+    table = read_table(config.data.path, "data.path")
+    answers, outcomes, label = score_answers(config, table)
+    metrics, intervals = summarise(answers, outcomes)
+    path = write_report(config, answers, outcomes, label, metrics, intervals)
+    _print(metrics, intervals, answers)
+    print(f"{len(set(answers.rows))} rows, {len(answers.samples)} responses; all metrics in {path}")
+    return metrics
+
+
+def score_answers(config: EvaluationConfig, table: Table) -> tuple[Answers, list[Outcome], str]:
+    """Score the responses of a table.
+
+    Returns:
+        The responses, an outcome for each, and the name of the reward function.
+
+    Raises:
+        DataError, RewardError: see `run_evaluation`.
+    """
     with create_pool(config.reward) as pool:
         answers = read_answers(config, table, built_in=pool.built_in)
         check_columns(pool, table.columns, any(sample.ground_truth is not None for sample in answers.samples))
-        outcomes = list(_scored(pool, answers))
+        return answers, list(_scored(pool, answers)), pool.label
+
+
+def write_report(
+    config: EvaluationConfig,
+    answers: Answers,
+    outcomes: Sequence[Outcome],
+    label: str,
+    metrics: Mapping[str, float],
+    intervals: Mapping[str, tuple[float, float]],
+) -> Path:
+    """Write all metrics of an evaluation as JSON, and return the path of the file.
+
+    Args:
+        config: names the files.
+        answers: the responses.
+        outcomes: one for each.
+        label: the name of the reward function.
+        metrics: by name.
+        intervals: by data source, of `test_score`.
+    """
+    data = config.data
     missing = Counter(outcome.unscored.reason.value for outcome in outcomes if outcome.unscored is not None)
-    metrics, intervals = summarise(answers, outcomes)
     path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
         "files": [masked(path) for path in data.path],
-        "reward_function": pool.label,
+        "reward_function": label,
         "rows": len(set(answers.rows)),
         "responses": len(answers.samples),
         "timeouts": sum(outcome.timed_out for outcome in outcomes),
         "missing": dict(missing),
-        "metrics": metrics,
+        "metrics": dict(metrics),
         "intervals": {f"test_score/{source}": bounds for source, bounds in intervals.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    _print(metrics, intervals, answers)
-    print(f"{report['rows']} rows, {report['responses']} responses; all metrics in {path}")
-    return metrics
+    return path
 
 
 def default_output(file: str) -> Path:

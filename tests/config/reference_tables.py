@@ -143,7 +143,7 @@ def generated() -> dict[str, dict[str, str]]:
     own = "\n".join(f"| {key} | {default} | {meaning} |" for key, (default, meaning) in own_keys().items())
     done: set[type] = set()
     return {
-        "config.md": {root: key_tables(root, done) for root in ROOTS},
+        "config.md": {root: text for root in ROOTS if (text := key_tables(root, done))},
         "limits.md": {"pending": pending_table()},
         "defaults.md": {"own": f"| key | default | meaning |\n|---|---|---|\n{own}"},
     }

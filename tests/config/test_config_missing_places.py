@@ -26,6 +26,7 @@ GIVEN = {
     "rm_trainer": SFT,
     "generation": [f"{POLICY}.model.path=model", "data.path=train.parquet", "data.output_path=o.parquet"],
     "evaluation": ["data.path=train.parquet"],
+    "suite_evaluation": [f"{POLICY}.model.path=model", "data.path=train.parquet", "data.output_path=o.parquet"],
 }
 #: the kinds of places that must be there when a run starts
 KINDS = ("model", "file", "code", "data")
@@ -121,7 +122,11 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("root", "key"), OUTPUTS)
 def test_results_below_a_file_are_refused_at_start_up(here: Path, root: str, key: str) -> None:
-    value = "train.parquet/inside.parquet" if root in ("generation", "evaluation") else "train.parquet/inside"
+    value = (
+        "train.parquet/inside.parquet"
+        if root in ("generation", "evaluation", "suite_evaluation")
+        else "train.parquet/inside"
+    )
     faults = faults_of(root, [*GIVEN[root], f"{key}={value}"])
     assert any(fault.startswith(f"{key}=") for fault in faults), faults
 

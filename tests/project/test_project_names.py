@@ -38,6 +38,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     **{f"data/preprocess/{name}.py": COLUMN for name in ("calculator", "colours", "geo3k", "gsm8k", "math")},
     **{f"data/preprocess/{name}.py": COLUMN for name in ("search_r1", "sort", "verifiers")},
     **{f"{name}.py": COLUMN for name in ("protocol/bookkeeping", "reward/signature")},
+    **{f"data/suites/{name}.py": COLUMN for name in ("math_suites", "suite_rows")},
+    # the scorers of suites, by data source
+    "reward/score/__init__.py": ("gpqa", "gsm8k", "humaneval", "ifeval", "livecodebench", "math500"),
     "trainer/ppo/samples.py": COLUMN,
     # forms of the KL divergence, of which losses for distillation are made
     "algorithms/kl.py": KL,

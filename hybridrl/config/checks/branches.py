@@ -11,7 +11,7 @@ from hybridrl.config.entry_settings import read_own
 from hybridrl.config.roles import ROLES
 from hybridrl.config.schema.conditions import Unmet
 from hybridrl.config.schema.reward import RewardPartConfig
-from hybridrl.config.schema.root import EvaluationConfig, PPOTrainerConfig, RootConfig
+from hybridrl.config.schema.root import EvaluationConfig, PPOTrainerConfig, RootConfig, SuiteEvaluationConfig
 from hybridrl.config.teachers import teachers_of
 from hybridrl.errors import ConfigError
 from hybridrl.registry import REWARD_MANAGERS
@@ -70,7 +70,7 @@ def branches(config: RootConfig) -> Iterator[ConfigBranch]:
         yield from _of_roles(config)
         yield from _of_manager(config)
         yield from _of_teachers(config)
-    if isinstance(config, PPOTrainerConfig | EvaluationConfig):
+    if isinstance(config, PPOTrainerConfig | EvaluationConfig | SuiteEvaluationConfig):
         for name, raw in config.reward.functions.items():
             yield from _read(RewardPartConfig, raw, f"reward.functions.{name}", config)
 

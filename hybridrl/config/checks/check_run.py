@@ -50,6 +50,7 @@ from hybridrl.config.schema.root import (
     GenerationConfig,
     PPOTrainerConfig,
     RootConfig,
+    SuiteEvaluationConfig,
     SupervisedConfig,
 )
 from hybridrl.config.schema.trainer import JobConfig, RunConfig, TrainerConfig
@@ -204,6 +205,8 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
         yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     places = [("actor_rollout_ref",)]
     yield check_placement(config.placement, config.trainer, places, places)
+    if isinstance(config, SuiteEvaluationConfig):
+        yield check_functions(config.reward, config)
 
 
 def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.data_names import KINDS, dataset_name, local_files
+from hybridrl.config.convert import nearest
+from hybridrl.config.data_names import KINDS, SuiteName, dataset_name, local_files, suite_name
 from hybridrl.config.entry_settings import read_own
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.reward import RewardPartConfig, ScoringConfig
 from hybridrl.errors import RemoteFileError
+from hybridrl.registry import SUITES
 from hybridrl.utils.remote_files import file_system_class
 from hybridrl.utils.urls import is_remote, is_web, masked, scheme_of, without_file_scheme
 
@@ -82,6 +84,9 @@ def _check_not_a_checkpoint(name: str, path: Path) -> Iterator[str]:
 def check_files(name: str, files: list[str]) -> Iterator[str]:
     """Check the data files that the key `name` lists. Other machines are asked when the data are loaded."""
     for file in files:
+        if (suite := suite_name(file)) is not None:
+            yield from _check_suite(name, file, suite)
+            continue
         if is_remote(file):
             yield from check_address(name, file)
             continue
@@ -111,6 +116,22 @@ def check_written_address(name: str, url: str) -> Iterator[str]:
         yield f"{name}={masked(url)}: nothing can be written over HTTP; use s3://, gs://, abfs:// or hdfs://"
     else:
         yield from check_address(name, url)
+
+
+def _check_suite(name: str, entry: str, suite: SuiteName) -> Iterator[str]:
+    """Check that a suite is registered, and that its local copy is there."""
+    if not SUITES.knows(suite.name):
+        close = nearest(suite.name, list(SUITES.names()))
+        yield (
+            f"{name}={entry}: unknown suite {suite.name!r}{close}; choose from {', '.join(SUITES.names())}. Your own "
+            "is registered with register_suite, in a module that model.external_lib names"
+        )
+    elif suite.place is None and not SUITES.metadata(suite.name).hub:
+        yield f"{name}={entry}: this suite is read from a local copy; name it: {entry}@FILE_OR_FOLDER"
+    elif suite.place is not None and is_remote(suite.place):
+        yield from check_address(name, suite.place)
+    elif suite.place is not None and not local_files(suite.place) and dataset_name(suite.place) is None:
+        yield f"{name}={entry}: no such file or folder as {suite.place} (from {Path.cwd()})"
 
 
 def check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The whole trees: `ppo_trainer`, those of supervised training, `generation` and `evaluation`."""
+"""The whole trees: `ppo_trainer`, those of supervised training, `generation`, `evaluation` and `suite_evaluation`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -228,6 +228,13 @@ class EvaluationConfig(ConfigNode):
     reward: ScoringConfig = group(ScoringConfig)
 
 
+@dataclass
+class SuiteEvaluationConfig(GenerationConfig):
+    """`suite_evaluation`: all settings of `hybridrl eval --suite`: generation, and how responses are scored."""
+
+    reward: ScoringConfig = group(ScoringConfig)
+
+
 RootConfig = PPOTrainerConfig | SupervisedConfig | GenerationConfig | EvaluationConfig
 
 ROOTS: dict[str, type[RootConfig]] = {
@@ -238,6 +245,7 @@ ROOTS: dict[str, type[RootConfig]] = {
     "rm_trainer": RMTrainerConfig,
     "generation": GenerationConfig,
     "evaluation": EvaluationConfig,
+    "suite_evaluation": SuiteEvaluationConfig,
 }
 #: trees that share groups with another tree under the same names: tree -> (other tree, groups)
 SHARED_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -245,5 +253,5 @@ SHARED_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("dpo_trainer", "kto_trainer", "rm_trainer"),
         ("sft_trainer", ("model", "engine", "optim", "checkpoint", "trainer", "placement", "ray_kwargs")),
     ),
-    "generation": ("ppo_trainer", ("actor_rollout_ref", "data")),
+    **dict.fromkeys(("generation", "suite_evaluation"), ("ppo_trainer", ("actor_rollout_ref", "data"))),
 }

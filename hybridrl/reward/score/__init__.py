@@ -40,6 +40,12 @@ SCORERS: dict[str, str] = {
     "searchR1_*": "search_r1",
     "hiyouga/geometry3k": "geo3k",
     "hybridrl/colours": "colours",
+    "gsm8k": "gsm8k_answer",
+    "math500": "prime_math",
+    "gpqa": "choice_letter",
+    "humaneval": "function_checks",
+    "livecodebench": "contest_programs",
+    "ifeval": "instructions",
 }
 
 

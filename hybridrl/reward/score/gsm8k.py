@@ -18,7 +18,7 @@ _FACTOR = (
 #: what makes another answer of a number: a power, a further operation, a second number
 _MORE = (
     r"(?:\s?(?:\^|!(?!\w)|[*×/](?=\s?[0-9])|\\(?:times|cdot|frac|sqrt)|:(?=[0-9]))"
-    r"|\s?\+\s?(?=[0-9])|\s?[-\u2013](?=[0-9])|\s(?:or|to)\s+\\?\$?(?=[0-9])|[kKMBxyzn](?![A-Za-z]))"
+    r"|\s?\+\s?(?=[0-9])|\s?[-\u2013](?=[0-9])|\s(?:or|to)\s+[-+]?\\?\$?[-+]?(?=[0-9])|[kKMBxyzn](?![A-Za-z]))"
 )
 _BEFORE = (
     r"(?i:[\s*:]|\\[(\[]|\\(?:boxed|text|textbf|mathbf|mathrm)\s*\{|\$(?=\\)|[a-z]\s?=|(?:the\s+)?(?:final\s+)?answer"

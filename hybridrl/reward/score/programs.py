@@ -139,6 +139,34 @@ def compute_score(
     program = program_of(solution_str)
     if program is None:
         return {"score": 0.0, "acc": False, "tests": count, "passed": 0, "fault": "no program"}
+    return score_program(
+        program,
+        tests,
+        continuous,
+        timeout,
+        total_timeout,
+        sandbox_fusion_url,
+        memory_limit_mb,
+        max_concurrent,
+        concurrent_semaphore,
+        allow_unisolated,
+    )
+
+
+def score_program(
+    program: str,
+    tests: Tests,
+    continuous: bool = True,
+    timeout: float = 10.0,
+    total_timeout: float = 60.0,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int = 1024,
+    max_concurrent: int | None = None,
+    concurrent_semaphore: Any = None,
+    allow_unisolated: bool | None = None,
+) -> dict[str, Any]:
+    """Run a program on test cases. Arguments, result and errors are those of `compute_score`."""
+    count = min(len(tests.inputs), _CONSIDERED) if continuous else len(tests.inputs)
     sandbox = sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent, allow_unisolated)
     passed, used_s, first = 0, 0.0, ""
     for number in range(count):

@@ -1,0 +1,1 @@
+"""`hybridrl eval --suite`: responses to benchmark suites, their scores, and a table."""
