@@ -15,7 +15,7 @@ from hybridrl.engine.fsdp.adapter_bank import AdamStep, AdapterShape
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import DATUM_LOSSES
 from hybridrl.tinker.datum_batch import as_datum, batch_of_datums, check_datums, log_probs_of
-from hybridrl.tinker.wire import Array, Datum, RequestError, Sample
+from hybridrl.tinker.wire import Array, Datum, RequestError, SampledTokens
 from hybridrl.workers.adapter_worker import DatumLoss
 
 
@@ -87,7 +87,7 @@ class SampleJob:
 class SampleOutcome:
     """The samples of a job, and the log-probabilities `[P]` of its prompt if they were asked for."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[SampledTokens]
     prompt_log_probs: Array | None
 
 
@@ -189,7 +189,7 @@ class AdapterBackend:
         output = self._group.generate_from(prompts)
         lengths = output.batch["response_mask"].sum(dim=1).tolist()
         samples = [
-            Sample(tokens[:length], log_probs[:length], reason == "stop")
+            SampledTokens(tokens[:length], log_probs[:length], reason == "stop")
             for tokens, log_probs, length, reason in zip(
                 output.batch["responses"].tolist(),
                 output.batch["rollout_log_probs"].tolist(),

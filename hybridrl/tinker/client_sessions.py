@@ -17,7 +17,7 @@ _OLD_IDS = 1024  # requests of a run that are known if their client sends them a
 
 
 @dataclass
-class TrainingRun:
+class AdapterRun:
     """A training run: one adapter.
 
     Attributes:
@@ -51,8 +51,8 @@ class TrainingRun:
 
 
 @dataclass
-class Sampler:
-    """What a client samples from.
+class SamplingSource:
+    """The base or an adapter, which a client samples from.
 
     Attributes:
         id: its name.
@@ -79,17 +79,17 @@ class Sampler:
 
 @dataclass
 class Session:
-    """A session of a client; `seen` is when it was last heard of, by the monotonic clock."""
+    """A session of a client; `heard_at` is when it was last heard of, by the monotonic clock."""
 
     id: str
     user_metadata: dict[str, Any] | None
     display_name: str | None
-    seen: float = field(default_factory=time.monotonic)
-    runs: dict[str, TrainingRun] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
+    heard_at: float = field(default_factory=time.monotonic)
+    runs: dict[str, AdapterRun] = field(default_factory=dict)
+    samplers: dict[str, SamplingSource] = field(default_factory=dict)
 
 
-class SessionTable:
+class ClientSessionTable:
     """The open sessions.
 
     Args:
@@ -123,10 +123,10 @@ class SessionTable:
         session = self._sessions.get(id)
         if session is None:
             raise RequestError(f"session_id={id!r}: there is no such session, or it is over")
-        session.seen = time.monotonic()
+        session.heard_at = time.monotonic()
         return session
 
-    def add_run(self, session: Session, number: int, user_metadata: dict[str, Any] | None) -> TrainingRun:
+    def add_run(self, session: Session, number: int, user_metadata: dict[str, Any] | None) -> AdapterRun:
         """Add a training run without an adapter.
 
         Raises:
@@ -137,11 +137,11 @@ class SessionTable:
                 f"this server holds {self._most_runs} adapters at once (--max-adapters), and all are taken; close a "
                 "session that is done (ServiceClient.close)"
             )
-        run = TrainingRun(f"{session.id}:train:{number}", session.id, user_metadata=user_metadata)
+        run = AdapterRun(f"{session.id}:train:{number}", session.id, user_metadata=user_metadata)
         session.runs[run.id] = run
         return run
 
-    def run(self, id: str) -> TrainingRun:
+    def run(self, id: str) -> AdapterRun:
         """Return a training run.
 
         Raises:
@@ -150,10 +150,10 @@ class SessionTable:
         session = self._sessions.get(id.partition(":")[0])
         if session is None or id not in session.runs:
             raise RequestError(f"model_id={id!r}: there is no such training run, or its session is over")
-        session.seen = time.monotonic()
+        session.heard_at = time.monotonic()
         return session.runs[id]
 
-    def sampler(self, id: str) -> Sampler:
+    def sampler(self, id: str) -> SamplingSource:
         """Return a sampler.
 
         Raises:
@@ -162,12 +162,14 @@ class SessionTable:
         session = self._sessions.get(id.partition(":")[0])
         if session is None or id not in session.samplers:
             raise RequestError(f"sampling_session_id={id!r}: there is no such sampler, or its session is over")
-        session.seen = time.monotonic()
+        session.heard_at = time.monotonic()
         return session.samplers[id]
 
-    def add_sampler(self, session: Session, number: int, weights: SavedWeights | None, path: str | None) -> Sampler:
+    def add_sampler(
+        self, session: Session, number: int, weights: SavedWeights | None, path: str | None
+    ) -> SamplingSource:
         """Add a sampler."""
-        sampler = Sampler(f"{session.id}:sample:{number}", session.id, weights, path)
+        sampler = SamplingSource(f"{session.id}:sample:{number}", session.id, weights, path)
         session.samplers[sampler.id] = sampler
         return sampler
 
@@ -178,4 +180,4 @@ class SessionTable:
     def silent(self) -> Iterator[str]:
         """Yield the ids of sessions that were not heard of for too long."""
         now = time.monotonic()
-        yield from [session.id for session in self._sessions.values() if now - session.seen > self._idle_s]
+        yield from [session.id for session in self._sessions.values() if now - session.heard_at > self._idle_s]

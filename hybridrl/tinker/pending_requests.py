@@ -151,8 +151,8 @@ class RequestQueue:
             return []
         alike = [other for other in self._ready if other.batch_key == first.batch_key and other.batch is not None]
         alike = alike[: self._most_samples - 1]
-        taken = set(map(id, alike))
-        self._ready = deque(request for request in self._ready if id(request) not in taken)
+        alike_ids = set(map(id, alike))
+        self._ready = deque(request for request in self._ready if id(request) not in alike_ids)
         return alike
 
     def _computed(self, requests: Sequence[PendingRequest]) -> Sequence[Answer | Failure]:

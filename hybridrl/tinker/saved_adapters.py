@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")
 
 @dataclass(frozen=True)
 class SavedState:
-    """What is known of a checkpoint besides its tensors.
+    """Facts of a checkpoint besides its tensors.
 
     Attributes:
         base: digest of the base's weights.

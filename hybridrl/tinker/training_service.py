@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.engine.fsdp.adapter_bank import AdamStep, AdapterShape
 from hybridrl.models.lora import base_digest
 from hybridrl.tinker.backend import AdapterBackend, Decoding, SampleJob, SavedWeights
-from hybridrl.tinker.client_sessions import Sampler, Session, SessionTable, TrainingRun
+from hybridrl.tinker.client_sessions import AdapterRun, ClientSessionTable, SamplingSource, Session
 from hybridrl.tinker.datum_batch import loss_numbers
 from hybridrl.tinker.pending_requests import Answer, PendingRequest, RequestQueue
 from hybridrl.tinker.saved_adapters import SAMPLER, WEIGHTS, SavedAdapters, SavedState
@@ -39,7 +39,7 @@ class ServiceLimits:
         requests: that are accepted and whose answer was not fetched.
         sessions: that are open.
         adapters: of all sessions.
-        idle_s: see `SessionTable`.
+        idle_s: see `ClientSessionTable`.
         unnamed: adapters saved for sampling without a name that are kept of a training run.
         samples: of one request.
     """
@@ -64,7 +64,7 @@ class TrainingService:
     def __init__(self, backend: AdapterBackend, folder: Path, limits: ServiceLimits) -> None:
         self.backend, self.limits = backend, limits
         self.queue = RequestQueue(limits.requests, limits.samples)
-        self._sessions = SessionTable(limits.sessions, limits.adapters, limits.idle_s)
+        self._sessions = ClientSessionTable(limits.sessions, limits.adapters, limits.idle_s)
         self._saved = SavedAdapters(folder)
         self._base = base_digest(backend.facts.path)
 
@@ -102,7 +102,7 @@ class TrainingService:
         self.queue.forget(session_id)
         for run in session.runs.values():
 
-            def remove(run: TrainingRun = run) -> Answer:
+            def remove(run: AdapterRun = run) -> Answer:
                 self.backend.remove(run.id)
                 for folder in self._saved.root.glob(f"{run.id}/{SAMPLER}/{_UNNAMED}*"):
                     self._saved.remove(folder)
@@ -144,7 +144,7 @@ class TrainingService:
         if request.optimizer_config is not None:
             self._check_optimizer(request.optimizer_config)
 
-        def loading(run: TrainingRun) -> Callable[[], Answer]:
+        def loading(run: AdapterRun) -> Callable[[], Answer]:
             def load() -> Answer:
                 folder, state = self._checked_state(request.path)
                 self.backend.load(run.id, folder, request.optimizer)
@@ -246,7 +246,7 @@ class TrainingService:
 
     # ------------------------------------------------------------------ sampling
 
-    def open_sampler(self, request: types.CreateSamplingSessionRequest) -> Sampler:
+    def open_sampler(self, request: types.CreateSamplingSessionRequest) -> SamplingSource:
         """Make what a client samples from: the base, or a checkpoint."""
         session = self._sessions.get(request.session_id)
         weights = None
@@ -259,7 +259,7 @@ class TrainingService:
             self._check_base(request.base_model)
         return self._sessions.add_sampler(session, request.sampling_session_seq_id, weights, request.model_path)
 
-    def sampler(self, id: str) -> Sampler:
+    def sampler(self, id: str) -> SamplingSource:
         """Return a sampler."""
         return self._sessions.sampler(id)
 
@@ -286,7 +286,7 @@ class TrainingService:
             )
         return [sample_answer(done.samples, done.prompt_log_probs) for done in self.backend.sample(jobs)]
 
-    def _job(self, request: types.SampleRequest, sampler: Sampler) -> SampleJob:
+    def _job(self, request: types.SampleRequest, sampler: SamplingSource) -> SampleJob:
         """The samples that a request asks for.
 
         Raises:
@@ -318,10 +318,10 @@ class TrainingService:
                 f"temperature={params.temperature}, top_p={params.top_p}, top_k={params.top_k}: temperature is at "
                 "least 0, top_p above 0 and at most 1, top_k at least 1, or -1"
             )
-        given = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
-        texts = tuple(stop for stop in given if isinstance(stop, str))
-        ids = tuple(stop for stop in given if isinstance(stop, int))
-        endless = params.stop is not None and not given
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        ids = tuple(stop for stop in stops if isinstance(stop, int))
+        endless = params.stop is not None and not stops
         decoding = Decoding(sampler.weights, limit, params.temperature, params.top_p, params.top_k, texts, ids, endless)
         return SampleJob(prompt, request.num_samples, decoding, params.seed, bool(request.prompt_logprobs))
 
@@ -329,20 +329,20 @@ class TrainingService:
 
     def _new_run(
         self, session: Session, number: int, user_metadata: dict[str, Any] | None
-    ) -> TrainingRun | PendingRequest:
+    ) -> AdapterRun | PendingRequest:
         """Return a new training run, or the request that made it, which its client sends again."""
         existing = session.runs.get(f"{session.id}:train:{number}")
         if existing is not None:
-            made = existing.sent_before(0)
-            assert made is not None
-            return made
+            creation = existing.sent_before(0)
+            assert creation is not None
+            return creation
         return self._sessions.add_run(session, number, user_metadata)
 
-    def _first_request(self, run: TrainingRun, compute: Callable[[], Answer]) -> PendingRequest:
+    def _first_request(self, run: AdapterRun, compute: Callable[[], Answer]) -> PendingRequest:
         run.next_seq = 0
         return self._in_order(run, 0, compute)
 
-    def _in_order(self, run: TrainingRun, seq: int | None, compute: Callable[[], Answer]) -> PendingRequest:
+    def _in_order(self, run: AdapterRun, seq: int | None, compute: Callable[[], Answer]) -> PendingRequest:
         """Submit a request of a training run, after those with smaller numbers."""
         number = run.next_seq if seq is None else seq
         before = run.sent_before(number)
@@ -373,7 +373,7 @@ class TrainingService:
             raise RequestError(f"{path} belongs to other weights of the base ({state.base_model}, {state.base})")
         return folder, state
 
-    def _write(self, run: TrainingRun, kind: str, name: str, request: Any, overwrite: bool) -> SavedWeights:
+    def _write(self, run: AdapterRun, kind: str, name: str, request: Any, overwrite: bool) -> SavedWeights:
         assert run.shape is not None  # it was created before
         now, shape = time.time(), run.shape
         state = SavedState(

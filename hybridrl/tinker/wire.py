@@ -54,7 +54,7 @@ class PassRequest:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledTokens:
     """A generated sequence: its tokens, their log-probabilities, and whether it ended by itself."""
 
     tokens: Sequence[int]
@@ -153,7 +153,7 @@ def pass_answer(log_probs: Sequence[Array], loss: float) -> bytes:
     return bytes(answer.SerializeToString())
 
 
-def sample_answer(samples: Sequence[Sample], prompt_log_probs: Array | None) -> bytes:
+def sample_answer(samples: Sequence[SampledTokens], prompt_log_probs: Array | None) -> bytes:
     """Write the answer to `asample`.
 
     Args:

@@ -58,13 +58,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the engines and roles whose layouts a plan computes by formulas of their own
     "plan/run_plan.py": ("critic", "fsdp2", "megatron", "ref", "reward_model"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
-    "__init__.py": ("grpo",),
+    "__init__.py": ("grpo", "ppo"),
     "agents/environments/gymnasium.py": ("gymnasium",),
     "agents/tools/builtin.py": ("abs",),
     # names of other projects
     "compat/openrlhf/openrlhf_policy.py": (
         "gae",
         "gspo",
+        "ppo",
         "reinforce",
         "rloo",
         "vanilla",
@@ -77,20 +78,23 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dapo",
         "grpo",
         "gspo",
+        "ppo",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ),
+    "compat/slime/slime_sizes.py": ("ppo",),
     "compat/trl/script.py": ("grpo",),
     "config/short_table.py": ("cispo", "dapo", "grpo", "sapo"),  # TRL's names of losses
     "engine/megatron/build.py": ("vanilla",),
+    "models/liger.py": ("cross_entropy",),  # a kernel
     "observe/tracking.py": ("mlflow",),
-    "plan/plan_command.py": ("grpo",),
+    "plan/plan_command.py": ("grpo", "ppo"),
     "plan/published.py": ("prime-rl",),
-    "programs.py": ("grpo",),
+    "programs.py": ("grpo", "ppo"),
     "reward/column_checks.py": ("reward_model",),
     "reward/pools.py": ("judge",),
     "rollout/vllm/compat.py": ("vllm",),
-    "trainer/api.py": ("grpo",),
+    "trainer/api.py": ("grpo", "ppo"),
     "trainer/call_arguments.py": ("dapo", "grpo", "sapo"),  # likewise
     "utils/agent_host.py": ("openai",),
 }

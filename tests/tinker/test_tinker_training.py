@@ -217,7 +217,7 @@ def test_the_clients_custom_loss(server: Any, service: tinker.ServiceClient) -> 
 
 
 def test_a_policy_learns_by_the_loop_of_the_page(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample groups, centre the rewards, take a step; the reward is the share of one token."""
+    """SampledTokens groups, centre the rewards, take a step; the reward is the share of one token."""
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-a-test")
     loop, loss = re.findall(r"```python\n(.*?)```", (DOCS / "tinker.md").read_text(), re.DOTALL)
