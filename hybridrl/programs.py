@@ -181,6 +181,10 @@ COMMANDS = {
     "completion": SubCommand(
         "print a script that has bash, zsh or fish complete commands and settings", "hybridrl.trainer.completion:main"
     ),
+    "serve": SubCommand(
+        "serve a base model whose adapters clients of another API train (--tinker)",
+        "hybridrl.tinker.serve_command:main",
+    ),
     "sandbox-server": SubCommand("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
 }
 

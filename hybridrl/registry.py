@@ -12,8 +12,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -118,6 +118,21 @@ class DistillationMetadata(EntryMetadata):
     def __post_init__(self) -> None:
         if self.reads not in ("tokens", "top", "vocabulary"):
             raise AlgorithmError(f"reads={self.reads!r}: a distillation loss reads tokens, top or vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatumMetadata(EntryMetadata):
+    """A loss of datums, which clients of the training server choose for each request.
+
+    Attributes:
+        inputs: names of the tensors, one number per target token, that a datum brings for it.
+        config: names of its numbers, with their defaults; None: a request must set it.
+        several_targets: a position may have several target tokens.
+    """
+
+    inputs: tuple[str, ...] = ()
+    config: Mapping[str, float | None] = field(default_factory=dict)
+    several_targets: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,6 +501,14 @@ DISTILLATION_LOSSES = Registry(
     ("register_distillation_loss",),
     "algorithms/distillation.py",
     DistillationMetadata,
+    AlgorithmError,
+)
+DATUM_LOSSES = Registry(
+    "loss of datums",
+    "loss_fn",
+    ("register_datum_loss",),
+    "algorithms/datum_losses.py",
+    DatumMetadata,
     AlgorithmError,
 )
 REWARD_MANAGERS = Registry(

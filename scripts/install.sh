@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 sglang_needs="aiohttp apache-tvm-ffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance mistral-common
 msgspec nvidia-ml-py openai orjson partial-json-parser pillow prometheus-client pybase64 pydantic python-multipart pyzmq regex
 requests scipy sentencepiece setproctitle tiktoken triton uvicorn uvloop watchfiles xgrammar zstandard"
-known_extras="bench dev flash-attn-4 gpu gymnasium liger math mcp megatron openai openenv peft remote server sglang torchao tracking video vllm vllm-cpu"
+known_extras="bench dev flash-attn-4 gpu gymnasium liger math mcp megatron openai openenv peft remote server sglang tinker torchao tracking video vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }

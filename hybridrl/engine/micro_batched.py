@@ -215,6 +215,38 @@ class MicroBatchedEngine(Engine):
         }
         return merge_metrics([*shares.metrics, own])
 
+    def compute_gradients(
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        loss_fn: LossFn,
+        outputs: Collection[str],
+        temperature: float = 1.0,
+    ) -> NonFiniteError | None:
+        """Leave the gradients of a batch in the parameters, in place of those before, and take no step.
+
+        Args:
+            outputs: what `loss_fn` reads; see `infer`.
+
+        Returns:
+            The error if the loss or a gradient is not finite, the same on every rank; then there are no gradients.
+        """
+        self._check_outputs(outputs)
+        request = OutputRequest(tuple(outputs), temperature, self._function)
+
+        def add_gradients(plan: BatchPlan) -> _LossShares:
+            shares = _LossShares(plan, batch, loss_fn)
+            self.discard_gradients()
+            self.forward_backward(self._layouts(plan, self._function), request, shares)
+            return shares
+
+        tree = self._may_be_tree(batch, micro, request)
+        plan, shares = self._within_memory("train_batch", batch, micro, add_gradients, tree)
+        _, problem = self._check_step(shares.losses, plan.groups)
+        if problem is not None:
+            self.discard_gradients()
+        return problem
+
     def _at_a_fitting_scale(
         self, compute: Callable[[], tuple[BatchPlan, _LossShares]]
     ) -> tuple[_LossShares, torch.Tensor, NonFiniteError | None]:

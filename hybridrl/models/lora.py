@@ -99,6 +99,11 @@ class Adapter:
             for layer, was in before:
                 layer._disable_adapters = was
 
+    def rescale(self, scaling: float) -> None:
+        """Multiply the product B A by another factor from now on."""
+        for layer in self._layers.values():
+            layer.scaling[_NAME] = scaling
+
     def parts_of(self, name: str) -> tuple[str, str] | None:
         """The names of A and B of the layer whose weight is the parameter `name`; None for any other parameter."""
         layer, separator, rest = name.rpartition(_BASE)
@@ -152,7 +157,7 @@ def attach(module: nn.Module, model: ModelConfig, dtype: torch.dtype) -> Adapter
     Raises:
         ModelError: PEFT is missing, or the adapter does not fit the model.
     """
-    layers = linear_layers(_within(module))
+    layers = linear_layers(_within(module), head=model.adapts_head)
     if model.lora_adapter_path is None:
         config = _peft().LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha)
         selected = _selected_layers(model, layers)
@@ -238,16 +243,19 @@ def check(model: ModelConfig, optim: Any = None) -> None:
     attach(module, model, torch.float32)
 
 
-def linear_layers(module: nn.Module) -> list[str]:
-    """The names of the layers that may have an adapter: linear ones without output layer and routers.
+def linear_layers(module: nn.Module, head: bool = False) -> list[str]:
+    """The names of the layers that may have an adapter: linear ones without routers, and without the output layer.
 
     The output projections of Mamba's mixers are left out: their kernels read the weight alone, so that an adapter next
     to it would have no effect (PEFT refuses it).
+
+    Args:
+        head: with the output layer.
     """
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    output_layer = None if head else module.get_output_embeddings()  # type: ignore[operator]
     mixers = [part for part in module.modules() if hasattr(part, "A_log") and hasattr(part, "D")]
     projections = [getattr(mixer, "out_proj", None) for mixer in mixers]
-    apart = {id(head), *map(id, router_layers(module)), *map(id, projections)}
+    apart = {id(output_layer), *map(id, router_layers(module)), *map(id, projections)}
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, _conv1d())
     return [name for name, part in module.named_modules() if isinstance(part, kinds) and id(part) not in apart]
 

@@ -64,6 +64,9 @@ class Widths:
 
 _RESPONSE_FIELDS = (
     "advantages",
+    "datum_inputs",  # [B, T, K, I], what a loss of datums reads of its targets
+    "datum_log_probs",  # [B, T, K]
+    "datum_targets",  # [B, T, K]
     "entropys",
     "loss_weights",
     "old_log_probs",

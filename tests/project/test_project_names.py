@@ -61,13 +61,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # the engines and roles whose layouts a plan computes by formulas of their own
     "plan/run_plan.py": ("critic", "fsdp2", "megatron", "ref", "reward_model"),
     # packages, programs, a function of Python, a service for metrics, a reward of that name, Megatron's softmax
-    "__init__.py": ("grpo", "kto"),
+    "__init__.py": ("grpo", "kto", "ppo"),
     "agents/environments/gymnasium.py": ("gymnasium",),
     "agents/tools/builtin.py": ("abs",),
     # names of other projects
     "compat/openrlhf/openrlhf_policy.py": (
         "gae",
         "gspo",
+        "ppo",
         "reinforce",
         "rloo",
         "vanilla",
@@ -80,21 +81,24 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dapo",
         "grpo",
         "gspo",
+        "ppo",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ),
+    "compat/slime/slime_sizes.py": ("ppo",),
     "compat/trl/script.py": ("grpo", "kto"),
     "config/entry_settings.py": ("kto",),
     "config/short_table.py": ("cispo", "dapo", "grpo", "sapo"),  # TRL's names of losses
     "engine/megatron/build.py": ("vanilla",),
+    "models/liger.py": ("cross_entropy",),  # a kernel
     "observe/tracking.py": ("mlflow",),
-    "plan/plan_command.py": ("grpo",),
+    "plan/plan_command.py": ("grpo", "ppo"),
     "plan/published.py": ("prime-rl",),
-    "programs.py": ("grpo", "kto"),
+    "programs.py": ("grpo", "kto", "ppo"),
     "reward/column_checks.py": ("reward_model",),
     "reward/pools.py": ("judge",),
     "rollout/vllm/compat.py": ("vllm",),
-    "trainer/api.py": ("grpo", "kto"),
+    "trainer/api.py": ("grpo", "kto", "ppo"),
     "trainer/call_arguments.py": ("dapo", "grpo", "sapo"),  # likewise
     "trainer/settings_change.py": ("kto",),
     "utils/agent_host.py": ("openai",),

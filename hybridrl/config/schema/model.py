@@ -1,7 +1,7 @@
 """Settings of a model: which one, and how it is built."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridrl.config.schema import choices
 from hybridrl.config.schema.conditions import Need, above, entry, is_not_set, on
@@ -31,6 +31,9 @@ class TiledMLPConfig(ConfigNode):
 @dataclass
 class ModelConfig(ConfigNode):
     """`actor_rollout_ref.model`, `critic.model`, and `model` of supervised fine-tuning."""
+
+    #: the output layer gets an adapter, too; no setting, because engines of generation know no such adapters
+    adapts_head: ClassVar[bool] = False
 
     path: str = key("", "directory in Hugging Face format, or a hub id `org/name`; must be set", place="model")
     tokenizer_path: str | None = key(
