@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hybridrl.registry import Registry
 
 #: what a setting names. model: a folder, or a hub id; data: files, globs, addresses or data sets of the hub; file: a
-#: file that is read; code: Python files or modules; output: a file or folder that is written; remote: an
-#: address that is written
-Place = Literal["model", "data", "file", "code", "output", "remote"]
+#: file that is read; code: Python files or modules; output: a file or folder that is written; address: one
+#: that is written
+Place = Literal["model", "data", "file", "code", "output", "address"]
 
 
 @dataclass(frozen=True)

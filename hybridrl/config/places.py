@@ -25,7 +25,7 @@ _CODE_FILES = (".py", ".pkl")
 #: mappings of groups by a name that the user chooses
 _NAMED_BY_USERS = ("reward.functions.", "roles.", "distillation.teacher_models.")
 #: kinds of places that may be addresses
-_WITH_ADDRESSES = ("data", "output", "remote")
+_WITH_ADDRESSES = ("data", "output", "address")
 _SCHEMAS = {"reward.functions.": RewardPartConfig, "distillation.teacher_models.": TeacherModelConfig}
 
 
@@ -168,7 +168,7 @@ _ABSOLUTE = {
     "file": _absolute,
     "code": _absolute_code,
     "output": _absolute,
-    "remote": lambda text: text,
+    "address": lambda text: text,
 }
 
 

@@ -59,6 +59,11 @@ class RemoteCheckpoints:
         """Steps whose checkpoints were complete there when the run began."""
         return self._steps
 
+    @property
+    def is_uploading(self) -> bool:
+        """Whether an upload has not ended, or its end was not noted yet by `advance`."""
+        return self._uploading is not None
+
     # ------------------------------------------------------------------ finding
 
     def look(self, resume_mode: str, config: Any, definition: Definition, fetch: bool = True) -> None:
@@ -218,9 +223,9 @@ class RemoteCheckpoints:
         self._failed.clear()
         try:
             self.advance()
-            if self._uploading is not None:
+            if self.is_uploading:
                 notify(f"uploading checkpoints to {self._remote.url}; a signal more ends the run without them")
-            while self._uploading is not None:
+            while self.is_uploading:
                 if gives_up():
                     self._ends.set()
                 time.sleep(_POLL_S)

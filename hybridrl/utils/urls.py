@@ -44,8 +44,8 @@ def masked(url: str) -> str:
     if "@" in authority:
         user, _, host = authority.rpartition("@")
         name, colon, _ = user.partition(":")
-        shown = MASK if is_web(url) else f"{name}:{MASK}" if colon else name
-        authority = f"{shown}@{host}"
+        user_info = MASK if is_web(url) else f"{name}:{MASK}" if colon else name
+        authority = f"{user_info}@{host}"
     path, question, arguments = rest.partition("?")
     if question and (is_web(url) or "=" in arguments):
         rest = f"{path}?{MASK}"

@@ -60,7 +60,7 @@ def upload(store: RunStore, remote: RemoteCheckpoints, *steps: int) -> None:
     for step in steps:
         save(store, step)
         remote.add(step)
-        while remote._uploading is not None:  # as the next steps of training would
+        while remote.is_uploading:  # as the next steps of training would
             time.sleep(0.005)
             remote.advance()
 

@@ -70,7 +70,7 @@ def _faults(place: str | None, key: str, value: str, config: RootConfig) -> Iter
     elif place == "output" and is_remote(value):
         remedy = "; trainer.remote_dir is for copies elsewhere" * (key == "trainer.default_local_dir")
         yield f"{key}={masked(value)}: must be on a local or mounted disk{remedy}"
-    elif place == "remote":
+    elif place == "address":
         yield from check_written_address(key, value)
     elif place == "output":
         yield from _check_output(key, Path(value).expanduser())

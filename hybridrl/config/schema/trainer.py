@@ -69,7 +69,7 @@ class RunConfig(JobConfig):
         None,
         "address, such as s3://bucket/run, that finished checkpoints are copied to next to training, and that "
         "resume_mode=auto continues from where it has a newer one than default_local_dir; null: none",
-        place="remote",
+        place="address",
     )
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; null: all", gt=0)
     best_metric: str | None = key(
