@@ -19,13 +19,14 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, AgentLoopMetadata
+from hybridrl.registry import AGENT_LOOPS
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request, request_number
 from hybridrl.rollout.request_images import PromptImages, split_images
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.scored import Scored, Unscored
+from hybridrl.utils.entry_metadata import AgentLoopMetadata
 
 T = TypeVar("T", bound="type[AgentLoopBase]")
 
@@ -486,7 +487,7 @@ def register(agent_name: str, *, only_answers: bool = False, reads: Sequence[str
 
     Args:
         only_answers: it answers each prompt once, so tools and simulated users next to it are refused as unread.
-        reads: see `hybridrl.registry.AgentLoopMetadata`; a loop of a user's own may read every setting.
+        reads: see `hybridrl.utils.entry_metadata.AgentLoopMetadata`; a loop of a user's own may read every setting.
     """
 
     def add(loop: T) -> T:

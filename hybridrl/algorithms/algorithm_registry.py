@@ -26,7 +26,8 @@ from torch import Tensor
 from hybridrl.algorithms.config_access import ConfigView, checked_counts, read_settings, setting
 from hybridrl.algorithms.sessions import SESSION_KEY, split_sessions
 from hybridrl.errors import AlgorithmError
-from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, EstimatorMetadata, LossMetadata, with_inputs
+from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, with_inputs
+from hybridrl.utils.entry_metadata import EstimatorMetadata, LossMetadata
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -72,8 +73,8 @@ def register_adv_est(
     Args:
         name_or_enum: value of `algorithm.adv_estimator`.
         needs, compares_samples, alone, smallest_group, unbiased, reads_components: see
-            `hybridrl.registry.EstimatorMetadata`. A parameter without a default is a required input, whether it is
-            listed or not.
+            `hybridrl.utils.entry_metadata.EstimatorMetadata`. A parameter without a default is a required input,
+            whether it is listed or not.
         settings: dataclass of its own settings, which become keys of `algorithm`. The estimator reads them from its
             parameter `settings`.
     """
@@ -119,7 +120,7 @@ def register_policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of its own settings, which become keys of `actor.policy_loss`. The loss reads them as
             `config.policy_loss.<name>`.
-        needs, requires, samplers_old, compares_samples: see `hybridrl.registry.LossMetadata`.
+        needs, requires, samplers_old, compares_samples: see `hybridrl.utils.entry_metadata.LossMetadata`.
         prepare: preliminary pass of a loss that needs the whole mini-batch, to choose tokens or to normalise:
             `prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]`.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the

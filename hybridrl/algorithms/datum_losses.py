@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hybridrl.registry import DATUM_LOSSES, DatumMetadata
+from hybridrl.registry import DATUM_LOSSES
+from hybridrl.utils.entry_metadata import DatumMetadata
 
 #: log p `[B, T, K]`, the inputs `[B, T, K]` by name, the numbers by name -> the loss of each target `[B, T, K]`
 DatumLossFn = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
@@ -35,7 +36,7 @@ def register_datum_loss(
 
     Args:
         name: value of `loss_fn` of a request.
-        inputs, config, several_targets: see `hybridrl.registry.DatumMetadata`.
+        inputs, config, several_targets: see `hybridrl.utils.entry_metadata.DatumMetadata`.
     """
 
     def decorate(fn: DatumLossFn) -> DatumLossFn:

@@ -28,7 +28,8 @@ from torch import Tensor
 from hybridrl.algorithms.functional import log_softmax_of, rows_at_a_time, working_dtype
 from hybridrl.algorithms.kl import kl_penalty_forward
 from hybridrl.errors import AlgorithmError
-from hybridrl.registry import DISTILLATION_LOSSES, DistillationMetadata
+from hybridrl.registry import DISTILLATION_LOSSES
+from hybridrl.utils.entry_metadata import DistillationMetadata
 
 DistillationFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,7 +46,7 @@ def register_distillation_loss(
 
     Args:
         name: value of `distillation.distillation_loss.loss_mode`.
-        reads, direct: see `hybridrl.registry.DistillationMetadata`.
+        reads, direct: see `hybridrl.utils.entry_metadata.DistillationMetadata`.
     """
 
     def decorate(fn: DistillationFn) -> DistillationFn:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from hybridrl.config.convert import nearest
 from hybridrl.config.schema.conditions import Lookup, read
-from hybridrl.registry import MAPPING_READERS, EntryMetadata
+from hybridrl.registry import MAPPING_READERS
+from hybridrl.utils.entry_metadata import EntryMetadata
 
 #: the only entry of a setting that names a file: the file
 FILE = "file"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.data.source_mixture import MixtureSampler
 from hybridrl.errors import DataError
-from hybridrl.registry import CURRICULA, EntryMetadata
+from hybridrl.registry import CURRICULA
+from hybridrl.utils.entry_metadata import EntryMetadata
 
 if TYPE_CHECKING:
     from hybridrl.protocol import DataProto

@@ -20,7 +20,8 @@ from hybridrl.engine.capabilities import CopiesState, HasAdapters, KeepsFourBits
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.info import check_files
 from hybridrl.protocol import DataProto
-from hybridrl.registry import TRAIN_ENGINES, TrainMetadata, import_external_lib
+from hybridrl.registry import TRAIN_ENGINES, import_external_lib
+from hybridrl.utils.entry_metadata import TrainMetadata
 from hybridrl.utils.metrics import Metric
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, Any]]]

@@ -15,7 +15,7 @@ from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.protocol.bookkeeping import for_rewards
 from hybridrl.protocol.names import ATTEMPT, DATA_COLUMNS, TURN_LEVEL_REWARDS
-from hybridrl.registry import REWARD_MANAGERS, ManagerMetadata
+from hybridrl.registry import REWARD_MANAGERS
 from hybridrl.reward.column_checks import check_columns, check_read_columns, check_rows, ground_truths
 from hybridrl.reward.columns import ExtraColumns, check_keys, extra_of
 from hybridrl.reward.pools import create_pool
@@ -26,6 +26,7 @@ from hybridrl.reward.results import BadScore, check_number
 from hybridrl.reward.scorers import SampleScorer
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.scored import Unscored
+from hybridrl.utils.entry_metadata import ManagerMetadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ def register_reward_manager(
     Args:
         settings: dataclass of the keys of `reward.reward_kwargs`, or `module:Class`; the manager has an instance as
             `self.settings`. A method `check(config)` of it may yield sentences about what is wrong.
-        runs_functions: see `hybridrl.registry.ManagerMetadata`.
+        runs_functions: see `hybridrl.utils.entry_metadata.ManagerMetadata`.
 
     Raises:
         RewardError: another class has that name.

@@ -17,8 +17,9 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.buckets import Bucket, Checkpoint, RequiredSlices, ShardBucket
 from hybridrl.models.model_config import config_of
-from hybridrl.registry import INFERENCE_ENGINES, InferenceMetadata, import_external_lib
+from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.rollout.request import Completion, Request, Task
+from hybridrl.utils.entry_metadata import InferenceMetadata
 
 T = TypeVar("T")
 
@@ -239,7 +240,9 @@ def register_inference_engine(
     constrains: bool = False,
     settings: type | str | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Class decorator that adds an engine; see `hybridrl.registry.InferenceMetadata`. `module:Class` names others.
+    """Class decorator that adds an engine; see `hybridrl.utils.entry_metadata.InferenceMetadata`.
+
+    `module:Class` names others.
 
     The engine's own settings are further keys of `rollout.engine_kwargs`.
     """

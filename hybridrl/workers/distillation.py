@@ -97,7 +97,7 @@ class Distillation:
 
     Attributes:
         settings: `distillation.distillation_loss`.
-        reads: what the loss reads; see `hybridrl.registry.DistillationMetadata`.
+        reads: what the loss reads; see `hybridrl.utils.entry_metadata.DistillationMetadata`.
         teacher_temperature: what a teacher's logits are divided by in a loss over the vocabulary; None: the policy's.
     """
 

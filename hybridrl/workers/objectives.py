@@ -25,7 +25,8 @@ from torch.nn.functional import logsigmoid
 
 from hybridrl.errors import AlgorithmError
 from hybridrl.protocol import DataProto
-from hybridrl.registry import OBJECTIVES, ObjectiveMetadata
+from hybridrl.registry import OBJECTIVES
+from hybridrl.utils.entry_metadata import ObjectiveMetadata
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.losses import CountedLossFn, LossCounts
 

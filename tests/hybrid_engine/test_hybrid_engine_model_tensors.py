@@ -33,7 +33,8 @@ from hybridrl.layouts.model_tensors import model_tensors
 from hybridrl.layouts.slices import Cut, slices_of
 from hybridrl.layouts.topology import GenerationLayout, MegatronLayout, ShardedLayout
 from hybridrl.models.model_config import load_model_config
-from hybridrl.registry import TRAIN_ENGINES, TrainMetadata
+from hybridrl.registry import TRAIN_ENGINES
+from hybridrl.utils.entry_metadata import TrainMetadata
 
 SIZES = {
     "vocab_size": 256,

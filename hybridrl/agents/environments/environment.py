@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from hybridrl.chat.parsers.tool_parser import Call, FunctionCall
 from hybridrl.chat.turns import answers_of
 from hybridrl.errors import RolloutError
-from hybridrl.registry import ENVIRONMENTS, EntryMetadata
+from hybridrl.registry import ENVIRONMENTS
 from hybridrl.scored import Scored, Unscored, UnscoredError
+from hybridrl.utils.entry_metadata import EntryMetadata
 
 T = TypeVar("T", bound=type)
 

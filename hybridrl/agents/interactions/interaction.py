@@ -4,7 +4,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from hybridrl.registry import INTERACTIONS, EntryMetadata
+from hybridrl.registry import INTERACTIONS
+from hybridrl.utils.entry_metadata import EntryMetadata
 
 T = TypeVar("T", bound="type[BaseInteraction]")
 

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from hybridrl.agents.session_executor import in_thread
 from hybridrl.agents.tools.tool import BaseTool, ToolResponse
 from hybridrl.errors import RolloutError
-from hybridrl.registry import TOOLS, EntryMetadata
+from hybridrl.registry import TOOLS
 from hybridrl.reward.score.gsm8k import compute_score
 from hybridrl.scored import UnscoredError
 from hybridrl.utils import clock
+from hybridrl.utils.entry_metadata import EntryMetadata
 from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
 
 T = TypeVar("T", bound="type[BaseTool]")

@@ -21,10 +21,10 @@ from hybridrl.registry import (
     INTERACTIONS,
     TOOL_PARSERS,
     TOOLS,
-    EntryMetadata,
     Registry,
     import_external_lib,
 )
+from hybridrl.utils.entry_metadata import EntryMetadata
 from hybridrl.utils.user_code import load_module, loaded_file
 
 _REGISTRIES: tuple[Registry[Any], ...] = (AGENT_LOOPS, TOOLS, TOOL_PARSERS, ENVIRONMENTS, INTERACTIONS)

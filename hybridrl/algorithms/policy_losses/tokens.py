@@ -161,13 +161,13 @@ def policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of the settings that it reads, from `actor.policy_loss` unless a field's `path` names
             another place; without it the function takes only the tokens.
-        needs: see `hybridrl.registry.LossMetadata`; these fields are in `tokens.more`.
-        requires: see `hybridrl.registry.LossMetadata`.
+        needs: see `hybridrl.utils.entry_metadata.LossMetadata`; these fields are in `tokens.more`.
+        requires: see `hybridrl.utils.entry_metadata.LossMetadata`.
         prepare: see `register_policy_loss`; its result is `tokens.prepared`.
         loss_agg_mode: the default for a call without one. A run always sets it.
         weighs_itself: whether the function multiplies by `tokens.weights` itself.
         whole_sequences: whether the function calls `tokens.total` or `tokens.carry`, or `prepare` sums over sequences.
-        compares_samples: see `hybridrl.registry.LossMetadata`.
+        compares_samples: see `hybridrl.utils.entry_metadata.LossMetadata`.
     """
     who = f"policy loss {name}"
 

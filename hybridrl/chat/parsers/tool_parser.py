@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from hybridrl.registry import TOOL_PARSERS, EntryMetadata
+from hybridrl.registry import TOOL_PARSERS
 from hybridrl.utils.end_tokens import without_ends
+from hybridrl.utils.entry_metadata import EntryMetadata
 
 T = TypeVar("T", bound="type[ToolParser]")
 

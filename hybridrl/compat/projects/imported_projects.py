@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hybridrl.compat.projects.run_report import RunReport
-from hybridrl.registry import IMPORTED_PROJECTS, ImportMetadata
+from hybridrl.registry import IMPORTED_PROJECTS
+from hybridrl.utils.entry_metadata import ImportMetadata
 
 #: takes a script with its arguments, and returns a report for each run in it
 ProjectReader = Callable[[Sequence[str]], list[RunReport]]

@@ -10,7 +10,8 @@ from hybridrl.config.entry_settings import ranks_per_sequence
 from hybridrl.config.schema.data import LabelledDataConfig, PairsDataConfig, SFTDataConfig
 from hybridrl.config.schema.node import default_of
 from hybridrl.config.schema.root import SupervisedConfig
-from hybridrl.registry import OBJECTIVE_KINDS, OBJECTIVES, TRAIN_ENGINES
+from hybridrl.registry import OBJECTIVES, TRAIN_ENGINES
+from hybridrl.utils.entry_metadata import OBJECTIVE_KINDS
 
 _PROGRAMS = {"sft_trainer": "main_sft", "dpo_trainer": "main_dpo", "kto_trainer": "main_kto", "rm_trainer": "main_rm"}
 

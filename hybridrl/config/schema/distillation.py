@@ -151,5 +151,5 @@ class DistillationConfig(ConfigNode):
 
     @property
     def reads(self) -> str:
-        """The tensors that the loss reads, see `hybridrl.registry.DistillationMetadata`."""
+        """The tensors that the loss reads, see `hybridrl.utils.entry_metadata.DistillationMetadata`."""
         return DISTILLATION_LOSSES.metadata(self.distillation_loss.loss_mode).reads

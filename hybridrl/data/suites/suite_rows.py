@@ -11,7 +11,8 @@ from hybridrl.config.data_names import COMPRESSIONS, FORMATS, SuiteName, dataset
 from hybridrl.data.data_files import read_table
 from hybridrl.data.table import RowsPart, Table
 from hybridrl.errors import DataError
-from hybridrl.registry import SUITES, SuiteMetadata
+from hybridrl.registry import SUITES
+from hybridrl.utils.entry_metadata import SuiteMetadata
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def register_suite(
     """Function decorator: `suite:NAME` has the rows that the function makes of the published ones.
 
     The function takes a row and the words that say where it is, for messages, and returns a `SuiteRow`. It raises
-    `DataError` for a row that it cannot use. For the other arguments see `hybridrl.registry.SuiteMetadata`.
+    `DataError` for a row that it cannot use. For the other arguments see `hybridrl.utils.entry_metadata.SuiteMetadata`.
     """
 
     def add(make_row: MakeRow) -> MakeRow:

@@ -24,7 +24,8 @@ from hybridrl.errors import ModelError
 from hybridrl.layouts.slices import TensorSlice
 from hybridrl.models.kinds import KINDS
 from hybridrl.models.value import HEAD_NAME
-from hybridrl.registry import MEGATRON_FAMILIES, EntryMetadata
+from hybridrl.registry import MEGATRON_FAMILIES
+from hybridrl.utils.entry_metadata import EntryMetadata
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Megatron pads the vocabulary to a multiple of this, times the tensor parallel size.

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hybridrl.observe.jsonl import plain
-from hybridrl.registry import TRACES, TraceMetadata
+from hybridrl.registry import TRACES
+from hybridrl.utils.entry_metadata import TraceMetadata
 
 T = TypeVar("T", bound=type)
 
