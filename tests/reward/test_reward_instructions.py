@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +14,6 @@ from hybridrl.reward import RewardError, default_compute_score
 from hybridrl.reward.score import check_ground_truth
 from hybridrl.reward.score.instructions import CHECKS, sentence_count
 
-HAS_LANGDETECT = importlib.util.find_spec("langdetect") is not None
 OF_LANGUAGE = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
 Case = tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]
 
@@ -188,15 +187,14 @@ def test_a_loose_check_takes_a_response_without_its_ends_and_emphasis() -> None:
     assert judged("punctuation:no_comma", {}, "<think>a, b</think>\nplain")["acc"], "thoughts are no response"
 
 
-@pytest.mark.skipif(HAS_LANGDETECT, reason="langdetect is installed")
 @pytest.mark.parametrize("name", sorted(OF_LANGUAGE))
-def test_instructions_about_languages_say_what_they_need(name: str) -> None:
+def test_instructions_about_languages_say_what_they_need(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "langdetect", None)  # as where it is not installed
     truth = {"ids": [name], "kwargs": [{"language": "de"}]}
     with raises_with(RewardError, name, "langdetect", "ifeval"):
         check_ground_truth(json.dumps(truth), "ifeval")
 
 
-@pytest.mark.skipif(not HAS_LANGDETECT, reason="langdetect is not installed")
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
