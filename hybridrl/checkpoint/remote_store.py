@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,8 +62,7 @@ class RemoteStore:
         probe = f"{self._root}/.probe.{secrets.token_hex(4)}"
 
         def write() -> None:
-            self._make_parent(probe)
-            self._system.pipe_file(probe, b"x")
+            self._with_parent(probe, lambda: self._system.pipe_file(probe, b"x"))
             self._system.rm_file(probe)
 
         self._call(write, self.url, _WAITS_S[:2])
@@ -107,8 +106,7 @@ class RemoteStore:
         path, size = f"{self._root}/{name}", file.stat().st_size
 
         def copy() -> None:
-            self._make_parent(path)
-            self._system.put_file(str(file), path)
+            self._with_parent(path, lambda: self._system.put_file(str(file), path))
             self._system.invalidate_cache()
             arrived = self._system.info(path)["size"]
             if arrived != size:
@@ -210,14 +208,13 @@ class RemoteStore:
 
         return self._call(read, f"{self.url}/{name}")
 
-    def _make_parent(self, path: str) -> None:
-        """Make the folder of a file, where a file system has folders and does not make them itself."""
-        if "file" in self._protocols():
+    def _with_parent(self, path: str, write: Callable[[], object]) -> None:
+        """Write a file; make its folder where a file system has folders and does not make them itself."""
+        try:
+            write()
+        except FileNotFoundError:
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-    def _protocols(self) -> Collection[str]:
-        protocol = self._system.protocol
-        return (protocol,) if isinstance(protocol, str) else protocol
+            write()
 
     def _call(self, work: Callable[[], T], address: str, waits_s: Sequence[float] | None = None) -> T:
         try:

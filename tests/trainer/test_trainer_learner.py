@@ -200,6 +200,9 @@ def test_the_values_of_prompts_are_resumed_and_used(tmp_path) -> None:
     solved = fields["token_level_scores"].sum(1).view(PROMPTS, SAMPLES).sum(1).double()
     values = (0.9 * 0.5 + solved) / (0.9 + SAMPLES)  # after one step
     torch.testing.assert_close(learned[0].batch.batch["prompt_values"], values.repeat_interleave(SAMPLES))
+    earlier = {name: value for name, value in resumed.save(tmp_path).items() if name != "prompt_values"}
+    resumed.load(tmp_path, earlier)  # the checkpoint of a version that tracked none
+    assert not resumed.prompt_values.state_dict()
 
 
 def test_a_jagged_batch_is_learned_from_like_a_padded_one(tmp_path) -> None:

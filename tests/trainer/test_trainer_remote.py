@@ -87,6 +87,22 @@ def test_a_fresh_machine_gets_the_newest_complete_one(tmp_path, flaky):
     assert other.find("auto") == other.folder(20)
 
 
+def test_folders_are_made_where_a_file_system_needs_them(tmp_path, flaky):
+    """Object stores have none; servers of SFTP and the like refuse a file in a folder that is not there."""
+
+    def needs_folder(lpath: str, rpath: str) -> None:
+        if not flaky.isdir(rpath.rpartition("/")[0]):
+            raise FileNotFoundError(errno.ENOENT, "no such folder", rpath)
+
+    flaky.faults["put_file"] = [needs_folder] * 20
+    store, remote = fresh(tmp_path / "a")
+    upload(store, remote, 10)
+    flaky.faults.clear()
+    other, other_remote = fresh(tmp_path / "b")
+    look(other_remote)
+    assert verify(other.folder(10)) == read_manifest(store.folder(10))
+
+
 def test_saves_go_on_after_those_elsewhere(tmp_path, flaky):
     """Without the number of those elsewhere, an abandoned step would count as the newest."""
     store, remote = fresh(tmp_path / "a")

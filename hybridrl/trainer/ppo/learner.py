@@ -433,7 +433,7 @@ class Learner:
                 self.groups[spec.name].load_checkpoint(str(folder / spec.saved), contents)
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.reward_transform.load_state_dict(state["reward_transform"])
-        self.prompt_values.load_state_dict(state["prompt_values"])
+        self.prompt_values.load_state_dict(state.get("prompt_values", {}))  # earlier versions tracked none
 
 
 def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
