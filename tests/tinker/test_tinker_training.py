@@ -217,7 +217,7 @@ def test_the_clients_custom_loss(server: Any, service: tinker.ServiceClient) -> 
 
 
 def test_a_policy_learns_by_the_loop_of_the_page(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SampledTokens groups, centre the rewards, take a step; the reward is the share of one token."""
+    """The page promises 0.5 to above 0.9."""
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-a-test")
     loop, loss = re.findall(r"```python\n(.*?)```", (DOCS / "tinker.md").read_text(), re.DOTALL)
@@ -225,7 +225,7 @@ def test_a_policy_learns_by_the_loop_of_the_page(server: Any, monkeypatch: pytes
     names: dict[str, Any] = {}
     exec(loop.replace("Qwen/Qwen2.5-0.5B-Instruct", server.model), names)
     curve = names["curve"]
-    assert curve[0] < 0.1 and max(curve[-2:]) > 0.6, curve
+    assert 0.4 < curve[0] < 0.6 and min(curve[-2:]) > 0.9, curve
     try:
         exec(loss, {"__name__": "page"})
         assert DATUM_LOSSES.metadata("squared").inputs == ("scores",)

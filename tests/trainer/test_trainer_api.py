@@ -318,8 +318,10 @@ def test_sft_has_no_reward(here: Path) -> None:
         hybridrl.Trainer("sft", model="model", data=ROWS, reward=share_of_digits)
     with pytest.raises(ConfigError, match="reward: dpo has no reward"):
         hybridrl.Trainer("dpo", model="model", data=ROWS, reward=share_of_digits)
-    with raises_with(ConfigError, "program='kto'"):
-        hybridrl.Trainer("kto", model="model", data=ROWS)
+    with pytest.raises(ConfigError, match="reward: kto has no reward"):
+        hybridrl.Trainer("kto", model="model", data=ROWS, reward=share_of_digits)
+    with raises_with(ConfigError, "program='nca'"):
+        hybridrl.Trainer("nca", model="model", data=ROWS)
 
 
 TWICE = """
