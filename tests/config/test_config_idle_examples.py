@@ -73,6 +73,8 @@ def commands(page: str) -> Iterator[tuple[str, list[str], Mapping[str, Any]]]:
         if found is None:
             continue
         program = PROGRAMS.get(found[3] or "")
+        if program is not None and program.with_suites is not None and re.match("--suite|suite ", found[4]):
+            program = PROGRAMS[program.with_suites]
         root = program.tree if program is not None else MODULES.get(found[1] or "", "")
         try:
             words = shlex.split((found[2] or found[4] or "").split("`")[0].split(" | ")[0], comments=True)

@@ -29,7 +29,9 @@ FUNCTIONS = {
     "process that is interrupted": """
         import multiprocessing, os, signal, time
         def sleep(ready):
-            try: os.write(ready, b"."); time.sleep(1000)
+            try:
+                os.write(ready, b".")
+                for _ in range(100_000): time.sleep(0.01)  # a signal just before a sleep does not end it
             except KeyboardInterrupt: os._exit(15)
         def f(solution_str, ground_truth):
             read, write = os.pipe()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises_with
 
 from hybridrl.config import DPOConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.engine.microbatch import BatchPlan
@@ -270,5 +271,5 @@ def test_a_module_adds_an_objective() -> None:
         assert loss.item() == pytest.approx(float(-chosen / PAIRS))
     finally:
         del OBJECTIVES.objects["test_likelihood"]
-    with pytest.raises(AlgorithmError, match="one of tokens, pairs, scores"):
+    with raises_with(AlgorithmError, "kind='triples'", "tokens, pairs, labels, scores"):
         register_objective("test_other", kind="triples")(lambda *_: None)
