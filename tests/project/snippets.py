@@ -25,6 +25,7 @@ PAGES = (
     "docs/agents.md",
     "docs/agents_tutorial.md",
     "docs/environments.md",
+    "docs/experiment.md",
     "docs/gateway.md",
     "docs/missing.md",
     "docs/sandbox.md",

@@ -105,6 +105,27 @@ def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], j
     assert sum(scores[-5:]) > sum(scores[:5]), "the page promises 0.75 to 0.87"
 
 
+@pytest.mark.slow
+def test_the_experiment_is_compared(tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
+    outputs = run_snippets("docs/experiment.md", tmp_path, finish, "run", python=joined)
+    for name in ("fixed", "mixed_groups"):
+        run = records(tmp_path / "week" / name)
+        validations = [record for record in run if "val-core/gsm8k/acc/mean@1" in record]
+        assert len(validations) == 3 and all("val-core/math500/acc/mean@1" in record for record in validations)
+        best = json.loads((tmp_path / "week" / name / "best_checkpoint.json").read_text())
+        values = {record["step"]: record["val-core/math500/acc/mean@1"] for record in validations}
+        assert best["value"] == max(value for step, value in values.items() if step)
+        assert (tmp_path / "week" / name / f"global_step_{best['step']}").is_dir()
+        shares = [record["data/mixture/math500/share"] for record in run if "data/mixture/math500/share" in record]
+        assert len(shares) == 20
+        sorting = [record["val-core/gsm8k/acc/mean@1"] for record in validations]
+        assert sorting[-1] > sorting[0], "the page has 0.75 to 0.84 and 0.88"
+        assert (set(shares) == {0.5}) == (name == "fixed")
+    *_, compared, scored = outputs
+    assert compared.count("gsm8k") >= 2 and compared.count("math500") >= 2 and "curriculum" in compared
+    assert "gsm8k" in scored and "pass@4" in scored
+
+
 @pytest.mark.parametrize("page", ["docs/dpo.md", "docs/kto.md", "docs/reward_models.md"])
 def test_training_on_preferences_runs(page: str, tmp_path: Path, finish: Callable[..., Any], joined: str) -> None:
     run_snippets(page, tmp_path, finish, "run", python=joined)
