@@ -75,13 +75,13 @@ from hybridrl.settings import key
 if TYPE_CHECKING:
     from hybridrl.config.checks.check_run import validate
     from hybridrl.config.command import cli
-    from hybridrl.config.compose import load_config
     from hybridrl.config.output import as_dict, to_yaml
+    from hybridrl.config.typed_config import load_config
 
 # Every process of a run imports the groups; the code that composes them (OmegaConf, YAML) is imported only when called.
 _LATER = {
     "cli": "command",
-    "load_config": "compose",
+    "load_config": "typed_config",
     "validate": "checks.check_run",
     "as_dict": "output",
     "to_yaml": "output",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config.compose import load_config
+from hybridrl.config import load_config
 from hybridrl.config.convert import build
 from hybridrl.config.schema.node import is_group
 from hybridrl.config.schema.root import ROOTS

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from raising import raises_with
 from vision_tools import dataset_of, picture, png
 
-from hybridrl.config.compose import load_config
+from hybridrl.config import load_config
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.data import create_preference_dataset, create_rl_dataset, create_sft_dataset
 from hybridrl.data.dataset_rendering import truncate

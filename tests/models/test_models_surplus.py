@@ -12,7 +12,7 @@ from raising import raises_with
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.config.compose import load_config
+from hybridrl.config import load_config
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.info import check_files

@@ -161,15 +161,16 @@ def policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of the settings that it reads, from `actor.policy_loss` unless a field's `path` names
             another place; without it the function takes only the tokens.
-        needs: see `hybridrl.utils.entry_metadata.LossMetadata`; these fields are in `tokens.more`.
-        requires: see `hybridrl.utils.entry_metadata.LossMetadata`.
+        needs, requires, compares_samples: see `hybridrl.utils.entry_metadata.LossMetadata`. Fields of `needs` are in
+            `tokens.more`.
         prepare: see `register_policy_loss`; its result is `tokens.prepared`.
         loss_agg_mode: the default for a call without one. A run always sets it.
         weighs_itself: whether the function multiplies by `tokens.weights` itself.
         whole_sequences: whether the function calls `tokens.total` or `tokens.carry`, or `prepare` sums over sequences.
-        compares_samples: see `hybridrl.utils.entry_metadata.LossMetadata`.
     """
     who = f"policy loss {name}"
+    facts: dict[str, Any] = {"needs": needs, "requires": requires, "compares_samples": compares_samples}
+    register = register_policy_loss(name, settings=settings, prepare=prepare, whole_sequences=whole_sequences, **facts)
 
     def decorate(body: Callable[..., tuple[Tensor, Metrics]]) -> PolicyLossFn:
         default_mode = loss_agg_mode
@@ -193,8 +194,8 @@ def policy_loss(
             tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
             if prepare is not None and prepared is None:
                 _check_whole(tokens.mask, global_counts, who)
-                inputs = _further_inputs(more, needs, compares_samples, who)
-                prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0, **inputs)
+                further = _further_inputs(more, needs, compares_samples, who)
+                prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0, **further)
             extra_tensors = {field: keep(more[field], tokens.mask) for field in needs if field in more}
             whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
             tokens = replace(tokens, prepared=prepared, more=extra_tensors, sequences=whole)
@@ -208,15 +209,7 @@ def policy_loss(
 
         loss.__doc__, loss.__name__, loss.__module__ = body.__doc__, body.__name__, body.__module__
         loss.__qualname__ = body.__qualname__
-        return register_policy_loss(
-            name,
-            settings=settings,
-            needs=needs,
-            requires=requires,
-            prepare=prepare,
-            whole_sequences=whole_sequences,
-            compares_samples=compares_samples,
-        )(loss)
+        return register(loss)
 
     return decorate
 
